@@ -1,0 +1,73 @@
+# `make` lists the targets. All of them share one virtual environment, which grows by the extras
+# that a target needs; pip is called only when pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+# Test processes, each with one thread.
+JOBS ?= 2
+# Passed on to packprop profile, pytest or the benchmarks: make test ARGS="-k floors"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The same as `-c constraints.txt` on every pip call, and it reaches isolated builds too.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two pips at work in one environment break it.
+.NOTPARALLEL:
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.installed-examples ## Profile a small network on real data, into profile/
+	$(BIN)/packprop profile --output profile $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.installed-test ## Run all tests
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+.PHONY: lint lint-style lint-format lint-types
+lint: lint-style lint-format lint-types ## Check style, formatting and types
+lint-style: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+lint-format: $(VENV)/.installed-lint
+	$(BIN)/ruff format --check .
+lint-types: $(VENV)/.installed-lint
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.installed-lint ## Put the code in its standard format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(VENV)/.installed-bench ## Measure time and memory beside other libraries
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+.PHONY: hooks
+hooks: $(VENV)/.installed-dev ## Check every commit before it is made
+	$(BIN)/pre-commit install
+
+.PHONY: clean
+clean: ## Remove everything that make made, the virtual environment too
+	rm -rf $(VENV) build dist profile *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A file of its own marks success, so that a creation that was interrupted starts again.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "packprop needs Python 3.11 or newer; PYTHON=$(PYTHON) gives:" \
+	        "$$($(PYTHON) --version 2>&1 || true)." >&2; \
+	    echo "Name a newer one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	    exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --editable '.[$*]'
+	@touch $@

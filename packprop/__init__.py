@@ -1,0 +1,26 @@
+"""packprop packs more than the gradient into one backward pass of PyTorch.
+
+Seeds are swept back to signals; a use says how a parameter meets a signal; statistics turn that into numbers;
+an extension says how numbers merge; the plan says how big the bites are.
+"""
+
+from packprop import extensions
+from packprop.context import backpack
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.losses import register_loss
+from packprop.tape import disable, extend, record, restore
+from packprop.uses import register_use
+
+__all__ = [
+    "BadInput",
+    "PackpropError",
+    "PackpropWarning",
+    "backpack",
+    "disable",
+    "extend",
+    "extensions",
+    "record",
+    "register_loss",
+    "register_use",
+    "restore",
+]

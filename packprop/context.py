@@ -1,0 +1,250 @@
+"""``with backpack(...):`` around ``backward()``: quantities are computed along, and saved on the parameters."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.graph import Graph, require_complete, walk
+from packprop.observe import Observation
+from packprop.samples import settle
+from packprop.tape import drop_stale_recording
+from packprop.types import Extension, map_tensors
+
+Hook = Callable[[nn.Module], Any]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.active: list[Backpack] = []
+
+
+_local = _Local()
+
+
+def backpack(
+    *extensions: Extension,
+    extension_hook: Hook | None = None,
+    memory: int | str | None = None,
+    retain_graph: bool = False,
+    debug: bool = False,
+) -> Backpack:
+    """Compute more than the gradient in every backward pass inside the context.
+
+    Args:
+        extensions: Instances from ``packprop.extensions``; each saves its value on every trainable parameter
+            under its ``savefield``, overwriting what an earlier pass left there.
+        extension_hook: Called with each module that owns parameters as soon as all their values are saved.
+        memory: Bytes that the pass may take; not available yet.
+        retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
+        debug: Print what the pass goes through.
+
+    Raises:
+        BadInput: For a class instead of an instance, or anything that is no extension.
+    """
+    return Backpack(extensions, extension_hook, memory, debug)
+
+
+class Backpack(TorchFunctionMode):
+    """The context that ``backpack`` returns; the innermost one is in force."""
+
+    def __init__(
+        self, extensions: Sequence[Any], hook: Hook | None, memory: int | str | None, debug: bool
+    ) -> None:
+        super().__init__()
+        self.extensions = check_extensions("backpack(...) was entered.", extensions)
+        if hook is not None and not callable(hook):
+            raise BadInput(
+                "backpack(extension_hook=...) was entered.",
+                f"extension_hook of type {type(hook).__name__}",
+                "it cannot be called",
+                "give a function of one module",
+            )
+        if memory is not None:
+            raise BadInput(
+                "backpack(memory=...) was entered.",
+                f"memory={memory!r}",
+                "this version does not plan memory yet",
+                "leave it out; bites of samples keep temporary memory small by default",
+            )
+        self._hook, self._debug, self._running, self._seen = hook, debug, False, False
+
+    def __enter__(self) -> Backpack:
+        drop_stale_recording()
+        _local.active.append(self)
+        super().__enter__()
+        self._seen = False
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        drop_stale_recording()
+        _local.active.remove(self)
+        super().__exit__(*error)
+        if not self._seen and self.extensions and error[0] is None:
+            warnings.warn(
+                "No backward pass was seen inside `with backpack(...)`: call loss.backward() inside it.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        run = None
+        if func is Tensor.backward:
+            run = _of_tensor(*args, **kwargs)
+        elif func is torch.autograd.backward:
+            run = _of_function(*args, **kwargs)
+        if run is None or self._running or _local.active[-1] is not self:
+            return func(*args, **kwargs)
+        self._running = self._seen = True
+        try:
+            return self._backward(run, lambda: func(*args, **kwargs))
+        finally:
+            self._running = False
+
+    def _backward(self, run: _Pass, backward: Callable[[], None]) -> None:
+        if not self.extensions or not any(root.requires_grad for root in run.roots):
+            return backward()  # nothing was asked for, or torch knows best what to say
+        graph = walk(run.roots, run.gradients, run.wanted)
+        check_graph(graph)
+        attach = _Attach(graph, self._hook)
+        observation = Observation(graph, self.extensions, run.create_graph, attach)
+        if self._debug:
+            print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
+            for found in graph.found:
+                print(f"  {graph.label(found)}: {found.layouts[0]}")
+        graph.hold()
+        keep = True
+        try:
+            if run.wanted is None:
+                observation.run(backward)
+            else:  # such a pass does not go through every node that is needed
+                observation.run(None)
+                backward()
+            keep = run.keeps_graph
+        finally:
+            graph.let_go(keep)
+
+
+class _Pass:
+    """The arguments of one call of ``backward``."""
+
+    def __init__(
+        self, roots: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
+    ) -> None:
+        self.roots = _listed(roots)
+        self.gradients = _listed(gradients) if gradients is not None else [None] * len(self.roots)
+        self.create_graph = create_graph
+        self.keeps_graph = create_graph if retain_graph is None else retain_graph
+        chosen = None if inputs is None else _listed(inputs)
+        self.wanted = (
+            None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
+        )
+
+
+def _of_tensor(
+    root: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> _Pass:
+    """The arguments of ``Tensor.backward``."""
+    return _Pass(root, gradient, retain_graph, create_graph, inputs)
+
+
+def _of_function(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> _Pass:
+    """The arguments of ``torch.autograd.backward``."""
+    gradients = grad_variables if grad_tensors is None else grad_tensors
+    return _Pass(tensors, gradients, retain_graph, create_graph, inputs)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) or not isinstance(value, Sequence) else list(value)
+
+
+def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, ...]:
+    """Refuse classes, and anything that is no extension.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    for extension in extensions:
+        if isinstance(extension, type) and issubclass(extension, Extension):
+            raise BadInput(
+                asked,
+                f"extension {extension.__name__}",
+                "it is a class, not an instance",
+                f"write {extension.__name__}()",
+            )
+        if not isinstance(extension, Extension):
+            raise BadInput(
+                asked,
+                f"argument {extension!r} of type {type(extension).__name__}",
+                "it is not an extension",
+                "give instances from packprop.extensions, or of your own subclass of Extension",
+            )
+    return tuple(extensions)
+
+
+def check_graph(graph: Graph) -> None:
+    """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
+    require_complete(graph)
+    if not graph.found:
+        raise PackpropError(
+            "A backward pass with extensions was started.",
+            "the tensor that backward() was called on",
+            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
+            "extended, under packprop.disable(), or before extend() was called",
+            "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
+        )
+    if graph.leaves():
+        settle(graph)
+
+
+class _Attach:
+    """Saves finished values on parameters, and tells the user's hook which modules are done."""
+
+    def __init__(self, graph: Graph, hook: Hook | None) -> None:
+        self._graph, self._hook = graph, hook
+        leaves = {id(leaf) for leaf in graph.leaves()}
+        self._waiting: list[tuple[nn.Module, set[int]]] = []
+        if hook is not None:
+            children = {id(m): m for module in graph.modules for m in module.modules()}.values()
+            for module in children:
+                own = {id(p) for p in module.parameters(recurse=False)} & leaves
+                if own:
+                    self._waiting.append((module, own))
+
+    def __call__(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        for extension, values in results.items():
+            samples = self._graph.samples
+            if extension.subsampling is not None:
+                samples = len(extension.subsampling)
+            value = extension.finish(values, samples)
+            setattr(leaf, extension.savefield, map_tensors(lambda t: t.to(leaf.dtype), value))
+        for module, own in self._waiting:
+            if id(leaf) in own:
+                own.remove(id(leaf))
+                if not own and self._hook is not None:
+                    self._hook(module)

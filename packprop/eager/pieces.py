@@ -1,0 +1,338 @@
+"""A function and its arguments, cut into pieces, evaluated, and put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils import _pytree
+
+from packprop.errors import BadInput
+
+Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
+Hook = Callable[..., Tensor | Sequence[Tensor] | None]
+Autocast = list[tuple[str, bool, torch.dtype]]
+
+ASKED = "eager_backward: the value of a function and, at once, its gradient"
+NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Choices(TypedDict, total=False):
+    """The keyword arguments of `eager_backward`."""
+
+    chunks: int | None
+    axes: int | Sequence[int | None]
+    reduction: Literal["sum", "mean"]
+    weights: Tensor | None
+    keep: Keep
+    memory: int | str | None
+    hook: Hook | None
+    check: bool
+
+
+def bad(where: str, why: str, instead: str) -> BadInput:
+    """The error for an argument of `eager_backward` that cannot be used."""
+    return BadInput(ASKED, where, why, instead)
+
+
+def look_over(choices: Choices) -> None:
+    """Refuse keyword arguments that are wrong whatever the inputs are."""
+    chunks, keep, weights = choices["chunks"], choices["keep"], choices["weights"]
+    if chunks is not None and (type(chunks) is not int or chunks < 1):
+        raise bad(f"{chunks=}", "the number of pieces is a positive integer", "chunks=4, say")
+    if choices["reduction"] not in ("sum", "mean"):
+        why = "the scalars of pieces are added or averaged"
+        raise bad(f"reduction={choices['reduction']!r}", why, "'sum' or 'mean'")
+    if keep not in ("exact", "cpu", "recompute") and not (
+        isinstance(keep, torch.dtype) and keep.is_floating_point
+    ):
+        known = "'exact', 'cpu', 'recompute', or a dtype such as torch.bfloat16"
+        raise bad(f"{keep=}", "there is no such choice", known)
+    if (memory := choices["memory"]) is not None:
+        byte_count(memory)
+        if keep != "exact":
+            raise bad(f"{keep=}, {memory=}", "both say what is kept", "give one of them")
+    if weights is not None and not (
+        isinstance(weights, Tensor) and weights.ndim == 1 and weights.is_floating_point()
+    ):
+        raise bad("weights", "there is one weight per sample", "a floating point tensor [n]")
+
+
+def byte_count(memory: int | str) -> int:
+    """Bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
+    if isinstance(memory, bool) or found is None:
+        raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+
+
+@dataclass
+class Job:
+    """A function, how its arguments are put together and how they are cut; holds no input."""
+
+    fn: Callable[..., Tensor]
+    choices: Choices
+    specs: list[Any]  # per argument: how it is put together; None for a bare tensor
+    axes: list[int | None]  # per leaf: the axis to cut; None for what is passed whole
+    spans: list[tuple[int, int]]  # per piece: where it starts, how long it is
+    autocast: Autocast
+    rows: frozenset[int] = frozenset()  # leaves whose rows have a factor each
+
+    @property
+    def where(self) -> str:
+        """What errors call the function."""
+        return str(getattr(self.fn, "__qualname__", type(self.fn).__name__))
+
+    @property
+    def axis(self) -> int | None:
+        """The axis that is cut, if anything is."""
+        cut = [axis for axis in self.axes if axis is not None]
+        return cut[0] if cut and len(self.spans) > 1 else None
+
+    def split(self, leaves: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+        """Start, length and leaves of each piece."""
+        for start, length in self.spans:
+            piece = list(leaves)
+            if len(self.spans) > 1:
+                for number, axis in enumerate(self.axes):
+                    if axis is not None:
+                        piece[number] = leaves[number].narrow(axis, start, length)
+            yield start, length, piece
+
+    def evaluate(self, piece: list[Any], length: int) -> Tensor:
+        """The value of one piece, looked over, with its weights and its share of a mean."""
+        tensors = [leaf for leaf in piece if isinstance(leaf, Tensor)]
+        versions = [version(tensor) for tensor in tensors]
+        *inputs, named = put_together(piece, self.specs)
+        try:
+            with surroundings(self.autocast):
+                output = self.fn(*inputs, **named)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error) and "in-place" in str(error):
+                raise self._changed() from error
+            raise
+        if versions != [version(tensor) for tensor in tensors]:
+            raise self._changed()
+        self._look_over(output, piece)
+        mean = self.choices["reduction"] == "mean" and self.axis is not None
+        if mean and output.ndim and self.axis == 0:
+            why = "the values per sample of pieces are joined, not averaged"
+            raise bad(f"reduction='mean' with {self.where}", why, "leave reduction out")
+        if self.choices["weights"] is not None:
+            output = (piece[-1] * output).sum()
+        return output * (length / sum(n for _, n in self.spans)) if mean else output
+
+    def join(self, values: list[Tensor]) -> Tensor:
+        """One value from those of the pieces."""
+        if len(values) == 1:
+            return values[0]
+        if values[0].ndim and self.axis == 0:
+            return torch.cat(values)
+        return torch.stack(values).sum(0, dtype=wide(values[0].dtype)).to(values[0].dtype)
+
+    def seed(self, output: Tensor, arriving: Tensor | None, start: int) -> Tensor | None:
+        """What is fed in at the value of one piece."""
+        if arriving is None:
+            return torch.ones_like(output) if output.ndim else None
+        if output.ndim and self.axis == 0:
+            return arriving.narrow(0, start, len(output))
+        return arriving
+
+    def _changed(self) -> BadInput:
+        why = "it changed an input in place, which the rest of the network still uses"
+        return bad(self.where, why, "clone the input first, or use the out-of-place function")
+
+    def _look_over(self, output: Any, piece: list[Any]) -> None:
+        """Refuse what is neither a scalar nor one value per sample; find the samples' rows."""
+        if not isinstance(output, Tensor):
+            several = isinstance(output, Sequence) and not isinstance(output, str)
+            got = f"{len(output)} values" if several else f"a {type(output).__name__}"
+            instead = "return one tensor: a scalar, or one value per sample"
+            raise bad(self.where, f"it returned {got}, not one tensor", instead)
+        if not output.is_floating_point():
+            why = f"it returned {output.dtype}, through which no gradient flows"
+            raise bad(self.where, why, "return a real floating point tensor")
+        weights = self.choices["weights"]
+        if output.ndim == 0 and weights is None:
+            return
+        bearers = {
+            number: leaf
+            for number, (leaf, axis) in enumerate(zip(piece, self.axes, strict=True))
+            if axis is not None and not (weights is not None and number == len(piece) - 1)
+        }
+        rows = {number for number, leaf in bearers.items() if output.shape == leaf.shape[:1]}
+        need = {number for number, leaf in bearers.items() if leaf.requires_grad}
+        if not (rows & need or (rows and not need)):
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in bearers.values()) or "none"
+            raise bad(
+                self.where,
+                f"it returned the shape {list(output.shape)}; inputs with samples: {shapes}",
+                "return a scalar, or one value for each entry of axis 0 of an input",
+            )
+        if weights is not None:
+            if output.shape != piece[-1].shape:
+                why = f"{list(piece[-1].shape)} weights for values of shape {list(output.shape)}"
+                raise bad("weights", why, "give one weight per sample")
+            return
+        if self.axis is not None and len({axis for axis in self.axes if axis is not None}) > 1:
+            why = "with one value per sample, it is in doubt which axis the samples lie on"
+            raise bad(f"axes={self.choices['axes']}", why, "transpose, so that one axis is cut")
+        self.rows = frozenset(rows)
+
+
+def prepare(
+    fn: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any], choices: Choices
+) -> tuple[Job, list[Any]]:
+    """The job of one call, and the leaves of all its arguments, weights last."""
+    axes, chunks, weights = choices["axes"], choices["chunks"], choices["weights"]
+    if isinstance(axes, Sequence) and len(axes) != len(inputs):
+        raise bad(f"{axes=}", f"there are {len(inputs)} inputs", "give one entry per input")
+    specs: list[Any] = []
+    leaves: list[Any] = []
+    found: list[int | None] = []
+    for number, argument in enumerate((*inputs, named)):
+        own, spec = take_apart(argument)
+        axis = (*axes, None)[number] if isinstance(axes, Sequence) else axes
+        specs.append(spec)
+        leaves += own
+        found += [_axis(leaf, axis, strict=chunks is not None) for leaf in own]
+    spans = [(0, 1)]
+    if chunks is not None:
+        pairs = zip(leaves, found, strict=True)
+        sizes = sorted({leaf.shape[axis] for leaf, axis in pairs if axis is not None})
+        if len(sizes) != 1:
+            why = f"the inputs' sizes along the axis to cut are {sizes}, not one number"
+            instead = "let axes have one entry per input, None for those that are passed whole"
+            raise bad(f"{axes=}", why, instead)
+        count = max(1, min(chunks, sizes[0]))
+        ends = [sizes[0] * piece // count for piece in range(count + 1)]
+        spans = [(start, end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    if weights is not None:
+        leaves.append(weights)
+        found.append(0 if chunks is None or 0 in found else None)
+    for leaf in leaves:
+        if type(leaf) in (Tensor, nn.Parameter) and freed(leaf):
+            where = f"an input of shape {list(leaf.shape)}"
+            raise bad(where, "its memory was freed", "call eager_backward before it is freed")
+    kinds = {"cpu"} | {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    autocast = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds - {"meta"}
+    ]
+    return Job(fn, choices, specs, found, spans, autocast), leaves
+
+
+def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
+    if axis is None or not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return None
+    if -leaf.ndim <= axis < leaf.ndim:
+        return axis % leaf.ndim
+    if strict and leaf.ndim:
+        why = f"an input of shape {list(leaf.shape)} has no such axis"
+        raise bad(f"axes: {axis}", why, "let axes have one entry per input, None for this one")
+    return None
+
+
+def take_apart(argument: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure of an argument."""
+    # torch.utils._pytree is private, and the one register of what users' containers are.
+    return ([argument], None) if isinstance(argument, Tensor) else _pytree.tree_flatten(argument)
+
+
+def put_together(leaves: list[Any], specs: list[Any]) -> list[Any]:
+    """The arguments again, from the leaves of all of them."""
+    rest = iter(leaves)
+    return [
+        next(rest)
+        if spec is None
+        else _pytree.tree_unflatten([next(rest) for _ in range(spec.num_leaves)], spec)
+        for spec in specs
+    ]
+
+
+def freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory was taken away, as sharding does between uses."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    # Tensor._version is private; nothing public tells whether a function changed its argument.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of `dtype` are accumulated in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
+    """The context of a branch: autocast as it was called, saved tensors left where they are.
+
+    # NOTE [What a branch must not share]
+    Autocast keeps the low-precision copies of parameters for the rest of the forward pass, with
+    their piece of graph: a branch that found one there would lead into the outer graph, and one
+    that left its own there would hand out a freed graph. Hooks on saved tensors, which
+    checkpointing and offloading set, would make the branch be computed twice, or travel.
+    """
+    contexts: list[AbstractContextManager[Any]] = [
+        torch.autocast(kind, dtype, enabled and not backward, cache_enabled=False)
+        for kind, enabled, dtype in autocast
+        if enabled or torch.is_autocast_enabled(kind)
+    ]
+    if _saved_tensors_are_hooked():
+        contexts.append(graph.saved_tensors_hooks(_same, _same))
+    if not contexts:
+        return NOTHING
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _saved_tensors_are_hooked() -> bool:
+    # Private, and asked for a reason: under hooks, even ones that do nothing, PyTorch no longer
+    # notices that a saved tensor was changed, so they are set only where there are others.
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def random_states(leaves: list[Any]) -> dict[torch.device, Tensor]:
+    """The state of the random numbers on the CPU and on every device of the leaves."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+@contextmanager
+def random_numbers(states: dict[torch.device, Tensor]) -> Iterator[None]:
+    """Draw from `states`, and afterwards go on as if nothing had been drawn."""
+    before = random_states([torch.empty(0, device=device) for device in states])
+    try:
+        _set_random(states)
+        yield
+    finally:
+        _set_random(before)
+
+
+def _set_random(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

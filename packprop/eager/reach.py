@@ -1,0 +1,196 @@
+"""What a branch of the autograd graph reaches: leaves, and tensors of the graph around it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.eager.pieces import ASKED, NOTHING
+from packprop.errors import PackpropError
+
+Key = tuple[Any, int]
+"""What tells tensors of a graph apart: node and output number; for leaves, the `id` and 0."""
+
+# A leaf of our own: what is computed from it shows what nodes look like and how they are numbered.
+_LEAF = torch.zeros((), requires_grad=True)
+_ACCUMULATE_GRAD = type(_LEAF.view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+SEARCH_LIMIT = 20_000
+"""How many objects that a function refers to are looked at for a tensor that it uses."""
+
+
+def key_of(tensor: Tensor) -> Key:
+    """What a tensor is called here."""
+    node = tensor.grad_fn
+    return (id(tensor), 0) if node is None else (node, tensor.output_nr)
+
+
+def clock() -> int:
+    """A number below that of every node made from now on, above that of every earlier one."""
+    # NOTE [Inside and outside]
+    # Nodes are numbered in the order of their creation, one count per thread. The number is
+    # private (`Node._sequence_nr`), and nothing public tells nodes of a branch, which may be
+    # differentiated and freed, from those of the graph around it, which must be left alone.
+    with torch.enable_grad():
+        return _number(_LEAF.view(()).grad_fn)
+
+
+def _number(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def reached(
+    output: Tensor, since: int, known: Mapping[Key, Tensor], fn: Callable[..., Any]
+) -> dict[Key, Tensor]:
+    """The tensors that a branch starts from: its leaves, and what it takes from outside.
+
+    Args:
+        output: The value of the branch.
+        since: The `clock` before it was computed.
+        known: Tensors that are known to lie outside.
+        fn: The function that computed it; tensors from outside are looked for in its closure.
+    """
+    found: dict[Key, Tensor] = {}
+    outside: list[Key] = []
+    root = output.grad_fn
+    if root is None:
+        return {key_of(output): output}
+    seen = {root}
+    stack: list[Any] = [((root, output.output_nr),)]
+    while stack:
+        for node, number in stack.pop():
+            if node is None:
+                continue
+            if type(node) is _ACCUMULATE_GRAD:
+                found[id(node.variable), 0] = node.variable
+            elif (node, number) in known or _number(node) < since:
+                outside.append((node, number))
+            elif node not in seen or node is root:
+                seen.add(node)
+                stack.append(node.next_functions)
+    if outside:
+        found |= _from_outside(outside, known, fn)
+    return found
+
+
+def _from_outside(
+    edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]
+) -> dict[Key, Tensor]:
+    """The tensors at the edges that leave the branch."""
+    wanted = set(edges)
+    found = {edge: known[edge] for edge in wanted if edge in known}
+    if len(found) < len(wanted):
+        for _, tensor in tensors_of(fn):
+            if (key := key_of(tensor)) in wanted:
+                found.setdefault(key, tensor)
+    for node, number in wanted - found.keys():
+        raise PackpropError(
+            ASKED,
+            f"a tensor that {node.name()} made outside of {_name(fn)} (its output {number})",
+            "the function uses it, it is part of the graph around, and it cannot be found by "
+            "way of the function's closure, globals, arguments or attributes",
+            "pass it to eager_backward as an input",
+        )
+    return found
+
+
+def tensors_of(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors that a function can reach, nearest first."""
+    queue: deque[tuple[str, Any]] = deque([("", fn)])
+    seen: set[int] = set()
+    while queue and len(seen) < SEARCH_LIMIT:
+        name, thing = queue.popleft()
+        if id(thing) in seen or isinstance(thing, type | ModuleType | str | bytes | int | float):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield name, thing
+        else:
+            queue.extend(_parts(name, thing))
+
+
+def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
+    dot = f"{name}." if name else ""
+    if isinstance(thing, FunctionType):
+        cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+        yield from ((key, _contents(cell)) for key, cell in cells)
+        scope = thing.__globals__
+        yield from ((key, scope[key]) for key in _names(thing.__code__) if key in scope)
+        yield from enumerate_as(name, thing.__defaults__ or ())
+        yield from vars(thing).items()
+    elif isinstance(thing, MethodType):
+        yield name, thing.__func__
+        yield "self", thing.__self__
+    elif isinstance(thing, partial):
+        yield name, thing.func
+        yield from enumerate_as(name, thing.args)
+        yield from thing.keywords.items()
+    elif isinstance(thing, nn.Module):
+        yield from ((dot + key, tensor) for key, tensor in thing.named_parameters())
+        yield from ((dot + key, tensor) for key, tensor in thing.named_buffers())
+        yield from ((dot + key, child) for key, child in thing.named_children())
+        yield from ((dot + key, part) for key, part in vars(thing).items() if key[0] != "_")
+    elif isinstance(thing, Mapping):
+        yield from ((f"{name}[{key!r}]", part) for key, part in thing.items())
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from enumerate_as(name, thing)
+    elif hasattr(thing, "__dict__"):
+        yield from ((dot + key, part) for key, part in vars(thing).items())
+
+
+def enumerate_as(name: str, things: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Names like `name[0]` for the parts of a sequence."""
+    return ((f"{name}[{number}]", thing) for number, thing in enumerate(things))
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that the enclosing function has not bound yet
+        return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names in a function's code, that of its comprehensions and lambdas included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Differentiate with respect to `tensors` without running what hangs on them.
+
+    Hooks on these tensors belong to the outer backward pass, in which the kept gradient arrives.
+    """
+    hooked = [tensor for tensor in tensors if tensor._backward_hooks or tensor.retains_grad]
+    return _without_hooks(hooked) if hooked else NOTHING
+
+
+@contextmanager
+def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    # Tensor._backward_hooks is private; hooks can be taken off in public only by their owners.
+    hooks = [dict(tensor._backward_hooks or {}) for tensor in tensors]
+    retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
+    for tensor in tensors:
+        if tensor._backward_hooks:
+            tensor._backward_hooks.clear()
+    try:
+        yield
+    finally:
+        for tensor, own in zip(tensors, hooks, strict=True):
+            if own:
+                tensor._backward_hooks.update(own)
+        for tensor, gradient in retained:
+            tensor.grad = gradient

@@ -1,0 +1,34 @@
+"""Errors in four parts: what was asked, where, why it cannot be had, what to do instead."""
+
+from __future__ import annotations
+
+
+class PackpropError(RuntimeError):
+    """A quantity that was asked for cannot be computed rightly.
+
+    Args:
+        asked: What the user asked for.
+        where: The parameter, function, layer or argument that it failed at.
+        why: The reason.
+        instead: What the user can do.
+    """
+
+    def __init__(self, asked: str, where: str, why: str, instead: str) -> None:
+        super().__init__(asked, where, why, instead)
+        self.asked, self.where, self.why, self.instead = asked, where, why, instead
+
+    def __str__(self) -> str:
+        return (
+            f"{self.asked}\n"
+            f"  where:   {self.where}\n"
+            f"  why:     {self.why}\n"
+            f"  instead: {self.instead}"
+        )
+
+
+class BadInput(PackpropError, ValueError):
+    """An argument has the wrong type or value; raised before any work is done."""
+
+
+class PackpropWarning(UserWarning):
+    """A result was computed, but something about it deserves attention."""

@@ -1,0 +1,35 @@
+"""The catalogue: what can be asked for in one backward pass, a row each."""
+
+from packprop.extensions.diagonal import (
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    DiagGGNExact,
+    DiagGGNMC,
+)
+from packprop.extensions.first_order import (
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    SumGradSquared,
+    Variance,
+)
+from packprop.extensions.kronecker import KFAC
+from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
+from packprop.types import Extension, Row
+
+__all__ = [
+    "KFAC",
+    "BatchDiagGGNExact",
+    "BatchDiagGGNMC",
+    "BatchDotGrad",
+    "BatchGrad",
+    "BatchL2Grad",
+    "DiagGGNExact",
+    "DiagGGNMC",
+    "Extension",
+    "Row",
+    "SqrtGGNExact",
+    "SqrtGGNMC",
+    "SumGradSquared",
+    "Variance",
+]

@@ -1,0 +1,100 @@
+"""Diagonals of the generalized Gauss-Newton matrix (GGN), of the loss as reduced (Schraudolph 2002).
+
+``G = sum_n J_n^T H_n J_n``, with ``J_n`` the Jacobian of what the loss was given and ``H_n`` the Hessian of the
+loss in it. For cross entropy and squared error G is the Fisher information. Exact diagonals sweep back every
+column of a square root of ``H_n``; Monte Carlo ones ``mc_samples`` gradients for targets drawn from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packprop.errors import BadInput
+from packprop.monoid import CAT
+from packprop.statistics import batch_sq, sum_sq
+from packprop.types import EXACT, Extension, Row, Seed
+
+
+def monte_carlo(name: str, mc_samples: int, generator: torch.Generator | None) -> Seed:
+    """The seed of sampled columns; refuses a number of draws below one."""
+    if not isinstance(mc_samples, int) or mc_samples < 1:
+        raise BadInput(
+            f"{name}(mc_samples={mc_samples!r}) was asked for.",
+            "mc_samples",
+            "it is the number of Monte Carlo draws",
+            "give a whole number of at least 1",
+        )
+    return Seed("ggn", mc_samples, generator)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagGGNExact(Extension):
+    """Diagonal of the GGN, ``diag_ggn_exact``: ``[*p]``.
+
+    Args:
+        subsampling: Indices of samples, at the scale of the full batch.
+    """
+
+    subsampling: Sequence[int] | None = None
+    savefield = "diag_ggn_exact"
+    rows = (Row(EXACT, sum_sq),)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDiagGGNExact(Extension):
+    """Diagonal of each sample's GGN, ``diag_ggn_exact_batch``: ``[n, *p]``; rows sum to ``diag_ggn_exact``.
+
+    Args:
+        subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
+    """
+
+    subsampling: Sequence[int] | None = None
+    savefield = "diag_ggn_exact_batch"
+    rows = (Row(EXACT, batch_sq, over_n=CAT[0]),)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagGGNMC(Extension):
+    """Unbiased Monte Carlo estimate of the GGN's diagonal, ``diag_ggn_mc``: ``[*p]``.
+
+    Args:
+        mc_samples: Draws for each sample of the batch.
+        subsampling: Indices of samples, at the scale of the full batch.
+        generator: Makes the draws repeatable; the global random state is left alone then.
+    """
+
+    mc_samples: int = 1
+    subsampling: Sequence[int] | None = None
+    generator: torch.Generator | None = None
+    savefield = "diag_ggn_mc"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        monte_carlo(self.name, self.mc_samples, self.generator)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Squares of sampled columns."""
+        return (Row(monte_carlo(self.name, self.mc_samples, self.generator), sum_sq),)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDiagGGNMC(DiagGGNMC):
+    """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
+
+    Args:
+        mc_samples: Draws for each sample of the batch.
+        subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
+        generator: Makes the draws repeatable; the global random state is left alone then.
+    """
+
+    savefield = "diag_ggn_mc_batch"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Squares of sampled columns, sample by sample."""
+        seed = monte_carlo(self.name, self.mc_samples, self.generator)
+        return (Row(seed, batch_sq, over_n=CAT[0]),)

@@ -1,0 +1,52 @@
+"""Square roots of the generalized Gauss-Newton matrix: S with ``S^T S`` the block of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packprop.extensions.diagonal import monte_carlo
+from packprop.monoid import CAT
+from packprop.statistics import per_sample_grad
+from packprop.types import EXACT, Extension, Row
+
+
+@dataclass(frozen=True, eq=False)
+class SqrtGGNExact(Extension):
+    """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
+
+    Args:
+        subsampling: Indices of samples; they come in this order, at the scale of the full batch.
+    """
+
+    subsampling: Sequence[int] | None = None
+    savefield = "sqrt_ggn_exact"
+    rows = (Row(EXACT, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
+
+
+@dataclass(frozen=True, eq=False)
+class SqrtGGNMC(Extension):
+    """Root of a Monte Carlo estimate of the GGN block, ``sqrt_ggn_mc``: ``[m, n, *p]``, m draws.
+
+    Args:
+        mc_samples: Draws for each sample of the batch.
+        subsampling: Indices of samples; they come in this order, at the scale of the full batch.
+        generator: Makes the draws repeatable; the global random state is left alone then.
+    """
+
+    mc_samples: int = 1
+    subsampling: Sequence[int] | None = None
+    generator: torch.Generator | None = None
+    savefield = "sqrt_ggn_mc"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        monte_carlo(self.name, self.mc_samples, self.generator)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Sampled columns as they arrive."""
+        seed = monte_carlo(self.name, self.mc_samples, self.generator)
+        return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)

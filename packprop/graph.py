@@ -1,0 +1,407 @@
+"""What one backward pass will go through: uses and losses found again from the root, completeness, names.
+
+# NOTE [Stepping over a use]
+A function such as ``F.linear`` makes several nodes. The walk steps from a use's node to where its inputs came
+from, over whatever lies between; so an edge into a parameter that the walk still meets belongs to no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.errors import PackpropError
+from packprop.structures import Dense, Structure, rows
+from packprop.tape import LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use
+from packprop.types import Layout
+from packprop.uses import Entry, Samples
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one trainable leaf enters one use, directly or through tensors made of parameters alone."""
+
+    entry: Entry
+    leaf: Tensor
+
+    @property
+    def direct(self) -> bool:
+        """Whether the leaf itself is the argument of the function."""
+        return self.entry.parameter is self.leaf
+
+    def meet(
+        self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
+    ) -> Structure:
+        """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct."""
+        structure = self.entry.meet(signals, where, samples)
+        if self.direct:
+            return structure
+        if structure.rows is None:
+            return Dense(None)
+        return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
+
+
+def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:
+    """From gradients of a tensor made of parameters ``[v, n, *d]`` to those of a leaf ``[v, n, *p]``."""
+    flat = gradients.flatten(0, 1).to(parameter.dtype)
+    differentiable = torch.is_grad_enabled()
+
+    def pull(rows: Tensor, batched: bool) -> Tensor:
+        (pulled,) = torch.autograd.grad(
+            parameter,
+            leaf,
+            rows,
+            is_grads_batched=batched,
+            retain_graph=True,
+            create_graph=differentiable,
+            allow_unused=True,
+        )
+        if pulled is not None:
+            return pulled.to_dense() if pulled.is_sparse else pulled
+        return leaf.new_zeros((rows.shape[0], *leaf.shape) if batched else leaf.shape)
+
+    try:
+        pulled = pull(flat, batched=True)
+    except RuntimeError:  # a function of the user's own without a batching rule
+        pulled = torch.stack([pull(row, batched=False) for row in flat])
+    return pulled.unflatten(0, gradients.shape[:2]).to(gradients.dtype)
+
+
+@dataclass(eq=False)
+class Found:
+    """A use that the backward pass will reach.
+
+    Args:
+        nodes: For each of its outputs that is reached: the index, node and the node's output number.
+        sites: Leaves that enter it.
+        first: Whether no other use lies upstream.
+        layouts: Where its outputs hold the samples; set when samples are settled.
+    """
+
+    use: Use
+    nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
+    first: bool = False
+    layouts: list[Layout] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class FoundLoss:
+    """A recorded loss that the backward pass will reach."""
+
+    call: LossCall
+    node: Node
+    output: int
+    layout: Layout = Layout(None, 1)
+
+
+@dataclass
+class Graph:
+    """Uses and losses between the roots of a backward pass and its leaves.
+
+    Args:
+        roots: Tensors that the backward pass starts from.
+        gradients: What is fed in at each root.
+        found: Uses, those nearest to the roots first.
+        losses: Recorded losses.
+        outputs: Outputs of outermost calls, with their shapes.
+        unlosed: Names of uses that a path from the roots reaches without passing a recorded loss.
+        mixers: Names of layers that mix samples.
+        missing: Parameters that are reached outside of all uses, and the node that consumes them.
+        signature: Equal for passes of equal structure and shapes.
+        samples: Number of samples; set when samples are settled.
+    """
+
+    roots: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    found: list[Found] = field(default_factory=list)
+    losses: list[FoundLoss] = field(default_factory=list)
+    outputs: list[tuple[GradientEdge, Forward, torch.Size]] = field(default_factory=list)
+    unlosed: list[str] = field(default_factory=list)
+    mixers: list[str] = field(default_factory=list)
+    missing: list[tuple[Tensor, str]] = field(default_factory=list)
+    signature: int = 0
+    samples: int = 0
+
+    @property
+    def forwards(self) -> list[Forward]:
+        """The outermost calls that uses were recorded in."""
+        return list({id(f.use.forward): f.use.forward for f in self.found}.values())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The extended modules that were called."""
+        modules = (forward.module() for forward in self.forwards)
+        return list({id(module): module for module in modules if module is not None}.values())
+
+    def leaves(self) -> list[Tensor]:
+        """Every trainable leaf of a use, once."""
+        return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
+
+    def name(self, leaf: Tensor) -> str:
+        """The parameter's name in the module that was called."""
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                if parameter is leaf:
+                    return name
+        return f"a tensor of shape {list(leaf.shape)}"
+
+    def label(self, found: Found) -> str:
+        """How messages call a use: by its function and its parameters."""
+        names = ", ".join(repr(self.name(site.leaf)) for site in found.sites)
+        return f"{found.use.name} of {names}"
+
+    def hold(self) -> None:
+        """Keep what uses saved while this pass runs, whatever happens to the graph."""
+        for record in self._records():
+            record.held = True
+
+    def let_go(self, keep: bool) -> None:
+        """End of the pass: drop what uses saved unless the graph is retained."""
+        for record in self._records():
+            record.held = False
+            if not keep:
+                if isinstance(record, Use):
+                    record.entries = None
+                else:
+                    record.args, record.kwargs, record.released = (), {}, True
+
+    def _records(self) -> Iterator[Use | LossCall]:
+        yield from (found.use for found in self.found)
+        yield from (loss.call for loss in self.losses)
+
+
+def walk(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None
+) -> Graph:
+    """Find what a backward pass from ``roots`` will go through.
+
+    Args:
+        roots: Where it starts.
+        gradients: What is fed in at each root; ``None`` for one.
+        wanted: Leaves to restrict to; ``None`` for all.
+
+    Raises:
+        PackpropError: If a parameter's uses were not all recorded, samples are mixed by a known layer, or a
+            recorded graph was freed.
+    """
+    graph = Graph(roots, gradients)
+    starts = [root.grad_fn for root in roots if root.grad_fn is not None]
+    names: list[str] = []
+    found: dict[Use, Found] = {}
+    stepped: dict[Node, list[Node]] = {}
+    order: list[Node] = []
+    consumed: list[tuple[Tensor, str]] = []
+
+    for node, done in _depth_first(starts, lambda node: stepped[node], stepped, found):
+        if done:
+            order.append(node)
+            continue
+        name = node.name()
+        names.append(name)
+        marks = node.metadata
+        if LOSS in marks:
+            call, output = marks[LOSS]
+            graph.losses.append(FoundLoss(call, node, output))
+        if OUTPUT in marks:
+            forward, output, shape = marks[OUTPUT]
+            graph.outputs.append((GradientEdge(node, output), forward, shape))
+        if MIXES in marks:
+            graph.mixers.append(marks[MIXES])
+        if USE not in marks:
+            for upstream in stepped[node]:
+                leaf = getattr(upstream, "variable", None)
+                if leaf is not None:
+                    consumed.append((leaf, name))
+    graph.found = list(found.values())
+    _require_alive(graph)
+    _find_first(order, stepped, found)
+    _find_sites(graph, wanted)
+    _find_missing(graph, consumed, wanted)
+    graph.unlosed = _reached_without_loss(graph, starts, stepped, found)
+    shapes = tuple((f.use.name, tuple(f.use.shapes)) for f in graph.found)
+    graph.signature = hash((tuple(names), shapes, tuple(f.first for f in graph.found)))
+    return graph
+
+
+def _depth_first(
+    starts: Iterable[Node],
+    upstream: Callable[[Node], list[Node]],
+    stepped: dict[Node, list[Node]],
+    found: dict[Use, Found],
+) -> Iterator[tuple[Node, bool]]:
+    """Each node on the way down (``False``) and again when all upstream of it is done (``True``)."""
+    for start in starts:
+        if start in stepped:
+            continue
+        stack: list[tuple[Node, Iterator[Node]]] = [_enter(start, stepped, found)]
+        yield start, False
+        while stack:
+            node, remaining = stack[-1]
+            child = next(remaining, None)
+            if child is None:
+                stack.pop()
+                yield node, True
+            elif child not in stepped:
+                stack.append(_enter(child, stepped, found))
+                yield child, False
+
+
+def _enter(
+    node: Node, stepped: dict[Node, list[Node]], found: dict[Use, Found]
+) -> tuple[Node, Iterator[Node]]:
+    """Note a node's upstream neighbours, stepping over uses."""
+    marks = node.metadata.get(USE)
+    if marks is None:
+        neighbours = [upstream for upstream, _ in node.next_functions if upstream is not None]
+    else:
+        neighbours = []
+        for use, index, output in marks:
+            found.setdefault(use, Found(use)).nodes[index] = (node, output)
+            neighbours += [edge.node for edge in use.edges]
+    stepped[node] = neighbours
+    return node, iter(neighbours)
+
+
+def _require_alive(graph: Graph) -> None:
+    if any(found.use.entries is None for found in graph.found) or any(
+        loss.call.released for loss in graph.losses
+    ):
+        raise PackpropError(
+            "A second backward pass through one graph was asked for.",
+            "the loss that backward() was called on",
+            "the first pass freed the graph, and the inputs that were recorded on it",
+            "pass retain_graph=True to the first backward()",
+        )
+    if graph.mixers:
+        raise PackpropError(
+            "A quantity of single samples was asked for.",
+            f"layer {graph.mixers[0]}",
+            "batch normalisation in training mode mixes the samples: no sample has a gradient of its own",
+            "call .eval() on the layer, or use GroupNorm, LayerNorm or InstanceNorm",
+        )
+
+
+def _find_first(
+    order: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]
+) -> None:
+    """A use is first if no other one lies upstream; upstream nodes come earlier in ``order``."""
+    below: dict[Node, bool] = {}
+    uses: dict[Node, bool] = {node: True for f in found.values() for node, _ in f.nodes.values()}
+    for node in order:
+        below[node] = any(below.get(up, False) or up in uses for up in stepped[node])
+    for f in found.values():
+        f.first = not any(below[node] for node, _ in f.nodes.values())
+
+
+def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
+    """Trace the parameters of every use to the leaves that they are made of."""
+    chosen = None if wanted is None else {id(leaf) for leaf in wanted}
+    leaves: dict[int, list[Tensor]] = {}
+    for found in graph.found:
+        for entry in found.use.entries or ():
+            parameter = entry.parameter
+            if id(parameter) not in leaves:
+                leaves[id(parameter)] = _leaves_of(graph, parameter)
+            for leaf in leaves[id(parameter)]:
+                if chosen is None or id(leaf) in chosen:
+                    found.sites.append(Site(entry, leaf))
+    for found in graph.found:
+        for site in found.sites:
+            if site.entry.refusal is not None:
+                raise PackpropError(
+                    "A quantity beyond the gradient was asked for.",
+                    f"parameter {graph.name(site.leaf)!r} in {found.use.name}",
+                    *site.entry.refusal,
+                )
+
+
+def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
+    if parameter.grad_fn is None:
+        return [parameter]
+    found: dict[int, Tensor] = {}
+    stack, seen = [parameter.grad_fn], {parameter.grad_fn}
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        if USE in node.metadata:
+            raise PackpropError(
+                "A quantity beyond the gradient was asked for.",
+                f"a tensor of shape {list(parameter.shape)} that is used like a parameter",
+                "it depends on the samples through a function that was not seen",
+                "register the function with packprop.register_use, or call it through torch functions",
+            )
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                stack.append(upstream)
+    return list(found.values())
+
+
+def _find_missing(
+    graph: Graph, consumed: list[tuple[Tensor, str]], wanted: Sequence[Tensor] | None
+) -> None:
+    """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
+    owned = {id(parameter) for module in graph.modules for parameter in module.parameters()}
+    owned |= {id(leaf) for leaf in graph.leaves()}
+    data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
+    graph.missing = [
+        (leaf, node)
+        for leaf, node in consumed
+        if id(leaf) in owned and id(leaf) in chosen and id(leaf) not in data
+    ]
+
+
+def _reached_without_loss(
+    graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]
+) -> list[str]:
+    names = {node: f for f in found.values() for node, _ in f.nodes.values()}
+    losses = {loss.node for loss in graph.losses}
+    stack, seen, reached = list(starts), set(starts), []
+    while stack:
+        node = stack.pop()
+        if node in losses:
+            continue
+        if node in names:
+            reached.append(graph.label(names[node]))
+            continue
+        for upstream in stepped[node]:
+            if upstream not in seen:
+                seen.add(upstream)
+                stack.append(upstream)
+    return reached
+
+
+def require_complete(graph: Graph) -> None:
+    """Raise unless every use of every wanted parameter was recorded."""
+    if not graph.missing:
+        return
+    leaf, node = graph.missing[0]
+    name = graph.name(leaf)
+    if node == "EagerBackward":
+        why = "eager_backward() has already summed this parameter's gradient over the samples"
+        instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif node == "CheckpointFunctionBackward":
+        why = "reentrant checkpointing hides the layers inside from this pass"
+        instead = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    elif node == "AccumulateGrad":
+        why, instead = "the loss is the parameter itself", "leave it out of this loss"
+    else:
+        why = (
+            f"{node} consumes it outside of every recorded function (outside an extended module's forward "
+            "pass, in an assignment, or in a term of the loss that no sample enters)"
+        )
+        instead = (
+            "run that function inside the extended module or inside `with packprop.record():`, keep such "
+            "terms out of this backward pass, or set requires_grad=False on the parameter"
+        )
+    raise PackpropError(
+        "A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead
+    )

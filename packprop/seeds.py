@@ -1,0 +1,178 @@
+"""Columns that are fed in at a loss's input: the square root of its Hessian, whole or sampled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.errors import PackpropError
+from packprop.graph import FoundLoss, Graph
+from packprop.losses import Loss, Root, canonical, describe, from_canonical, generic_root
+from packprop.types import Seed
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of one loss, made when they are needed.
+
+    Args:
+        edge: The loss's input, where they are fed in.
+        count: How many there are.
+        chunk: ``(start, stop) -> [v, *f]``.
+    """
+
+    edge: GradientEdge
+    count: int
+    chunk: Callable[[int, int], Tensor]
+
+
+def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
+    """The columns of a generalized Gauss-Newton seed, loss by loss.
+
+    Raises:
+        PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
+    """
+    _require_losses(graph)
+    with torch.set_grad_enabled(create_graph):
+        return [_loss_columns(graph, loss, seed) for loss in graph.losses]
+
+
+def _require_losses(graph: Graph) -> None:
+    if not graph.losses:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the tensor that backward() was called on",
+            "no recorded loss lies between it and the parameters, so its Hessian is not known",
+            "extend the loss module, or call the loss function inside `with packprop.record():`",
+        )
+    if graph.unlosed:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            graph.unlosed[0],
+            "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
+            "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
+            "of this backward pass",
+        )
+
+
+def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
+    call, layout = loss.call, loss.layout
+    rule = describe(call.function, call.args, call.kwargs)
+    if rule.refusal is not None:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            *rule.refusal,
+        )
+    if call.input._version != call.version:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the input of the loss, of shape {list(call.shape)}",
+            "it was changed in place after the loss was computed",
+            "clone it before changing it",
+        )
+    targets = [value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, Tensor)]
+    if any(value.requires_grad and value is not call.input for value in targets):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the targets of {getattr(call.function, '__name__', call.function)}",
+            "they require gradients: the loss curves in them too, and that is not accounted for",
+            "detach the targets",
+        )
+    arriving = _arriving(graph, loss)
+    if rule.root is None:
+        root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
+        axis, positions = None, 1
+        shape_of = layout.to_front(torch.empty(call.shape, device="meta"))
+
+        def place(values: Tensor) -> Tensor:
+            return layout.from_front(values.reshape(values.shape[0], *shape_of.shape), 1)
+
+    else:
+        axis = rule.class_axis
+        value = canonical(call.input, layout, axis)
+        root = rule.root(value, _scale(rule, loss, arriving, value))
+        positions = value.shape[1]
+        place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
+    if seed.mc_samples is not None:
+        draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
+        return Columns(call.edge, seed.mc_samples, lambda start, stop: place(draws[start:stop]))
+    chunk = functools.partial(_exact, root, positions)
+    return Columns(call.edge, positions * root.columns, lambda start, stop: place(chunk(start, stop)))
+
+
+def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
+    """Columns ``start`` to ``stop``, ordered by position, then by entry; zero at all other positions."""
+    pieces = []
+    while start < stop:
+        position, first = divmod(start, root.columns)
+        last = min(root.columns, first + stop - start)
+        local = root.position(position, first, last)
+        if positions == 1:
+            pieces.append(local.unsqueeze(2))
+        else:
+            wide = local.new_zeros(local.shape[0], local.shape[1], positions, local.shape[2])
+            wide[:, :, position] = local
+            pieces.append(wide)
+        start += last - first
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tensor:
+    """What multiplies each term ``[n, t]``: the loss's weights and divisor, and all that comes after it."""
+    terms = value.shape[:2]
+    shape = list(loss.call.shape)
+    if rule.class_axis is not None:
+        del shape[rule.class_axis]
+    divisor = 1.0 if rule.divisor is None else rule.divisor
+    weight = (rule.weight * arriving / divisor).to(value.dtype)
+    layout, _ = loss.layout, None
+    if rule.class_axis is not None and layout.axis is not None and layout.axis > rule.class_axis:
+        layout = layout._replace(axis=layout.axis - 1)
+    return layout.to_front(weight.expand(shape)).reshape(terms)
+
+
+def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
+    """The gradient of the roots with respect to what the loss function returned.
+
+    Raises:
+        PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not that
+            of the roots.
+    """
+    root, given = graph.roots[0], graph.gradients[0]
+    if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
+        return torch.ones_like(root, requires_grad=False)
+    edge = GradientEdge(loss.node, loss.output)
+    gradients = [
+        torch.ones_like(r) if g is None else g
+        for r, g in zip(graph.roots, graph.gradients, strict=True)
+    ]
+    with torch.enable_grad():
+        (arriving,) = torch.autograd.grad(
+            graph.roots, edge, gradients, create_graph=True, retain_graph=True
+        )
+        curved = None
+        if arriving.requires_grad:
+            (curved,) = torch.autograd.grad(
+                arriving.sum(), edge, retain_graph=True, allow_unused=True
+            )
+    if curved is not None and bool((curved != 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what was made of the loss after the loss function",
+            "it is not linear in the loss, so that it curves by itself",
+            "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss module",
+        )
+    if bool((arriving < 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what the loss was multiplied by",
+            "a negative factor makes the matrix negative: it has no square root",
+            "ask for the quantities of the loss itself, and change the sign of the result",
+        )
+    return arriving if torch.is_grad_enabled() else arriving.detach()

@@ -1,0 +1,182 @@
+"""What is made of a structure: one default each through per-sample gradients, and faster cells.
+
+Every statistic takes one structure, of some samples and some columns, and returns its partial result.
+Only ``per_sample_grad`` is required; the rest are derived from it. A fast cell is a function registered
+for one structure; the law "fast cell equals default" is tested for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from packprop.monoid import Moments
+from packprop.structures import Dense, Lookup, Outer, Structure, rows
+
+Approximation = Literal["mixed", "expand", "reduce"]
+Cell = Callable[..., Tensor | None]
+
+FAST_CELLS: dict[str, dict[type, Cell]] = {}
+
+
+def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
+    """Register a faster way for one structure; it returns ``None`` where it does not apply."""
+
+    def register(cell: Cell) -> Cell:
+        FAST_CELLS.setdefault(statistic, {})[structure] = cell
+        return cell
+
+    return register
+
+
+def _fast(statistic: str, structure: Structure) -> Tensor | None:
+    cell = FAST_CELLS.get(statistic, {}).get(type(structure))
+    return None if cell is None else cell(structure)
+
+
+def per_sample_grad(structure: Structure) -> Tensor:
+    """Gradients of single samples, ``[v, n, *p]``."""
+    return rows(structure)
+
+
+def sum_sq(structure: Structure) -> Tensor:
+    """Squares of per-sample gradients, summed over columns and samples, ``[*p]``."""
+    fast = _fast("sum_sq", structure)
+    return rows(structure).square().sum((0, 1)) if fast is None else fast
+
+
+def batch_sq(structure: Structure) -> Tensor:
+    """Squares of per-sample gradients, summed over columns, ``[n, *p]``."""
+    fast = _fast("batch_sq", structure)
+    return rows(structure).square().sum(0) if fast is None else fast
+
+
+def sq_norm(structure: Structure) -> Tensor:
+    """Squared norms of per-sample gradients, summed over columns, ``[n]``."""
+    fast = _fast("sq_norm", structure)
+    return rows(structure).square().flatten(2).sum((0, 2)) if fast is None else fast
+
+
+def gram(structure: Structure) -> Tensor:
+    """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
+    fast = _fast("gram", structure)
+    if fast is not None:
+        return fast
+    flat = rows(structure).flatten(2)
+    return torch.einsum("vnp,vmp->nm", flat, flat)
+
+
+def moments(structure: Structure) -> Moments:
+    """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
+    gradients = rows(structure)[0]
+    mean = gradients.mean(0)
+    return Moments(gradients.shape[0], mean, (gradients - mean).square().sum(0))
+
+
+def signal_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
+    """Second moment of what multiplies the inputs, summed over columns and samples.
+
+    ``[g*o, g*o]`` for an affine use (of signals summed over positions, or of every position for
+    ``"expand"``), ``[o, o]`` for a table, ``[p, p]`` (the exact block) for anything else.
+    """
+    if isinstance(structure, Dense):
+        flat = rows(structure).flatten(2)
+    else:
+        assert structure.signal is not None
+        if approximation == "expand":
+            flat = structure.signal.flatten(3).flatten(1, 2)
+        else:
+            flat = structure.signal.sum(2).flatten(2)
+    return torch.einsum("vnp,vnq->pq", flat, flat)
+
+
+def input_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
+    """Second moment of the inputs of an affine use, summed over samples, ``[i, i]``.
+
+    Positions are summed (``"mixed"``), averaged (``"expand"``) or the inputs averaged over positions
+    first (``"reduce"``); groups are averaged. ``None`` for parameters that no input multiplies.
+    """
+    if isinstance(structure, Dense):
+        return None
+    if isinstance(structure, Lookup):
+        return _lookup_input_gram(structure, approximation)
+    x = structure.x
+    positions, groups = x.shape[1:3]
+    if approximation == "reduce":
+        x = x.mean(1, keepdim=True)
+    total = torch.einsum("nsgi,nsgj->ij", x, x) / groups
+    return total / positions if approximation == "expand" else total
+
+
+def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
+    """A look-up is affine in one-hot inputs."""
+    index = structure.index
+    one_hot = torch.zeros(*index.shape, structure.entries, device=index.device, dtype=structure.dtype)
+    one_hot.scatter_(2, index[..., None], 1.0)
+    if approximation == "reduce":
+        one_hot = one_hot.mean(1, keepdim=True)
+    total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
+    return total / index.shape[1] if approximation == "expand" else total
+
+
+# Fast cells
+
+
+@fast_cell("sum_sq", Outer)
+def _outer_sum_sq(structure: Outer) -> Tensor | None:
+    """Without shared positions the square of a product is the product of squares: one matrix product."""
+    assert structure.signal is not None
+    if structure.signal.shape[2] != 1:
+        return None
+    squares = structure.signal[:, :, 0].square().sum(0)
+    return structure.fold(torch.einsum("ngo,ngi->goi", squares, structure.x[:, 0].square()))
+
+
+@fast_cell("batch_sq", Outer)
+def _outer_batch_sq(structure: Outer) -> Tensor | None:
+    """As in ``sum_sq``: columns are summed before the products are formed."""
+    assert structure.signal is not None
+    if structure.signal.shape[2] != 1:
+        return None
+    squares = structure.signal[:, :, 0].square().sum(0)
+    return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
+
+
+@fast_cell("sq_norm", Outer)
+def _outer_sq_norm(structure: Outer) -> Tensor | None:
+    """Inner products over positions replace per-sample gradients while ``2 s^2 <= o * i`` (Goodfellow 2015)."""
+    signal, x = structure.signal, structure.x
+    assert signal is not None
+    positions = signal.shape[2]
+    if positions == 1:
+        return (signal[:, :, 0].square().sum((0, 3)) * x[:, 0].square().sum(2)).sum(1)
+    if 2 * positions**2 > signal.shape[4] * x.shape[3]:
+        return None
+    inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
+    signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)
+    return (inputs * signals).sum((1, 2, 3))
+
+
+@fast_cell("gram", Outer)
+def _outer_gram(structure: Outer) -> Tensor | None:
+    """The Gram matrix of outer products is the product of two Gram matrices."""
+    signal, x = structure.signal, structure.x
+    assert signal is not None
+    if signal.shape[2] != 1:
+        return None
+    signals = torch.einsum("vngo,vmgo->gnm", signal[:, :, 0], signal[:, :, 0])
+    inputs = torch.einsum("ngi,mgi->gnm", x[:, 0], x[:, 0])
+    return (signals * inputs).sum(0)
+
+
+@fast_cell("sq_norm", Lookup)
+def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
+    """Only positions that looked up the same row meet: no table of size ``rows`` for each sample."""
+    signal = structure.signal
+    assert signal is not None
+    same = structure.index[:, :, None] == structure.index[:, None, :]
+    products = torch.einsum("vnso,vnto->nst", signal, signal)
+    return (products * same).sum((1, 2))

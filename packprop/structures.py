@@ -1,0 +1,126 @@
+"""How a parameter meets a signal: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
+
+A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
+``v n s g o`` and ``n s g i``. It knows nothing of where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Fold = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
+
+    Args:
+        x: Inputs ``[n, s, g, i]``.
+        signal: Signal at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
+        fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
+    """
+
+    x: Tensor
+    signal: Tensor | None
+    fold: Fold
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: products summed over positions."""
+        signal, x = self.signal, self.x
+        if signal is None:
+            return None
+        if signal.shape[2] == 1:
+            return self.fold(signal[:, :, 0, ..., None] * x[:, 0, :, None, :])
+        if signal.shape[0] == 1:
+            return self.fold(torch.einsum("nsgo,nsgi->ngoi", signal[0], x)[None])
+        return self.fold(torch.einsum("vnsgo,nsgi->vngoi", signal, x))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table look-up, ``y[n,s] = W[index[n,s]]``.
+
+    Args:
+        index: Rows that were looked up ``[n, s]``.
+        signal: Signal at the output ``[v, n, s, o]``; ``None`` where only inputs are asked for.
+        entries: Number of rows of the table.
+        dtype: Precision of the table.
+    """
+
+    index: Tensor
+    signal: Tensor | None
+    entries: int
+    dtype: torch.dtype
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: signals added up where they were looked up."""
+        if self.signal is None:
+            return None
+        columns, samples, _, width = self.signal.shape
+        table = self.signal.new_zeros(columns, samples, self.entries, width)
+        index = self.index[None, :, :, None].expand_as(self.signal)
+        return table.scatter_add(2, index, self.signal)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Per-sample gradients that are already there ``[v, n, *p]``; what every structure can become.
+
+    Args:
+        rows: ``None`` where only inputs are asked for.
+    """
+
+    rows: Tensor | None
+
+
+Structure = Outer | Lookup | Dense
+
+
+def rows(structure: Structure) -> Tensor:
+    """Per-sample gradients ``[v, n, *p]`` of any structure that has a signal; computed once for each."""
+    gradients = structure.rows
+    assert gradients is not None, "this structure was built without a signal"
+    return gradients
+
+
+def join(parts: Sequence[Structure]) -> Structure:
+    """One structure for all uses of a parameter: positions are concatenated, or rows added."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) == len(parts):
+        same = all(
+            part.fold is outers[0].fold and part.x.shape[2:] == outers[0].x.shape[2:]
+            for part in outers
+        )
+        if same:
+            signals = [part.signal for part in outers if part.signal is not None]
+            return Outer(
+                torch.cat([part.x for part in outers], 1),
+                torch.cat(signals, 2) if signals else None,
+                outers[0].fold,
+            )
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(lookups) == len(parts):
+        signals = [part.signal for part in lookups if part.signal is not None]
+        return Lookup(
+            torch.cat([part.index for part in lookups], 1),
+            torch.cat(signals, 2) if signals else None,
+            lookups[0].entries,
+            lookups[0].dtype,
+        )
+    if any(part.rows is None for part in parts):
+        return Dense(None)
+    total = rows(first)
+    for part in parts[1:]:
+        total = total + rows(part)
+    return Dense(total)

@@ -1,0 +1,111 @@
+"""Pull seeds back to the outputs of uses, one column at a time or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.graph import Found
+
+Visit = Callable[[Found, list[Tensor | None]], None]
+
+
+class Watch:
+    """Hooks that hand the signals at uses to ``visit`` while a backward pass runs.
+
+    Args:
+        found: Uses to watch.
+        visit: Called with a use and the signals at its outputs ``[1, *y]``, as soon as all have arrived.
+    """
+
+    def __init__(self, found: Sequence[Found], visit: Visit) -> None:
+        self._visit = visit
+        self._pending: dict[Found, list[Tensor | None]] = {}
+        self._waiting: dict[Found, int] = {}
+        self._handles = [
+            node.register_prehook(self._hook(f, index, output))
+            for f in found
+            for index, (node, output) in f.nodes.items()
+        ]
+
+    def _hook(self, found: Found, index: int, output: int) -> Callable[[Any], None]:
+        def arrived(gradients: Sequence[Tensor | None]) -> None:
+            signal = gradients[output]
+            self.arrived(found, index, None if signal is None else signal.unsqueeze(0))
+
+        return arrived
+
+    def arrived(self, found: Found, index: int, signal: Tensor | None) -> None:
+        """Note one signal ``[v, *y]``; visit the use if it was the last."""
+        signals = self._pending.setdefault(found, [None] * len(found.use.shapes))
+        signals[index] = signal
+        waiting = self._waiting[found] = self._waiting.get(found, len(found.nodes)) - 1
+        if waiting == 0:
+            self._finish(found)
+
+    def _finish(self, found: Found) -> None:
+        signals = self._pending.pop(found)
+        del self._waiting[found]
+        if any(signal is not None for signal in signals):
+            self._visit(found, signals)
+
+    def close(self, complete: bool = True) -> None:
+        """Remove the hooks; visit uses of which some outputs were not reached."""
+        for handle in self._handles:
+            handle.remove()
+        if complete:
+            for found in list(self._pending):
+                self._finish(found)
+
+
+def sweep(
+    outputs: Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    found: Sequence[Found],
+    visit: Visit,
+    *,
+    batched: bool = False,
+    create_graph: bool = False,
+) -> None:
+    """Pull one seed (or many) back from ``outputs`` to every use in ``found`` that it reaches.
+
+    Args:
+        outputs: Where the seeds are fed in.
+        seeds: One for each output; with a leading axis of columns ``[v, *f]`` if ``batched``.
+        found: The uses; those upstream of no other end the sweep, so no gradient of a weight is computed.
+        visit: Called as ``visit(found, signals)``; signals have a leading axis of columns.
+        batched: Pull all columns back in one vectorised pass, which holds all signals at once.
+        create_graph: Whether the signals shall be differentiable.
+    """
+    watched = [] if batched else [f for f in found if not f.first]
+    ends = [
+        (f, index, GradientEdge(node, output))
+        for f in found
+        if batched or f.first
+        for index, (node, output) in f.nodes.items()
+    ]
+    watch = Watch(watched, visit)
+    complete = False
+    try:
+        signals = torch.autograd.grad(
+            list(outputs),
+            [edge for _, _, edge in ends],
+            list(seeds),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        with torch.set_grad_enabled(create_graph):
+            for (f, index, _), signal in zip(ends, signals, strict=True):
+                if signal is not None and not batched:
+                    signal = signal.unsqueeze(0)
+                watch.arrived(f, index, signal)
+        complete = True
+    finally:
+        with torch.set_grad_enabled(create_graph):
+            watch.close(complete)

@@ -1,0 +1,186 @@
+"""The words that every floor shares: axis letters, layouts of samples, seeds and rows of the catalogue.
+
+Axis letters, the same in einsum strings, docstrings and errors: ``v`` column of a seed, ``n`` sample,
+``s`` shared position, ``g`` group, ``i`` fan-in, ``o`` fan-out, ``p`` parameter entry, ``c`` model output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.monoid import SUM, Monoid
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nesting with ``function`` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class Layout(NamedTuple):
+    """Where the samples of a tensor are.
+
+    Args:
+        axis: The axis of extent ``samples * parts``; ``None`` where the whole tensor is one sample.
+        samples: Number of samples.
+        parts: Number of shared positions folded into the same axis.
+        major: Whether the sample index varies slower than the part index.
+    """
+
+    axis: int | None
+    samples: int
+    parts: int = 1
+    major: bool = True
+
+    def to_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
+        """Move samples to axis ``skip``: ``[*skipped, n, (parts), *rest]`` without copying if possible."""
+        if self.axis is None:
+            return tensor.unsqueeze(skip)
+        axis = self.axis + skip
+        if self.parts == 1:
+            return tensor.movedim(axis, skip)
+        split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
+        tensor = tensor.unflatten(axis, split)
+        return tensor.movedim(axis if self.major else axis + 1, skip)
+
+    def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
+        """The inverse of ``to_front``."""
+        if self.axis is None:
+            return tensor.squeeze(skip)
+        axis = self.axis + skip
+        if self.parts == 1:
+            return tensor.movedim(skip, axis)
+        return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
+
+    def sample_of(self, device: torch.device) -> Tensor:
+        """The sample index of each entry along ``axis``."""
+        index = torch.arange(self.samples, device=device)
+        if self.parts == 1:
+            return index
+        return index.repeat_interleave(self.parts) if self.major else index.repeat(self.parts)
+
+    def transposed(self, dims: int) -> Layout:
+        """The layout of the same tensor of ``dims`` axes with its last two axes exchanged."""
+        if self.axis is None or self.axis < dims - 2:
+            return self
+        return self._replace(axis=2 * dims - 3 - self.axis)
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return "one sample"
+        parts = "" if self.parts == 1 else f" x {self.parts} parts{'' if self.major else ' (minor)'}"
+        return f"axis {self.axis}: {self.samples} samples{parts}"
+
+
+def layouts(shape: torch.Size, samples: int) -> list[Layout]:
+    """Every way in which a tensor of ``shape`` can hold ``samples`` samples, the usual ones first."""
+    if samples == 1:
+        return [Layout(None, 1)]
+    exact = [Layout(axis, samples) for axis, size in enumerate(shape) if size == samples]
+    folded = [
+        Layout(axis, samples, size // samples, major)
+        for major in (True, False)
+        for axis, size in enumerate(shape)
+        if size > samples and size % samples == 0
+    ]
+    found = exact + folded
+    if shape and shape[0] % samples == 0:  # the leading axis first, folded or not
+        found.sort(key=lambda layout: layout.axis != 0)
+    return found
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What is fed in at a node of the graph; extensions that want an equal seed share its sweep.
+
+    Args:
+        kind: ``"gradient"``, ``"ggn"``, or ``"none"`` for statistics of the inputs alone.
+        mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
+        generator: Source of the draws; ``None`` for the global one.
+    """
+
+    kind: str
+    mc_samples: int | None = None
+    generator: torch.Generator | None = field(default=None, compare=True)
+
+
+GRADIENT = Seed("gradient")
+EXACT = Seed("ggn")
+INPUTS = Seed("none")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One statistic that an extension is made of.
+
+    Args:
+        seed: What is swept back.
+        statistic: From a structure of some samples and columns to a partial result.
+        over_n: How partial results of disjoint samples merge.
+        over_v: How results of disjoint columns merge.
+        whole: Whether the statistic needs all samples at once.
+        degree: Power of a factor on the loss that the statistic is multiplied by.
+    """
+
+    seed: Seed
+    statistic: Callable[[Any], Any]
+    over_n: Monoid = SUM
+    over_v: Monoid = SUM
+    whole: bool = False
+    degree: float = 1.0
+
+
+class Extension:
+    """What a user asks for: rows of statistics, how they are finished, the attribute they are saved in.
+
+    Subclass it with three attributes, ``savefield``, ``rows`` and, if the value is not that of the only row,
+    ``finish``.
+    """
+
+    savefield: ClassVar[str]
+    subsampling: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The statistics that the value is made of."""
+        raise NotImplementedError(f"{type(self).__name__} must define rows")
+
+    def finish(self, values: list[Any], samples: int) -> Any:
+        """The value from one merged result for each row and the number of samples seen."""
+        return values[0]
+
+    @property
+    def name(self) -> str:
+        """Name in tables and messages."""
+        return type(self).__name__
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision that sums are accumulated in: at least float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,766 @@
+"""Torch function -> how its parameters meet a signal. The one file that names torch functions.
+
+A rule has the signature of its torch function behind a leading ``call``, and returns one ``Entry`` for each
+parameter that it can describe. Parameters that no rule describes get the fallback: the function is
+evaluated again on its own and pulled back once for each sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.errors import PackpropError
+from packprop.patches import as_tuple, patches, transposed_patches
+from packprop.structures import Dense, Lookup, Outer, Structure
+from packprop.types import Layout, accumulation_dtype, map_tensors
+
+Samples = slice | Tensor
+Signals = Sequence[Tensor | None]
+Meet = Callable[[Signals, Sequence[Layout], Samples], Structure]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one parameter enters one call.
+
+    Args:
+        parameter: A leaf, or a tensor computed from leaves alone.
+        structure: Name of the structure, for tables and messages.
+        meet: From signals at the outputs ``[v, *y]`` (``None``: inputs only, or an output that nothing
+            reaches), their layouts, and a choice of samples, to a structure.
+        scratch: Entries of temporary memory for one sample and one column.
+        refusal: Why and what instead, where no number can be given.
+    """
+
+    parameter: Tensor
+    structure: str
+    meet: Meet
+    scratch: int = 0
+    refusal: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function that consumes trainable parameters, after it returned.
+
+    Args:
+        parameters: Trainable tensors among the arguments that do not depend on the samples.
+        shape: Shape of the (first) output.
+        unexpanded: The tensor that a parameter was expanded from, or the parameter itself.
+        random_state: State of the random generators before the call, where the call drew from them.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parameters: tuple[Tensor, ...]
+    shape: torch.Size
+    unexpanded: Callable[[Tensor], Tensor]
+    random_state: Any = None
+
+    def consumes(self, value: Any) -> bool:
+        """Whether ``value`` is one of the trainable parameters of this call."""
+        return any(value is parameter for parameter in self.parameters)
+
+
+Rule = Callable[..., Iterable[Entry] | None]
+RULES: dict[Callable[..., Any], Rule] = {}
+
+
+def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Say how the parameters of a torch function (or of an overridable function of one's own) meet a signal.
+
+    The decorated rule is called as ``rule(call, *args, **kwargs)`` with the arguments of the function and
+    returns entries, made with ``affine``, ``scaled`` or ``Entry`` itself; ``None`` means: use the fallback.
+    """
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return register
+
+
+def entries_of(call: Call) -> list[Entry]:
+    """One entry for each parameter of a call: by its rule, or by the fallback."""
+    rule = RULES.get(call.function)
+    known = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
+    known = [entry for entry in known if entry.parameter.requires_grad]
+    described = {id(entry.parameter) for entry in known}
+    return known + [
+        fallback(call, parameter)
+        for parameter in call.parameters
+        if id(parameter) not in described and id(call.unexpanded(parameter)) not in described
+    ]
+
+
+# Building blocks of rules
+
+
+class Saved:
+    """A tensor that must not change before the signal arrives."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._tensor, self._version, self._name = tensor, tensor._version, name
+
+    def __call__(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise PackpropError(
+                "A per-sample quantity was asked for.",
+                f"an input of {self._name}, of shape {list(self._tensor.shape)}",
+                "it was changed in place after the function had used it",
+                "use the out-of-place version of the operation that changes it, or clone it first",
+            )
+        return self._tensor
+
+
+def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
+    """Some samples of a tensor whose samples are at axis ``skip``, in at least single precision."""
+    if isinstance(samples, Tensor):
+        tensor = tensor.index_select(skip, samples.to(tensor.device))
+    elif samples != slice(None):
+        tensor = tensor[(slice(None),) * skip + (samples,)]
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
+    return lambda gradient: gradient.reshape(gradient.shape[:-3] + shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
+    kernel = shape[2:].numel()
+
+    def fold(gradient: Tensor) -> Tensor:
+        split = gradient.unflatten(-1, (-1, kernel)).movedim(-2, -3)
+        return split.reshape(gradient.shape[:-3] + shape)
+
+    return fold
+
+
+def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> Meet:
+    """A meeting built from signal and inputs whose leading axes hold the samples alike."""
+    saved = [Saved(tensor, name) for tensor in inputs]
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        signal = signals[0]
+        if signal is not None:
+            signal = choose(where[0].to_front(signal, 1), samples, 1)
+        return build(signal, *(choose(where[0].to_front(tensor()), samples) for tensor in saved))
+
+    return meet
+
+
+def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -> Entry:
+    """A weight ``[o, i]`` (``[i, o]`` if ``transposed``) applied to the last axis of ``x``."""
+    fold = (fold_swapped if transposed else fold_to)(weight.shape)
+    fan_in = x.shape[-1]
+
+    def build(signal: Tensor | None, x: Tensor) -> Structure:
+        if signal is not None:
+            signal = signal.reshape(*signal.shape[:2], -1, 1, weight.numel() // fan_in)
+        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), signal, fold)
+
+    meet = rowwise(build, name_of(call.function), x)
+    return Entry(weight, "Outer", meet, scratch=weight.numel())
+
+
+def scaled(
+    call: Call,
+    parameter: Tensor,
+    factor: Callable[[], Tensor] | float = 1.0,
+    *,
+    aligned: Sequence[int] | None = None,
+    window: tuple[int, int] | None = None,
+) -> Entry:
+    """A parameter that multiplies entries of the output: ``y = parameter * factor + ...``.
+
+    Args:
+        call: The call.
+        parameter: The parameter, broadcast against the output.
+        factor: What multiplies it, computed when needed, broadcast against the output; or a number.
+        aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
+        window: Axis of the output and offset of the part that the parameter makes up (concatenation).
+    """
+    parameter = call.unexpanded(parameter)
+    dims = len(call.shape)
+    form = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        layout, signal = where[0], signals[0]
+        if signal is None:
+            return Dense(None)
+        if window is not None:
+            axis, offset = window
+            if layout.axis == axis:
+                raise _mixed(call)
+            signal = signal.narrow(axis + 1, offset, form[axis])
+        product = choose(layout.to_front(signal, 1), samples, 1)
+        if callable(factor):
+            shape = torch.Size(signal.shape[1:])
+            product = product * choose(layout.to_front(factor().expand(shape)), samples)
+        elif factor != 1.0:
+            product = product * factor
+        rows = _reduce(product, layout, form, samples)
+        return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
+
+    return Entry(parameter, "Scale", meet, scratch=call.shape.numel())
+
+
+def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:
+    """Sum ``[v, n, (k), *rest]`` over what a parameter of extents ``form`` is broadcast over."""
+    if layout.axis is None:
+        rest, own = form, None
+    else:
+        rest, own = form[: layout.axis] + form[layout.axis + 1 :], form[layout.axis]
+        if layout.parts > 1:  # parts stay where the sample axis was
+            rest = (*form[: layout.axis], 1 if own == 1 else layout.parts, *form[layout.axis + 1 :])
+    summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
+    rows = product.sum(summed, keepdim=True) if summed else product
+    if own is None or own == 1:
+        return rows
+    # each sample has entries of the parameter to itself: its row is zero elsewhere
+    assert layout.axis is not None
+    index = torch.arange(layout.samples, device=rows.device)
+    chosen = index[samples.to(rows.device) if isinstance(samples, Tensor) else samples]
+    full = rows.new_zeros(rows.shape[0], len(chosen), layout.samples, *rows.shape[2:])
+    full[:, torch.arange(len(chosen), device=rows.device), chosen] = rows
+    return layout.from_front(full, 2)
+
+
+def _mixed(call: Call) -> PackpropError:
+    return PackpropError(
+        "A per-sample quantity was asked for.",
+        f"{name_of(call.function)} with output {list(call.shape)}",
+        "it joins a parameter to the samples along the axis that holds the samples",
+        "concatenate along another axis, or set requires_grad=False on the parameter",
+    )
+
+
+def fallback(call: Call, parameter: Tensor) -> Entry:
+    """Any function: evaluated again by itself, then pulled back once for each sample.
+
+    Exact wherever the samples are separate in the outputs; costs one vector-Jacobian product of the
+    function for each sample and column.
+    """
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        if all(signal is None for signal in signals):
+            return Dense(None)
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad(), _replayed(call.random_state):
+            weight = parameter.view_as(parameter) if differentiable else parameter.detach()
+            weight.requires_grad_(True)
+
+            def isolate(tensor: Tensor) -> Tensor:
+                if tensor is parameter:
+                    return weight
+                return tensor if differentiable else tensor.detach()
+
+            outputs = call.function(
+                *map_tensors(isolate, call.args), **map_tensors(isolate, call.kwargs)
+            )
+            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        pairs = [
+            (output, signal, layout)
+            for output, signal, layout in zip(outputs, signals, where, strict=False)
+            if signal is not None and isinstance(output, Tensor) and output.requires_grad
+        ]
+        count = pairs[0][2].samples
+        rows = []
+        for sample in torch.arange(count)[samples].tolist():
+            masked = [_only(signal, layout, sample) for _, signal, layout in pairs]
+            (row,) = torch.autograd.grad(
+                [output for output, _, _ in pairs],
+                [weight],
+                masked,
+                is_grads_batched=True,
+                retain_graph=True,
+                create_graph=differentiable,
+                allow_unused=True,
+            )
+            columns = masked[0].shape[0]
+            rows.append(weight.new_zeros(columns, *weight.shape) if row is None else row)
+        stacked = torch.stack(rows, 1)
+        return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+
+    return Entry(parameter, "Dense", meet, scratch=parameter.numel())
+
+
+def _only(signal: Tensor, layout: Layout, sample: int) -> Tensor:
+    """A signal that is zero but for one sample."""
+    if layout.axis is None:
+        return signal
+    mask = layout.sample_of(signal.device) == sample
+    return signal * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(signal.dim())])
+
+
+@contextlib.contextmanager
+def _replayed(state: Any) -> Iterator[None]:
+    """The random state that the call saw, for as long as it is evaluated again."""
+    if state is None:
+        yield
+        return
+    before = random_state()
+    set_random_state(state)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def random_state() -> list[Tensor]:
+    """State of the generators of the CPU and of every initialised CUDA device."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_state(states: list[Tensor]) -> None:
+    """Put back what ``random_state`` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a torch function, as users know it."""
+    return str(getattr(function, "__name__", function))
+
+
+# Affine functions
+
+
+@register_use(F.linear)
+def _linear(
+    call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Entry] | None:
+    if call.consumes(input):
+        return None
+    found = [affine(call, input, weight)]
+    return found if bias is None else [*found, scaled(call, bias)]
+
+
+@register_use(torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm)
+@register_use(Tensor.mv, Tensor.__matmul__)
+def _matmul(call: Call, input: Tensor, other: Tensor, **_: Any) -> list[Entry] | None:
+    if call.consumes(other) and not call.consumes(input):
+        if other.dim() == 2:
+            return [affine(call, input, other, transposed=True)]
+        if other.dim() == input.dim() and other.shape[:-2] == input.shape[:-2] and other.dim() > 2:
+            batch = string.ascii_lowercase[: other.dim() - 2]
+            return contraction(call, other, batch + "yz", input, batch + "xy", batch + "xz")
+    if call.consumes(input) and not call.consumes(other) and input.dim() == 2 and other.dim() >= 2:
+        batch = string.ascii_lowercase[: other.dim() - 2]
+        return contraction(call, input, "xy", other, batch + "yz", batch + "xz")
+    return None
+
+
+@register_use(torch.addmm, Tensor.addmm)
+def _addmm(
+    call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> list[Entry] | None:
+    if call.consumes(mat1) or alpha != 1:
+        return None
+    found = [scaled(call, input, float(beta))] if call.consumes(input) else []
+    return [*found, affine(call, mat1, mat2, transposed=True)]
+
+
+@register_use(torch.einsum)
+def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or "." in equation or len(operands) != 2:
+        return None
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        right = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
+    position = 0 if call.consumes(operands[0]) else 1
+    if call.consumes(operands[1 - position]):
+        return None
+    weight, x = terms[position], terms[1 - position]
+    return contraction(call, operands[position], weight, operands[1 - position], x, right)
+
+
+def contraction(
+    call: Call, weight: Tensor, w: str, x: Tensor, x_letters: str, y_letters: str
+) -> list[Entry] | None:
+    """``einsum("w,x->y")`` in one parameter: its gradient is the contraction of signal and inputs."""
+    repeated = any(len(set(term)) < len(term) for term in (w, x_letters, y_letters))
+    if repeated or set(w) - set(x_letters + y_letters) or (set(x_letters) - set(w + y_letters)):
+        return None
+    # the equation's letters become small ones: N and V are the sample and the column
+    names = dict(zip(sorted(set(w + x_letters + y_letters)), string.ascii_lowercase, strict=False))
+    w, x_letters, y_letters = (
+        "".join(names[letter] for letter in term) for term in (w, x_letters, y_letters)
+    )
+    saved = Saved(x, name_of(call.function))
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        layout, signal = where[0], signals[0]
+        if signal is None:
+            return Dense(None)
+        shared = "" if layout.axis is None else y_letters[layout.axis]
+        if shared and (shared in w or shared not in x_letters):
+            return fallback(call, weight).meet(signals, where, samples)
+        inside = layout if not shared else layout._replace(axis=x_letters.index(shared))
+        inputs = choose(inside.to_front(saved()), samples)
+        moved = choose(layout.to_front(signal, 1), samples, 1)
+        x_term, y_term = x_letters, y_letters
+        if shared and layout.parts == 1:
+            x_term, y_term = x_term.replace(shared, ""), y_term.replace(shared, "")
+        return Dense(torch.einsum(f"VN{y_term},N{x_term}->VN{w}", moved, inputs))
+
+    return [Entry(weight, "Dense", meet, scratch=weight.numel())]
+
+
+@register_use(F.bilinear)
+def _bilinear(
+    call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Entry] | None:
+    if call.consumes(input1) or call.consumes(input2):
+        return None
+    fan_out, *fan_in = weight.shape
+    fold = fold_to(weight.shape)
+
+    def build(signal: Tensor | None, left: Tensor, right: Tensor) -> Structure:
+        if signal is not None:
+            signal = signal.reshape(*signal.shape[:2], -1, 1, fan_out)
+        products = left.reshape(left.shape[0], -1, 1, fan_in[0], 1) * right.reshape(
+            right.shape[0], -1, 1, 1, fan_in[1]
+        )
+        return Outer(products.flatten(-2), signal, fold)
+
+    meet = rowwise(build, "bilinear", input1, input2)
+    found = [Entry(weight, "Outer", meet, scratch=2 * weight.numel())]
+    return found if bias is None else [*found, scaled(call, bias)]
+
+
+def _convolution(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    fold: Callable[[torch.Size], Callable[[Tensor], Tensor]],
+    unfold: Callable[[Tensor], Tensor],
+) -> list[Entry] | None:
+    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``."""
+    if call.consumes(x):
+        return None
+    space = weight.dim() - 2
+    channels = call.shape[-space - 1]
+    positions = call.shape[-space:].numel()
+    rearrange = fold(weight.shape)
+
+    def build(signal: Tensor | None, x: Tensor) -> Structure:
+        rows = unfold(x.reshape(-1, *x.shape[-space - 1 :]))
+        rows = rows.reshape(x.shape[0], -1, *rows.shape[-2:])
+        if signal is not None:
+            signal = signal.flatten(-space).transpose(-1, -2)
+            signal = signal.reshape(*signal.shape[:2], rows.shape[1], groups, channels // groups)
+        return Outer(rows, signal, rearrange)
+
+    fan_in = weight.numel() * groups // channels
+    scratch = weight.numel() + positions * (fan_in + channels)
+    meet = rowwise(build, name_of(call.function), x)
+    found = [Entry(weight, "Outer", meet, scratch=scratch)]
+    if bias is None:
+        return found
+    form = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
+    return [*found, scaled(call, bias, aligned=form)]
+
+
+@register_use(F.conv1d, F.conv2d, F.conv3d)
+def _conv(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> list[Entry] | None:
+    kernel = tuple(weight.shape[2:])
+    dims = len(kernel)
+    steps, gaps = as_tuple(stride, dims), as_tuple(dilation, dims)
+    if padding == "same":
+        total = [gap * (k - 1) for gap, k in zip(gaps, kernel, strict=True)]
+        sides = [(width // 2, width - width // 2) for width in total]
+    else:
+        sides = [(p, p) for p in as_tuple(0 if padding == "valid" else padding, dims)]
+    widths = [width for pair in reversed(sides) for width in pair]
+
+    def unfold(x: Tensor) -> Tensor:
+        return patches(F.pad(x, widths) if any(widths) else x, kernel, steps, gaps, groups)
+
+    return _convolution(call, input, weight, bias, groups, fold_to, unfold)
+
+
+@register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _conv_transpose(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> list[Entry] | None:
+    kernel = tuple(weight.shape[2:])
+    options = [as_tuple(o, len(kernel)) for o in (stride, padding, output_padding, dilation)]
+
+    def unfold(x: Tensor) -> Tensor:
+        return transposed_patches(x, kernel, *options, groups)
+
+    return _convolution(call, input, weight, bias, groups, fold_swapped, unfold)
+
+
+@register_use(F.embedding)
+def _embedding(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> list[Entry]:
+    table, width = weight.shape
+
+    def build(signal: Tensor | None, index: Tensor) -> Structure:
+        index = index.reshape(index.shape[0], -1)
+        if signal is not None:
+            signal = signal.reshape(*signal.shape[:2], -1, width)
+            if padding_idx is not None:
+                signal = signal * (index != padding_idx % table)[None, :, :, None]
+        return Lookup(index, signal, table, accumulation_dtype(weight.dtype))
+
+    refusal = None
+    if max_norm is not None:
+        refusal = (
+            "max_norm rescales rows of the table in place during the forward pass, so that the parameter "
+            "that was used is no longer there",
+            "rescale the table yourself after the optimizer's step, and drop max_norm",
+        )
+    elif scale_grad_by_freq:
+        refusal = (
+            "scale_grad_by_freq divides by counts over the whole batch: rows of single samples depend on "
+            "the others",
+            "drop scale_grad_by_freq",
+        )
+    meet = rowwise(build, "embedding", input)
+    return [Entry(weight, "Lookup", meet, scratch=weight.numel(), refusal=refusal)]
+
+
+# Entry by entry
+
+
+def _family(*names: str) -> list[Callable[..., Any]]:
+    """Function, method, in-place method and operators of elementwise functions."""
+    spellings = [spelling for name in names for spelling in (name, f"{name}_", f"__{name}__")]
+    spellings += [f"__{prefix}{name}__" for name in names for prefix in "ri"]
+    owners = (torch, Tensor)
+    found = [getattr(owner, spelling, None) for owner in owners for spelling in spellings]
+    return [function for function in found if function is not None]
+
+
+def _operand(call: Call, input: Any, other: Any) -> tuple[Tensor, Any, bool] | None:
+    """Parameter, the other operand, and whether the parameter came first."""
+    if call.consumes(input) and call.consumes(other):
+        return None
+    return (input, other, True) if call.consumes(input) else (other, input, False)
+
+
+@register_use(*_family("add"))
+def _add(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry] | None:
+    if (pair := _operand(call, input, other)) is None:
+        return None
+    return [scaled(call, pair[0], 1.0 if pair[2] else float(alpha))]
+
+
+@register_use(*_family("sub", "subtract"))
+def _sub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry] | None:
+    if (pair := _operand(call, input, other)) is None or call.function is Tensor.__rsub__:
+        return None
+    return [scaled(call, pair[0], 1.0 if pair[2] else -float(alpha))]
+
+
+@register_use(*_family("mul", "multiply"))
+def _mul(call: Call, input: Any, other: Any) -> list[Entry] | None:
+    if (pair := _operand(call, input, other)) is None:
+        return None
+    return [scaled(call, pair[0], Saved(pair[1], "mul"))]
+
+
+@register_use(torch.cat, torch.concat, torch.concatenate)
+def _cat(call: Call, tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> list[Entry] | None:
+    axis = dim % len(call.shape)
+    found, offset = [], 0
+    for tensor in tensors:
+        if call.consumes(tensor):
+            if sum(tensor is other for other in tensors) > 1:
+                return None
+            form = [*tensor.shape]
+            source = call.unexpanded(tensor)
+            if source is not tensor:
+                form = [1] * (tensor.dim() - source.dim()) + [*source.shape]
+                if form[axis] != tensor.shape[axis]:
+                    return None
+            found.append(scaled(call, tensor, aligned=form, window=(axis, offset)))
+        offset += tensor.shape[axis]
+    return found
+
+
+@register_use(F.prelu, torch.prelu, Tensor.prelu)
+def _prelu(call: Call, input: Tensor, weight: Tensor) -> list[Entry] | None:
+    if call.consumes(input) or (weight.numel() > 1 and input.dim() < 2):
+        return None
+    form = [1] * len(call.shape)
+    if weight.numel() > 1:
+        form[1] = weight.numel()
+    saved = Saved(input, "prelu")
+    return [scaled(call, weight, lambda: saved().clamp(max=0), aligned=form)]
+
+
+# Normalisation: an affine map of what the function returns without it
+
+
+def _normalised(
+    call: Call,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalise: Callable[[], Tensor],
+    channels: bool,
+) -> list[Entry]:
+    form = None
+    parameter = weight if weight is not None else bias
+    if channels and parameter is not None:
+        form = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
+    found = [] if weight is None else [scaled(call, weight, normalise, aligned=form)]
+    return found if bias is None else [*found, scaled(call, bias, aligned=form)]
+
+
+@register_use(F.batch_norm)
+def _batch_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[Entry] | None:
+    if training or running_mean is None or running_var is None:
+        return None  # refused when the pass is walked: it mixes samples
+    x, mean, var = (Saved(t, "batch_norm") for t in (input, running_mean, running_var))
+
+    def normalise() -> Tensor:
+        return F.batch_norm(x(), mean(), var(), eps=eps)
+
+    return _normalised(call, weight, bias, normalise, channels=True)
+
+
+@register_use(F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    call: Call,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> list[Entry]:
+    x = Saved(input, "layer_norm")
+    shape = list(normalized_shape)
+    return _normalised(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), False)
+
+
+@register_use(F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    call: Call,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> list[Entry]:
+    x = Saved(input, "rms_norm")
+    shape = list(normalized_shape)
+    return _normalised(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), False)
+
+
+@register_use(F.group_norm, torch.group_norm)
+def _group_norm(
+    call: Call,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> list[Entry]:
+    x = Saved(input, "group_norm")
+    return _normalised(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), True)
+
+
+@register_use(F.instance_norm)
+def _instance_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[Entry]:
+    x = Saved(input, "instance_norm")
+    given = (running_mean, running_var) if not use_input_stats else (None, None)
+    means = [None if t is None else Saved(t, "instance_norm") for t in given]
+
+    def normalise() -> Tensor:
+        mean, var = (None if t is None else t() for t in means)
+        return F.instance_norm(x(), mean, var, use_input_stats=use_input_stats, eps=eps)
+
+    return _normalised(call, weight, bias, normalise, channels=True)
+
+
+# Functions that mix samples, and functions that only expand a parameter
+
+
+def _batch_norm_mixes(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    return bool(training)
+
+
+MIXERS: dict[Callable[..., Any], Callable[..., bool]] = {F.batch_norm: _batch_norm_mixes}
+EXPANSIONS = frozenset({Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to})

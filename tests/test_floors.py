@@ -1,0 +1,334 @@
+"""Imports go down, and each file knows only what its floor may know.
+
+The rules read the source with `ast` and run nothing. Each is a function from a house (the parsed
+files) to sentences that name its faults; a house in order has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+# Lowest first, as in docs/design.md. A file may import its own floor and those below it.
+FLOORS = (
+    ("errors", "monoid", "types"),
+    ("structures", "statistics", "patches"),
+    ("uses", "recurrent", "losses"),
+    ("tape", "seeds", "sweep", "plan", "state", "observe"),
+    ("extensions/*",),
+    ("context", "dataset", "eager"),
+    ("testing", "examples", "cli", "profile", "report/*", "compat"),
+    ("__init__",),
+)
+
+# Who may mention torch.autograd, and what for.
+AUTOGRAD = {
+    "tape": "records uses on the nodes of the graph and finds them again",
+    "seeds": "feeds columns in at the node of the loss",
+    "sweep": "pulls the columns back to the uses",
+    "context": "starts the work from a hook of the running backward pass",
+    "eager": "takes the gradient of a branch at once",
+}
+# Who may do so only beside a comment `# NOTE [Autograd ...]` that says why nothing lower will do.
+AUTOGRAD_WITH_NOTE = ("structures", "uses")
+NOTE = re.compile(r"^\s*# NOTE \[[^\]]*autograd[^\]]*\]", re.IGNORECASE | re.MULTILINE)
+
+# Libraries for the same job: what packprop is measured against, not what it is made of.
+PEERS = {
+    "asdfghjkl",
+    "asdl",
+    "backpack",
+    "cockpit",
+    "curvlinops",
+    "functorch",
+    "laplace",
+    "nngeometry",
+    "opacus",
+    "pyhessian",
+    "vivit",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file; its name is its path below the package, without the suffix."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+
+@dataclass(frozen=True)
+class House:
+    """The source files of a package, by name."""
+
+    package: str
+    files: dict[str, File]
+
+    @classmethod
+    def read(cls, root: Path) -> House:
+        files = {}
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root).with_suffix("").as_posix()
+            text = path.read_text(encoding="utf-8")
+            files[name] = File(name, text, ast.parse(text, str(path)))
+        return cls(root.name, files)
+
+    def name_of(self, module: str) -> str | None:
+        """The file of a dotted name, for `packprop.tape` and `packprop.tape.record` alike."""
+        package, *parts = module.split(".")
+        if package != self.package:
+            return None
+        for end in range(len(parts), -1, -1):
+            stem = parts[:end]
+            for name in ("/".join(stem), "/".join([*stem, "__init__"])):
+                if name in self.files:
+                    return name
+        return None
+
+    def modules_imported(self, file: File) -> Iterator[tuple[int, str]]:
+        """Line and absolute dotted name of every import, wherever in the file it stands."""
+        folder = [self.package, *file.name.split("/")[:-1]]
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.Import(names):
+                    yield from ((node.lineno, alias.name) for alias in names)
+                case ast.ImportFrom(module, names, level):
+                    above = folder[: len(folder) - level + 1] if level else []
+                    origin = ".".join([*above, *([module] if module else [])])
+                    yield from ((node.lineno, f"{origin}.{alias.name}") for alias in names)
+                case ast.Call(
+                    func=ast.Name(id="import_module" | "__import__")
+                    | ast.Attribute(attr="import_module"),
+                    args=[ast.Constant(value=str(module)), *_],
+                ):
+                    level = len(module) - len(module.lstrip("."))
+                    above = folder[: len(folder) - level + 1] if level else []
+                    yield node.lineno, ".".join([*above, module.lstrip(".")])
+
+    def edges(self) -> Iterator[tuple[File, int, str]]:
+        """Every import of one file of the house by another: importer, line, imported."""
+        for file in self.files.values():
+            for line, module in self.modules_imported(file):
+                if (target := self.name_of(module)) is not None:
+                    yield file, line, target
+
+
+def floor_of(name: str) -> int | None:
+    """The number of the floor that a file is listed on."""
+    for number, patterns in enumerate(FLOORS):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            return number
+    return None
+
+
+def unlisted(house: House) -> list[str]:
+    """Files that stand on no floor."""
+    return [f"{name}.py stands on no floor" for name in house.files if floor_of(name) is None]
+
+
+def upward(house: House) -> list[str]:
+    """Imports of a higher floor by a lower one."""
+    found = []
+    for file, line, target in house.edges():
+        low, high = floor_of(file.name), floor_of(target)
+        if low is not None and high is not None and low < high:
+            found.append(f"{file.name}.py:{line} (floor {low}) imports {target}.py (floor {high})")
+    return found
+
+
+def circular(house: House) -> list[str]:
+    """Files that import each other, directly or in a round."""
+    below: dict[str, set[str]] = {name: set() for name in house.files}
+    for file, _, target in house.edges():
+        below[file.name].add(target)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return ["imports in a circle: " + " <- ".join(f"{name}.py" for name in error.args[1])]
+    return []
+
+
+def peers(house: House) -> list[str]:
+    """Imports of a library for the same job."""
+    return [
+        f"{file.name}.py:{line} imports the peer library {module.split('.')[0]}"
+        for file in house.files.values()
+        for line, module in house.modules_imported(file)
+        if module.split(".")[0] in PEERS
+    ]
+
+
+def autograd_lines(house: House, file: File) -> list[int]:
+    """Lines that name torch.autograd, imported or reached through whatever torch is called."""
+    lines = {
+        line
+        for line, module in house.modules_imported(file)
+        if module == "torch.autograd" or module.startswith("torch.autograd.")
+    }
+    torch_names = {
+        alias.asname or "torch"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "torch" or (alias.name.startswith("torch.") and alias.asname is None)
+    }
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr="autograd") if owner in torch_names:
+                lines.add(node.lineno)
+    return sorted(lines)
+
+
+def autograd(house: House) -> list[str]:
+    """Mentions of torch.autograd by files that have no business with it."""
+    return [
+        f"{file.name}.py:{line} mentions torch.autograd"
+        for file in house.files.values()
+        if file.name not in AUTOGRAD
+        and not (file.name in AUTOGRAD_WITH_NOTE and NOTE.search(file.text))
+        for line in autograd_lines(house, file)
+    ]
+
+
+RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, peers, autograd)
+
+PACKPROP = Path(__file__).resolve().parents[1] / "packprop"
+
+IN_ORDER = {
+    "__init__.py": "from packprop.context import extend\nfrom . import cli\n",
+    "errors.py": "import torch\nfrom torch import nn\n",
+    "types.py": "from packprop.errors import PackpropError\n",
+    "structures.py": "# NOTE [Autograd in structures]\nimport torch\ntorch.autograd.grad\n",
+    "tape.py": "from torch.autograd.graph import Node\nfrom packprop import errors, uses\n",
+    "uses.py": "from . import structures, types\nself.autograd\n",
+    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom .. import tape\n",
+    "extensions/first_order.py": "from ..types import Extension\n",
+    "context.py": "def late():\n    import torch as t\n    t.autograd\nfrom . import extensions\n",
+    "cli.py": "import importlib\nimportlib.import_module('packprop.context')\n",
+}
+# Rule, what is changed in the house above, what the rule says about it.
+FAULTS = [
+    (unlisted, {"helpers.py": ""}, "helpers.py stands on no floor"),
+    (unlisted, {"tables/uses.py": ""}, "tables/uses.py stands on no floor"),
+    (
+        upward,
+        {"errors.py": "from packprop.tape import record\n"},
+        "errors.py:1 (floor 0) imports tape.py (floor 3)",
+    ),
+    (
+        upward,
+        {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
+        "types.py:3 (floor 0) imports context.py (floor 5)",
+    ),
+    (
+        upward,
+        {"types.py": "if TYPE_CHECKING:\n    import packprop.uses as uses\n"},
+        "types.py:2 (floor 0) imports uses.py (floor 2)",
+    ),
+    (
+        upward,
+        {"uses.py": "from packprop import extend\n"},
+        "uses.py:1 (floor 2) imports __init__.py (floor 7)",
+    ),
+    (
+        upward,
+        {"uses.py": "from .extensions import BatchGrad\n"},
+        "uses.py:1 (floor 2) imports extensions/__init__.py (floor 4)",
+    ),
+    (
+        upward,
+        {"extensions/first_order.py": "from ..context import backpack\n"},
+        "extensions/first_order.py:1 (floor 4) imports context.py (floor 5)",
+    ),
+    (
+        upward,
+        {"tape.py": "import importlib\nimportlib.import_module('.cli', 'packprop')\n"},
+        "tape.py:2 (floor 3) imports cli.py (floor 6)",
+    ),
+    (
+        circular,
+        {"types.py": "from . import errors", "errors.py": "def late():\n    from . import types\n"},
+        "imports in a circle: errors.py <- types.py <- errors.py",
+    ),
+    (
+        circular,
+        {"extensions/first_order.py": "from packprop.extensions import DiagGGN\n"},
+        "extensions/first_order.py <- extensions/__init__.py",
+    ),
+    (
+        peers,
+        {"errors.py": "def late():\n    from backpack.extensions import BatchGrad\n"},
+        "errors.py:2 imports the peer library backpack",
+    ),
+    (peers, {"cli.py": "import opacus as o\n"}, "cli.py:1 imports the peer library opacus"),
+    (
+        autograd,
+        {"errors.py": "import torch\n\ntorch.autograd.grad\n"},
+        "errors.py:3 mentions torch.autograd",
+    ),
+    (autograd, {"cli.py": "import torch as t\nt.autograd\n"}, "cli.py:2 mentions torch.autograd"),
+    (autograd, {"cli.py": "from torch import autograd\n"}, "cli.py:1 mentions torch.autograd"),
+    (
+        autograd,
+        {"cli.py": "from torch.autograd.graph import Node\n"},
+        "cli.py:1 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"cli.py": "import torch.autograd.functional as A\n"},
+        "cli.py:1 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"uses.py": "import torch\ntorch.autograd.grad\n"},
+        "uses.py:2 mentions torch.autograd",
+    ),
+]
+
+
+def build(root: Path, sources: dict[str, str]) -> House:
+    """Write a package to disk and read it back."""
+    for name, text in sources.items():
+        path = root / "packprop" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return House.read(root / "packprop")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_packprop_obeys(rule: Callable[[House], list[str]]) -> None:
+    house = House.read(PACKPROP)
+    assert {"__init__", "errors"} <= house.files.keys()
+    assert rule(house) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_house_in_order_passes(rule: Callable[[House], list[str]], tmp_path: Path) -> None:
+    assert rule(build(tmp_path, IN_ORDER)) == []
+
+
+@pytest.mark.parametrize(("rule", "change", "sentence"), FAULTS)
+def test_a_fault_is_found(
+    rule: Callable[[House], list[str]], change: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    found = rule(build(tmp_path, IN_ORDER | change))
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+def test_every_rule_can_fail() -> None:
+    assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+def test_no_file_is_listed_twice() -> None:
+    listed = [name for floor in FLOORS for name in floor]
+    assert len(listed) == len(set(listed))
+    assert {*AUTOGRAD, *AUTOGRAD_WITH_NOTE} <= set(listed)

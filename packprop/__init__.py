@@ -6,8 +6,10 @@ an extension says how numbers merge; the plan says how big the bites are.
 
 from packprop import extensions
 from packprop.context import backpack
+from packprop.dataset import Result, compute
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.losses import register_loss
+from packprop.profile import Profile, profile
 from packprop.tape import disable, extend, record, restore
 from packprop.uses import register_use
 
@@ -15,10 +17,14 @@ __all__ = [
     "BadInput",
     "PackpropError",
     "PackpropWarning",
+    "Profile",
+    "Result",
     "backpack",
+    "compute",
     "disable",
     "extend",
     "extensions",
+    "profile",
     "record",
     "register_loss",
     "register_use",

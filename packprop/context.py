@@ -116,8 +116,8 @@ class Backpack(TorchFunctionMode):
             self._running = False
 
     def _backward(self, run: _Pass, backward: Callable[[], None]) -> None:
-        if not self.extensions or not any(root.requires_grad for root in run.roots):
-            return backward()  # nothing was asked for, or torch knows best what to say
+        if not self.extensions or run.is_refused_by_torch:
+            return backward()
         graph = walk(run.roots, run.gradients, run.wanted)
         check_graph(graph)
         attach = _Attach(graph, self._hook)
@@ -141,6 +141,14 @@ class Backpack(TorchFunctionMode):
 
 class _Pass:
     """The arguments of one call of ``backward``."""
+
+    @property
+    def is_refused_by_torch(self) -> bool:
+        """Whether torch will not begin such a pass, and knows best what to say."""
+        return not all(root.requires_grad for root in self.roots) or any(
+            root.numel() != 1 and given is None
+            for root, given in zip(self.roots, self.gradients, strict=True)
+        )
 
     def __init__(
         self, roots: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
@@ -209,7 +217,6 @@ def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, 
 
 def check_graph(graph: Graph) -> None:
     """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
-    require_complete(graph)
     if not graph.found:
         raise PackpropError(
             "A backward pass with extensions was started.",
@@ -218,6 +225,7 @@ def check_graph(graph: Graph) -> None:
             "extended, under packprop.disable(), or before extend() was called",
             "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
         )
+    require_complete(graph)
     if graph.leaves():
         settle(graph)
 

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.structures import Dense, Structure, rows
-from packprop.tape import LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use
-from packprop.types import Layout
-from packprop.uses import Entry, Samples
+from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use
+from packprop.types import Layout, accumulation_dtype
+from packprop.uses import Entry, Meet, Samples, Signals, pulled, pulled_samplewise
+
+
+EAGER = "EagerBackward"
+"""Name of the node that ``eager_backward`` leaves on the graph."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +53,8 @@ class Site:
 def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:
     """From gradients of a tensor made of parameters ``[v, n, *d]`` to those of a leaf ``[v, n, *p]``."""
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    differentiable = torch.is_grad_enabled()
-
-    def pull(rows: Tensor, batched: bool) -> Tensor:
-        (pulled,) = torch.autograd.grad(
-            parameter,
-            leaf,
-            rows,
-            is_grads_batched=batched,
-            retain_graph=True,
-            create_graph=differentiable,
-            allow_unused=True,
-        )
-        if pulled is not None:
-            return pulled.to_dense() if pulled.is_sparse else pulled
-        return leaf.new_zeros((rows.shape[0], *leaf.shape) if batched else leaf.shape)
-
-    try:
-        pulled = pull(flat, batched=True)
-    except RuntimeError:  # a function of the user's own without a batching rule
-        pulled = torch.stack([pull(row, batched=False) for row in flat])
-    return pulled.unflatten(0, gradients.shape[:2]).to(gradients.dtype)
+    found = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
+    return found.to(accumulation_dtype(found.dtype))
 
 
 @dataclass(eq=False)
@@ -111,7 +97,7 @@ class Graph:
         outputs: Outputs of outermost calls, with their shapes.
         unlosed: Names of uses that a path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
-        missing: Parameters that are reached outside of all uses, and the node that consumes them.
+        missing: Parameters that are reached outside of all uses, and the nodes that consume them.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are settled.
     """
@@ -123,14 +109,15 @@ class Graph:
     outputs: list[tuple[GradientEdge, Forward, torch.Size]] = field(default_factory=list)
     unlosed: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
-    missing: list[tuple[Tensor, str]] = field(default_factory=list)
+    missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     signature: int = 0
     samples: int = 0
 
     @property
     def forwards(self) -> list[Forward]:
         """The outermost calls that uses were recorded in."""
-        return list({id(f.use.forward): f.use.forward for f in self.found}.values())
+        found = [f.use.forward for f in self.found] + [forward for _, forward, _ in self.outputs]
+        return list({id(forward): forward for forward in found}.values())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -142,9 +129,23 @@ class Graph:
         """Every trainable leaf of a use, once."""
         return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
 
+    @property
+    def entangled(self) -> bool:
+        """Whether graphs of parameters alone must outlive the user's own pass, which frees them in part.
+
+        A leaf that enters several uses is dealt with when the last of them is reached.
+        """
+        sites: dict[int, list[Site]] = {}
+        for found in self.found:
+            for site in found.sites:
+                sites.setdefault(id(site.leaf), []).append(site)
+        return any(
+            len(own) > 1 and not all(site.direct for site in own) for own in sites.values()
+        )
+
     def name(self, leaf: Tensor) -> str:
         """The parameter's name in the module that was called."""
-        for module in self.modules:
+        for module in [*self.modules, *EXTENDED]:
             for name, parameter in module.named_parameters():
                 if parameter is leaf:
                     return name
@@ -195,7 +196,7 @@ def walk(
     found: dict[Use, Found] = {}
     stepped: dict[Node, list[Node]] = {}
     order: list[Node] = []
-    consumed: list[tuple[Tensor, str]] = []
+    consumed: list[tuple[Tensor, Node]] = []
 
     for node, done in _depth_first(starts, lambda node: stepped[node], stepped, found):
         if done:
@@ -210,21 +211,30 @@ def walk(
         if OUTPUT in marks:
             forward, output, shape = marks[OUTPUT]
             graph.outputs.append((GradientEdge(node, output), forward, shape))
+        if name == "CheckpointFunctionBackward":
+            _refuse_checkpoint()
         if MIXES in marks:
             graph.mixers.append(marks[MIXES])
         if USE not in marks:
             for upstream in stepped[node]:
                 leaf = getattr(upstream, "variable", None)
                 if leaf is not None:
-                    consumed.append((leaf, name))
+                    consumed.append((leaf, node))
     graph.found = list(found.values())
     _require_alive(graph)
-    _find_first(order, stepped, found)
     _find_sites(graph, wanted)
     _find_missing(graph, consumed, wanted)
-    graph.unlosed = _reached_without_loss(graph, starts, stepped, found)
+    above = _above_losses(graph, starts, stepped)
+    _adopt_missing(graph, above, found)
+    graph.unlosed = [
+        graph.label(f) for f in graph.found if any(node in above for node, _ in f.nodes.values())
+    ]
+    _find_first(order, stepped, found)
+    _find_after_loss(graph, order, stepped)
     shapes = tuple((f.use.name, tuple(f.use.shapes)) for f in graph.found)
-    graph.signature = hash((tuple(names), shapes, tuple(f.first for f in graph.found)))
+    kinds = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
+    sizes = tuple(size for forward in graph.forwards for size in forward.sizes)
+    graph.signature = hash((tuple(names), shapes, kinds, sizes, bool(graph.unlosed)))
     return graph
 
 
@@ -298,6 +308,20 @@ def _find_first(
         f.first = not any(below[node] for node, _ in f.nodes.values())
 
 
+def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
+    """Parameters that are used between a loss and the root: in terms that no sample enters."""
+    after: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in order:
+        if any(up in losses or up in after for up in stepped[node]):
+            after.add(node)
+    for found in list(graph.found):
+        nodes = [node for node, _ in found.nodes.values() if node in after]
+        if nodes:
+            graph.found.remove(found)
+            graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
+
+
 def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
     """Trace the parameters of every use to the leaves that they are made of."""
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
@@ -345,10 +369,11 @@ def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
 
 
 def _find_missing(
-    graph: Graph, consumed: list[tuple[Tensor, str]], wanted: Sequence[Tensor] | None
+    graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None
 ) -> None:
     """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
-    owned = {id(parameter) for module in graph.modules for parameter in module.parameters()}
+    modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
+    owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     owned |= {id(leaf) for leaf in graph.leaves()}
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
@@ -359,44 +384,92 @@ def _find_missing(
     ]
 
 
-def _reached_without_loss(
-    graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]
-) -> list[str]:
-    names = {node: f for f in found.values() for node, _ in f.nodes.values()}
+def _above_losses(
+    graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]
+) -> set[Node]:
+    """Nodes that a path from the roots reaches without passing a recorded loss."""
     losses = {loss.node for loss in graph.losses}
-    stack, seen, reached = list(starts), set(starts), []
+    stack = [node for node in starts if node not in losses]
+    seen = set(stack)
     while stack:
-        node = stack.pop()
-        if node in losses:
-            continue
-        if node in names:
-            reached.append(graph.label(names[node]))
-            continue
-        for upstream in stepped[node]:
-            if upstream not in seen:
+        for upstream in stepped.get(stack.pop(), ()):
+            if upstream not in seen and upstream not in losses:
                 seen.add(upstream)
                 stack.append(upstream)
-    return reached
+    return seen
+
+
+def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> None:
+    """Take a node that no torch function made for a use: the fallback, by pulling back through it alone.
+
+    Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the
+    node to the parameter, so that is what is asked for.
+    """
+    times: dict[int, int] = {}
+    for leaf, _ in graph.missing:
+        times[id(leaf)] = times.get(id(leaf), 0) + 1
+    used = {id(leaf) for leaf in graph.leaves()}
+    kept = []
+    for leaf, node in graph.missing:
+        alone = times[id(leaf)] == 1 and id(leaf) not in used
+        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER
+        foreign |= node.name().endswith("CopySlices")
+        if not (alone and foreign and graph.losses) or node in above:
+            kept.append((leaf, node))
+            continue
+        shapes = _output_shapes(node)
+        entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=leaf.numel())
+        edges = [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
+        use = Use(node.name(), [entry], edges, shapes, Forward(lambda: None))
+        adopted = Found(use, {index: (node, index) for index in range(len(shapes))})
+        adopted.sites.append(Site(entry, leaf))
+        found[use] = adopted
+        graph.found.append(adopted)
+    graph.missing = kept
+
+
+def _output_shapes(node: Node) -> list[torch.Size]:
+    """Shapes of what a node made.
+
+    The one private attribute of autograd nodes that is used: no public one says how many outputs there are.
+    """
+    return [torch.Size(made.shape) for made in node._input_metadata]
+
+
+def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:
+    edges = [GradientEdge(node, index) for index in range(outputs)]
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        return pulled_samplewise(edges, leaf, signals, where, samples)
+
+    return meet
+
+
+def _refuse_checkpoint() -> None:
+    raise PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        "a part of the model inside torch.utils.checkpoint",
+        "reentrant checkpointing hides the layers inside from this pass",
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
 
 
 def require_complete(graph: Graph) -> None:
     """Raise unless every use of every wanted parameter was recorded."""
     if not graph.missing:
         return
-    leaf, node = graph.missing[0]
-    name = graph.name(leaf)
-    if node == "EagerBackward":
+    order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}
+    leaf, consumer = min(graph.missing, key=lambda pair: order.get(id(pair[0]), len(order)))
+    name, node = graph.name(leaf), consumer.name()
+    if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
-    elif node == "CheckpointFunctionBackward":
-        why = "reentrant checkpointing hides the layers inside from this pass"
-        instead = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     else:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, in an assignment, or in a term of the loss that no sample enters)"
+            "pass, under disable(), in an assignment, or in a term of the loss that no sample enters)"
         )
         instead = (
             "run that function inside the extended module or inside `with packprop.record():`, keep such "

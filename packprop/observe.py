@@ -14,7 +14,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.monoid import lift
 from packprop.seeds import Columns, columns
-from packprop.structures import join
+from packprop.structures import Dense, join
 from packprop.sweep import Watch, sweep
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
@@ -101,7 +101,7 @@ class Observation:
             if backward is not None:
                 backward()
             return
-        if backward is None:
+        if backward is None or self.graph.entangled:
             graph = self.graph
             edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
             seeds = [
@@ -109,6 +109,8 @@ class Observation:
                 for root, given in zip(graph.roots, graph.gradients, strict=True)
             ]
             sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
+            if backward is not None:
+                backward()
         else:
             watch = Watch(self.graph.found, collect.visit)
             complete = False
@@ -129,14 +131,14 @@ class Observation:
             batched = stop - start > 1
             collect = _Collector(self, self.graph.found, tasks, last and place == len(chunks) - 1)
             sweep(
-                [group.edge],
-                [seeds if batched else seeds[0]],
+                group.edges,
+                seeds if batched else [seed[0] for seed in seeds],
                 self.graph.found,
                 collect.visit,
                 batched=batched,
                 create_graph=self.create_graph,
             )
-            collect.flush()
+            collect.flush(stop - start)
 
     def _columns_at_once(self, group: Columns) -> int:
         """A vectorised sweep pays where many columns go through a small graph."""
@@ -172,11 +174,23 @@ class Observation:
                         task.row.over_n.merge(pieces[place], value) if place in pieces else value
                     )
             for place, task in enumerate(group):
-                over_n, over_v = task.row.over_n, task.row.over_v
-                value = lift(over_v, over_n.result(pieces[place]))
-                key = (id(task.extension), task.index, id(leaf))
-                before = self._partial.get(key)
-                self._partial[key] = value if before is None else over_v.merge(before, value)
+                self._merge(leaf, task, task.row.over_n.result(pieces[place]))
+
+    def _merge(self, leaf: Tensor, task: _Task, result: Any) -> None:
+        """Merge the result of some columns into what is there of others."""
+        over_v = task.row.over_v
+        value = lift(over_v, result)
+        key = (id(task.extension), task.index, id(leaf))
+        before = self._partial.get(key)
+        self._partial[key] = value if before is None else over_v.merge(before, value)
+
+    def vanish(self, leaf: Tensor, columns: int, tasks: list[_Task]) -> None:
+        """A leaf that a sweep has not reached: its gradients are zero."""
+        for task in tasks:
+            chosen = task.extension.subsampling
+            count = self.graph.samples if chosen is None else len(chosen)
+            zeros = Dense(leaf.new_zeros(columns, count, *leaf.shape))
+            self._merge(leaf, task, task.row.over_n.result(lift(task.row.over_n, task.row.statistic(zeros))))
 
     def _samples_at_once(
         self, leaf: Tensor, parts: list[tuple[Found, Site, list[Tensor | None]]]
@@ -191,8 +205,11 @@ class Observation:
         """Remember, without waiting for the device, whether signals are finite."""
         for signal in signals:
             if signal is not None and signal.numel():
-                low, high = signal.detach().aminmax()
-                finite = low.isfinite() & high.isfinite()
+                if signal.is_complex():
+                    finite = signal.isfinite().all()
+                else:
+                    low, high = signal.detach().aminmax()
+                    finite = low.isfinite() & high.isfinite()
                 before = self._finite.get(id(leaf))
                 self._finite[id(leaf)] = finite if before is None else before & finite
 
@@ -245,19 +262,22 @@ class _Collector:
             if len(parts) == self._expected[key]:
                 self._consume(key)
 
-    def flush(self) -> None:
-        """End of the sweep: leaves some of whose uses nothing has reached."""
+    def flush(self, columns: int = 1) -> None:
+        """End of the sweep: leaves that it has reached at some of their uses only, or at none."""
         for key in list(self._parts):
             self._consume(key)
-        if self._last:
-            for leaf in self._leaves.values():
-                self._observation._finish(leaf)
+        for leaf in list(self._leaves.values()):
+            self._observation.vanish(leaf, columns, self._tasks)
+            self._done(leaf)
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
         self._observation._consume(leaf, self._parts.pop(key), self._tasks)
+        self._done(leaf)
+
+    def _done(self, leaf: Tensor) -> None:
+        del self._leaves[id(leaf)]
         if self._last:
-            del self._leaves[key]
             self._observation._finish(leaf)
 
 

@@ -1,11 +1,13 @@
 """Where the samples are: known from the graph, not guessed from shapes.
 
 # NOTE [Separation]
-A sample has a quantity of its own at a use if, when only some samples are fed in at the loss, the signal at the
-use vanishes in the rows of all others. That is what is checked: random numbers are fed in for about half of the
-samples, and of all the ways in which an output's shape can hold N samples the first is taken under which the
-other half stays exactly zero. Where none does, the samples are mixed between the use and the loss. The check
-costs one sweep; its verdict is kept for passes of the same structure and shapes.
+A sample has a quantity of its own at a use if the signal in its rows comes from its own part of the loss alone.
+That is what is checked, by the linearity of a backward pass: random numbers are fed in at the loss, those of sample
+n multiplied by ``2^k`` with a power k of its own, then by ``2^-k``. If the samples are separate, the rows of each
+come back multiplied by just that, exactly so in floating point; what leaks from one sample into another comes
+back with the wrong power, and amplified in one of the two sweeps. Of all the ways in which an output's shape can
+hold N samples the first that passes is taken; where none does, the samples are mixed between the use and the
+loss. The check costs two sweeps; its verdict is kept for passes of the same structure and shapes.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ class _Source:
     class_axis: int | None
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def unbatched(self) -> bool:
+        """Whether the loss took its input for one sample."""
+        return len(self.shape) == 1 and self.class_axis == 0
 
 
 def settle(graph: Graph) -> None:
@@ -89,7 +96,7 @@ def _find(graph: Graph) -> _Verdict:
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
     failed: Found | None = None
-    for samples in _candidates(graph, [source.samples for source in sources]):
+    for samples in _candidates(graph, sources):
         ways = [
             [way for way in layouts(source.shape, samples) if way.axis is None or way.axis != source.class_axis]
             for source in sources
@@ -108,16 +115,19 @@ def _find(graph: Graph) -> _Verdict:
     raise AssertionError
 
 
-def _candidates(graph: Graph, extents: list[int]) -> list[int]:
+def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[int]:
     """Numbers of samples that fit both what went into the model and what went into the loss."""
+    extents = [source.samples for source in sources]
     rows = extents[0]
-    shapes = [shape for forward in graph.forwards for shape in forward.sizes if len(shape)]
+    calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
+    shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
     leading = [shape[0] for shape in shapes]
     inner = [size for shape in shapes for size in shape[1:]]
     fits: Callable[[int], bool] = lambda size: size > 0 and all(e % size == 0 for e in extents)
     ordered = [rows] * (rows in leading or not shapes)
     ordered += sorted({size for size in leading if fits(size)}, reverse=True)
-    ordered += [rows] * (rows in inner or rows == 1)
+    ordered += sorted({size for size in inner if fits(size)}, reverse=True) 
+    ordered += [1] * any(source.unbatched for source in sources)
     ordered = [size for size in dict.fromkeys(ordered) if fits(size)]
     if not ordered:
         raise PackpropError(
@@ -134,46 +144,58 @@ def _probe(
     graph: Graph, sources: Sequence[_Source], chosen: Sequence[Layout], samples: int
 ) -> tuple[list[list[Layout]] | None, Found | None]:
     """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes."""
-    settled: dict[Found, list[Layout]] = {}
     if samples == 1:
         return [[Layout(None, 1)] * len(f.use.shapes) for f in graph.found], None
-    generator = torch.Generator().manual_seed(samples)
-    fed = torch.rand(samples, generator=generator) < 0.5
-    fed[0], fed[-1] = True, False
-    failures: list[Found] = []
-
-    def visit(found: Found, signals: list[Tensor | None]) -> None:
-        where = []
-        for signal, shape in zip(signals, found.use.shapes, strict=True):
-            fitting = [way for way in layouts(shape, samples) if _separate(signal, way, fed)]
-            if not fitting:
-                failures.append(found)
-                return
-            where.append(fitting[0])
-        settled[found] = where
-
-    seeds = []
-    for source, way in zip(sources, chosen, strict=True):
-        noise = torch.randn(source.shape, generator=generator).to(source.device, source.dtype)
-        mask = fed.to(source.device)[way.sample_of(source.device)]
-        seeds.append(noise * mask.view([-1 if axis == way.axis else 1 for axis in range(noise.dim())]))
-    sweep([source.edge for source in sources], seeds, graph.found, visit)
-    if failures:
-        position = {found: place for place, found in enumerate(graph.found)}
-        return None, min(failures, key=position.__getitem__)
-    everywhere = [
-        settled.get(f) or [(layouts(shape, samples) or [Layout(0, samples)])[0] for shape in f.use.shapes]
+    fitting = {
+        f: [[way for way in layouts(shape, samples) if _admitted(f, way)] for shape in f.use.shapes]
         for f in graph.found
-    ]
-    return everywhere, None
+    }
+    generator = torch.Generator().manual_seed(samples)
+    noise = [torch.randn(source.shape, generator=generator) for source in sources]
+    powers = _powers(samples, min(torch.finfo(source.dtype).max for source in sources), generator)
+    sizes: list[dict[tuple[Found, int, Layout], Tensor]] = []
+    for exponents in (powers, -powers):
+        seen: dict[tuple[Found, int, Layout], Tensor] = {}
+        sizes.append(seen)
+
+        def visit(
+            found: Found,
+            signals: list[Tensor | None],
+            seen: dict[tuple[Found, int, Layout], Tensor] = seen,
+            exponents: Tensor = exponents,
+        ) -> None:
+            for index, signal in enumerate(signals):
+                for way in fitting[found][index] if signal is not None else ():
+                    rows = way.to_front(signal, 1)[0].reshape(samples, -1).abs().sum(1, dtype=torch.float64)
+                    seen[found, index, way] = rows.cpu() * torch.exp2(-exponents)
+
+        seeds = []
+        for source, way, random in zip(sources, chosen, noise, strict=True):
+            factors = torch.exp2(exponents)[way.sample_of(exponents.device)]
+            form = [-1 if axis == way.axis else 1 for axis in range(random.dim())]
+            seeds.append((random * factors.view(form)).to(source.device, source.dtype))
+        sweep([source.edge for source in sources], seeds, graph.found, visit)
+    tolerance = max(torch.finfo(source.dtype).eps for source in sources) ** 0.5
+    for (found, index, way), up in sizes[0].items():
+        down = sizes[1].get((found, index, way), up)
+        known = up.isfinite() & down.isfinite()
+        if bool((known & ((up - down).abs() > tolerance * torch.maximum(up, down))).any()):
+            fitting[found][index].remove(way)
+    for found in graph.found:  # those nearest to the loss come first
+        if not all(fitting[found]):
+            return None, found
+    return [[ways[0] for ways in fitting[found]] for found in graph.found], None
 
 
-def _separate(signal: Tensor | None, way: Layout, fed: Tensor) -> bool:
-    """Whether the rows of samples that were not fed are zero."""
-    if signal is None:
-        return True
-    rows = way.to_front(signal, 1)[:, ~fed.to(signal.device)]
-    return bool((torch.nan_to_num(rows, nan=0.0) == 0).all())
+def _admitted(found: Found, way: Layout) -> bool:
+    return way.axis is None or all(site.entry.admits(way.axis) for site in found.sites)
+
+
+def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
+    """Exponents of two, as different as the range of the precision allows, in random order."""
+    reach = 24 if largest > 1e30 else 4
+    spread = torch.arange(samples, dtype=torch.float64) % (2 * reach + 1) - reach
+    return spread[torch.randperm(samples, generator=generator)]
 
 
 def _raise_mixed(graph: Graph, failed: Found) -> None:

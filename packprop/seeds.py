@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,28 +18,38 @@ from packprop.types import Seed
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one loss, made when they are needed.
+    """Columns that are fed in together, made when they are needed.
 
     Args:
-        edge: The loss's input, where they are fed in.
+        edges: Where they are fed in: the inputs of one or more losses.
         count: How many there are.
-        chunk: ``(start, stop) -> [v, *f]``.
+        chunk: ``(start, stop) -> [v, *f]`` for each edge.
     """
 
-    edge: GradientEdge
+    edges: Sequence[GradientEdge]
     count: int
-    chunk: Callable[[int, int], Tensor]
+    chunk: Callable[[int, int], list[Tensor]]
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
-    """The columns of a generalized Gauss-Newton seed, loss by loss.
+    """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
+
+    Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
+    the products between losses vanish in expectation.
 
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
     """
     _require_losses(graph)
     with torch.set_grad_enabled(create_graph):
-        return [_loss_columns(graph, loss, seed) for loss in graph.losses]
+        found = [_loss_columns(graph, loss, seed) for loss in graph.losses]
+    if seed.mc_samples is None or len(found) == 1:
+        return found
+
+    def together(start: int, stop: int) -> list[Tensor]:
+        return [column for each in found for column in each.chunk(start, stop)]
+
+    return [Columns([each.edges[0] for each in found], seed.mc_samples, together)]
 
 
 def _require_losses(graph: Graph) -> None:
@@ -101,9 +111,12 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
         place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns(call.edge, seed.mc_samples, lambda start, stop: place(draws[start:stop]))
+        return Columns(
+            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])]
+        )
     chunk = functools.partial(_exact, root, positions)
-    return Columns(call.edge, positions * root.columns, lambda start, stop: place(chunk(start, stop)))
+    count = positions * root.columns
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
 
 
 def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:

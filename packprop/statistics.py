@@ -37,6 +37,12 @@ def _fast(statistic: str, structure: Structure) -> Tensor | None:
     return None if cell is None else cell(structure)
 
 
+def flat_rows(structure: Structure) -> Tensor:
+    """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
+    gradients = rows(structure)
+    return gradients.reshape(*gradients.shape[:2], -1)
+
+
 def per_sample_grad(structure: Structure) -> Tensor:
     """Gradients of single samples, ``[v, n, *p]``."""
     return rows(structure)
@@ -57,7 +63,7 @@ def batch_sq(structure: Structure) -> Tensor:
 def sq_norm(structure: Structure) -> Tensor:
     """Squared norms of per-sample gradients, summed over columns, ``[n]``."""
     fast = _fast("sq_norm", structure)
-    return rows(structure).square().flatten(2).sum((0, 2)) if fast is None else fast
+    return flat_rows(structure).square().sum((0, 2)) if fast is None else fast
 
 
 def gram(structure: Structure) -> Tensor:
@@ -65,7 +71,7 @@ def gram(structure: Structure) -> Tensor:
     fast = _fast("gram", structure)
     if fast is not None:
         return fast
-    flat = rows(structure).flatten(2)
+    flat = flat_rows(structure)
     return torch.einsum("vnp,vmp->nm", flat, flat)
 
 
@@ -83,7 +89,7 @@ def signal_gram(structure: Structure, approximation: Approximation = "mixed") ->
     ``"expand"``), ``[o, o]`` for a table, ``[p, p]`` (the exact block) for anything else.
     """
     if isinstance(structure, Dense):
-        flat = rows(structure).flatten(2)
+        flat = flat_rows(structure)
     else:
         assert structure.signal is not None
         if approximation == "expand":

@@ -26,6 +26,7 @@ class Watch:
         self._visit = visit
         self._pending: dict[Found, list[Tensor | None]] = {}
         self._waiting: dict[Found, int] = {}
+        self._visiting = False
         self._handles = [
             node.register_prehook(self._hook(f, index, output))
             for f in found
@@ -34,6 +35,8 @@ class Watch:
 
     def _hook(self, found: Found, index: int, output: int) -> Callable[[Any], None]:
         def arrived(gradients: Sequence[Tensor | None]) -> None:
+            if self._visiting:  # a visit pulls back through this very node
+                return
             signal = gradients[output]
             self.arrived(found, index, None if signal is None else signal.unsqueeze(0))
 
@@ -50,8 +53,13 @@ class Watch:
     def _finish(self, found: Found) -> None:
         signals = self._pending.pop(found)
         del self._waiting[found]
-        if any(signal is not None for signal in signals):
+        if all(signal is None for signal in signals):
+            return
+        self._visiting = True
+        try:
             self._visit(found, signals)
+        finally:
+            self._visiting = False
 
     def close(self, complete: bool = True) -> None:
         """Remove the hooks; visit uses of which some outputs were not reached."""

@@ -36,6 +36,10 @@ HANDLES = "_packprop_handles"
 IN_PLACE_WITHOUT_INPUT = frozenset({"add_", "sub_", "__iadd__", "__isub__"})
 
 
+EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that ``extend`` was called on: their parameters must not be missed."""
+
+
 class _Local(threading.local):
     recorder: Recorder | None = None
     disabled: bool = False
@@ -57,6 +61,12 @@ class Forward:
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the module that was called has parameters."""
+        module = self.module()
+        return module is not None and next(module.parameters(), None) is not None
 
 
 @dataclass(eq=False)
@@ -373,6 +383,7 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
             if isinstance(module, type)
             else "pass a module; for a loss function, call it inside `with packprop.record():`",
         )
+    EXTENDED.add(module)
     for child in module.modules():
         if HANDLES not in child.__dict__:
             child.__dict__[HANDLES] = (
@@ -385,6 +396,7 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
 def restore(module: nn.Module) -> nn.Module:
     """Undo ``extend`` on a module and its submodules; returns it."""
     for child in module.modules():
+        EXTENDED.discard(child)
         for handle in child.__dict__.pop(HANDLES, ()):
             handle.remove()
     return module

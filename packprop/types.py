@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.errors import BadInput
 from packprop.monoid import SUM, Monoid
 
 
@@ -165,6 +166,20 @@ class Extension:
 
     savefield: ClassVar[str]
     subsampling: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a choice of samples that is no list of whole numbers."""
+        chosen = self.subsampling
+        if chosen is None:
+            return
+        fits = isinstance(chosen, (list, tuple, range)) and len(chosen) > 0
+        if not fits or any(isinstance(i, bool) or not isinstance(i, int) for i in chosen):
+            raise BadInput(
+                f"{self.name}(subsampling={chosen!r}) was asked for.",
+                "subsampling",
+                "it is not a list of the indices of at least one sample",
+                "give whole numbers, as in subsampling=[0, 3, 5]",
+            )
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -39,6 +39,7 @@ class Entry:
             reaches), their layouts, and a choice of samples, to a structure.
         scratch: Entries of temporary memory for one sample and one column.
         refusal: Why and what instead, where no number can be given.
+        admits: Whether an axis of the (first) output can hold the samples.
     """
 
     parameter: Tensor
@@ -46,6 +47,7 @@ class Entry:
     meet: Meet
     scratch: int = 0
     refusal: tuple[str, str] | None = None
+    admits: Callable[[int], bool] = lambda axis: True
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 def entries_of(call: Call) -> list[Entry]:
     """One entry for each parameter of a call: by its rule, or by the fallback."""
-    rule = RULES.get(call.function)
+    complex_valued = any(parameter.is_complex() for parameter in call.parameters)
+    rule = None if complex_valued else RULES.get(call.function)  # rules are written for real numbers
     known = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
     known = [entry for entry in known if entry.parameter.requires_grad]
     described = {id(entry.parameter) for entry in known}
@@ -174,7 +177,8 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), signal, fold)
 
     meet = rowwise(build, name_of(call.function), x)
-    return Entry(weight, "Outer", meet, scratch=weight.numel())
+    last = len(call.shape) - 1
+    return Entry(weight, "Outer", meet, weight.numel(), admits=lambda axis: axis != last)
 
 
 def scaled(
@@ -204,8 +208,6 @@ def scaled(
             return Dense(None)
         if window is not None:
             axis, offset = window
-            if layout.axis == axis:
-                raise _mixed(call)
             signal = signal.narrow(axis + 1, offset, form[axis])
         product = choose(layout.to_front(signal, 1), samples, 1)
         if callable(factor):
@@ -216,7 +218,10 @@ def scaled(
         rows = _reduce(product, layout, form, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
-    return Entry(parameter, "Scale", meet, scratch=call.shape.numel())
+    def admits(axis: int) -> bool:
+        return window is None or axis != window[0]
+
+    return Entry(parameter, "Scale", meet, call.shape.numel(), admits=admits)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:
@@ -238,15 +243,6 @@ def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Sam
     full = rows.new_zeros(rows.shape[0], len(chosen), layout.samples, *rows.shape[2:])
     full[:, torch.arange(len(chosen), device=rows.device), chosen] = rows
     return layout.from_front(full, 2)
-
-
-def _mixed(call: Call) -> PackpropError:
-    return PackpropError(
-        "A per-sample quantity was asked for.",
-        f"{name_of(call.function)} with output {list(call.shape)}",
-        "it joins a parameter to the samples along the axis that holds the samples",
-        "concatenate along another axis, or set requires_grad=False on the parameter",
-    )
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
@@ -273,30 +269,69 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                 *map_tensors(isolate, call.args), **map_tensors(isolate, call.kwargs)
             )
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        pairs = [
-            (output, signal, layout)
-            for output, signal, layout in zip(outputs, signals, where, strict=False)
-            if signal is not None and isinstance(output, Tensor) and output.requires_grad
-        ]
-        count = pairs[0][2].samples
-        rows = []
-        for sample in torch.arange(count)[samples].tolist():
-            masked = [_only(signal, layout, sample) for _, signal, layout in pairs]
-            (row,) = torch.autograd.grad(
-                [output for output, _, _ in pairs],
-                [weight],
-                masked,
-                is_grads_batched=True,
-                retain_graph=True,
-                create_graph=differentiable,
-                allow_unused=True,
-            )
-            columns = masked[0].shape[0]
-            rows.append(weight.new_zeros(columns, *weight.shape) if row is None else row)
-        stacked = torch.stack(rows, 1)
-        return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+        return pulled_samplewise(outputs, weight, signals, where, samples)
 
     return Entry(parameter, "Dense", meet, scratch=parameter.numel())
+
+
+def pulled_samplewise(
+    outputs: Sequence[Any],
+    parameter: Tensor,
+    signals: Signals,
+    where: Sequence[Layout],
+    samples: Samples,
+) -> Structure:
+    """Signals at tensors or edges, pulled back to a parameter once for each sample."""
+    pairs = [
+        (output, signal, layout)
+        for output, signal, layout in zip(outputs, signals, where, strict=False)
+        if signal is not None and not (isinstance(output, Tensor) and not output.requires_grad)
+    ]
+    if not pairs:
+        return Dense(None)
+    count = pairs[0][2].samples
+    found = [
+        pulled(
+            [output for output, _, _ in pairs],
+            parameter,
+            [_only(signal, layout, sample) for _, signal, layout in pairs],
+        )
+        for sample in torch.arange(count)[samples].tolist()
+    ]
+    stacked = torch.stack(found, 1)
+    return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+
+
+def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
+
+    # NOTE [Autograd in rules]
+    Here alone a rule calls autograd: what has no rule is differentiated by PyTorch itself.
+    """
+    differentiable = torch.is_grad_enabled()
+
+    def pull(vectors: Sequence[Tensor], batched: bool) -> Tensor:
+        (product,) = torch.autograd.grad(
+            outputs,
+            parameter,
+            vectors,
+            is_grads_batched=batched,
+            retain_graph=True,
+            create_graph=differentiable,
+            allow_unused=True,
+        )
+        if product is not None:
+            return product.to_dense() if product.is_sparse else product
+        lead = vectors[0].shape[:1] if batched else ()
+        return parameter.new_zeros((*lead, *parameter.shape))
+
+    try:
+        return pull(columns, batched=True)
+    except RuntimeError:  # a function of the user's own without a batching rule
+        count = columns[0].shape[0]
+        return torch.stack(
+            [pull([column[place] for column in columns], batched=False) for place in range(count)]
+        )
 
 
 def _only(signal: Tensor, layout: Layout, sample: int) -> Tensor:
@@ -356,7 +391,15 @@ def _linear(
 
 @register_use(torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm)
 @register_use(Tensor.mv, Tensor.__matmul__)
-def _matmul(call: Call, input: Tensor, other: Tensor, **_: Any) -> list[Entry] | None:
+def _matmul(
+    call: Call,
+    input: Tensor,
+    other: Tensor | None = None,
+    *,
+    mat2: Tensor | None = None,
+    vec: Tensor | None = None,
+) -> list[Entry] | None:
+    other = next(t for t in (other, mat2, vec) if t is not None)
     if call.consumes(other) and not call.consumes(input):
         if other.dim() == 2:
             return [affine(call, input, other, transposed=True)]
@@ -415,7 +458,7 @@ def contraction(
         if signal is None:
             return Dense(None)
         shared = "" if layout.axis is None else y_letters[layout.axis]
-        if shared and (shared in w or shared not in x_letters):
+        if shared in w and shared:  # each sample has entries of the parameter to itself
             return fallback(call, weight).meet(signals, where, samples)
         inside = layout if not shared else layout._replace(axis=x_letters.index(shared))
         inputs = choose(inside.to_front(saved()), samples)
@@ -425,7 +468,10 @@ def contraction(
             x_term, y_term = x_term.replace(shared, ""), y_term.replace(shared, "")
         return Dense(torch.einsum(f"VN{y_term},N{x_term}->VN{w}", moved, inputs))
 
-    return [Entry(weight, "Dense", meet, scratch=weight.numel())]
+    def admits(axis: int) -> bool:
+        return y_letters[axis] in x_letters
+
+    return [Entry(weight, "Dense", meet, weight.numel(), admits=admits)]
 
 
 @register_use(F.bilinear)
@@ -446,7 +492,8 @@ def _bilinear(
         return Outer(products.flatten(-2), signal, fold)
 
     meet = rowwise(build, "bilinear", input1, input2)
-    found = [Entry(weight, "Outer", meet, scratch=2 * weight.numel())]
+    last = len(call.shape) - 1
+    found = [Entry(weight, "Outer", meet, 2 * weight.numel(), admits=lambda axis: axis != last)]
     return found if bias is None else [*found, scaled(call, bias)]
 
 
@@ -478,7 +525,7 @@ def _convolution(
     fan_in = weight.numel() * groups // channels
     scratch = weight.numel() + positions * (fan_in + channels)
     meet = rowwise(build, name_of(call.function), x)
-    found = [Entry(weight, "Outer", meet, scratch=scratch)]
+    found = [Entry(weight, "Outer", meet, scratch, admits=lambda axis: axis == 0)]
     if bias is None:
         return found
     form = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
@@ -568,7 +615,8 @@ def _embedding(
             "drop scale_grad_by_freq",
         )
     meet = rowwise(build, "embedding", input)
-    return [Entry(weight, "Lookup", meet, scratch=weight.numel(), refusal=refusal)]
+    last = len(call.shape) - 1
+    return [Entry(weight, "Lookup", meet, weight.numel(), refusal, lambda axis: axis != last)]
 
 
 # Entry by entry

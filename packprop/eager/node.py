@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
         hook=choices["hook"],
     )
     if sweep.keep == "recompute":
-        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        constants = {n: leaf for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         record.again = _Again(job, random, constants, list(sweep.inputs), shared)
         saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
     else:
@@ -234,12 +234,15 @@ def probe(output: Tensor, rows: dict[int, Tensor], where: str) -> None:
                 output, list(rows.values()), fed.to(output), retain_graph=True, allow_unused=True
             )
             for number, gradient in zip(rows, gradients, strict=True):
-                if gradient is not None and (leak := gradient[~fed].ne(0)).any():
-                    sample = index[~fed][leak.flatten(1).any(1)][0].item()
+                if gradient is None:
+                    continue
+                leak = gradient[~fed].nan_to_num(0).ne(0).reshape(len(gradient[~fed]), -1).any(1)
+                if leak.any():
+                    sample = index[~fed][leak][0].item()
                     raise bad(
                         where,
-                        f"values of other samples depend on sample {sample} of leaf {number} of "
-                        "the inputs, so one factor per sample cannot scale its gradient",
+                        f"values of other samples depend on sample {sample} of input {number}, "
+                        "so a factor per sample cannot scale its gradient",
                         "return the sum over samples, or keep='recompute'",
                     )
 
@@ -297,7 +300,7 @@ class _Again:
 
     job: Job
     random: dict[torch.device, Tensor]
-    constants: list[Any]
+    constants: dict[int, Any]  # the leaves that are no tensors
     inputs: list[int]
     shared: list[Tensor]
 
@@ -305,16 +308,46 @@ class _Again:
         self, saved: Sequence[Tensor], arriving: Tensor, create_graph: bool
     ) -> list[Tensor | None]:
         job, rest = self.job, iter(saved)
-        leaves = list(self.constants)
-        for number in self.tensors:
-            leaves[number] = next(rest)
-        if any(freed(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
-            ...
+        count = len(job.axes)
+        leaves = [self.constants[n] if n in self.constants else next(rest) for n in range(count)]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and freed(leaf):
+                raise _released(
+                    f"an input of {job.where}, of shape {list(leaf.shape)}",
+                    "its memory was freed after the call, and keep='recompute' needs it again",
+                )
+        with random_numbers(self.random), torch.enable_grad():
+            if create_graph:
+                return self._differentiably(leaves, arriving)
+            known = {key_of(tensor): tensor for tensor in self.shared}
+            sweep = Sweep(job, leaves, arriving, known)
+            sweep.run()
+        if sweep.shared.keys() - known.keys():
+            raise PackpropError(
+                ASKED,
+                f"{job.where}, evaluated again in the backward pass",
+                "it reaches other tensors by closure than it did in the forward pass",
+                "pass them as inputs, or leave out keep='recompute'",
+            )
+        own = [sweep.inputs.get(number) for number in self.inputs]
+        return own + [sweep.shared.get(key) for key in known]
+
+    def _differentiably(self, leaves: list[Any], arriving: Tensor) -> list[Tensor | None]:
+        job = self.job
+        for number in self.inputs:
+            # A view, so that hooks on the input are left to the outer pass.
+            leaves[number] = leaves[number].view_as(leaves[number])
+        value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
+        targets = [leaves[number] for number in self.inputs] + self.shared
+        with undisturbed(self.shared):
+            return list(
+                torch.autograd.grad(value, targets, arriving, create_graph=True, allow_unused=True)
+            )
 
 
 @dataclass
 class _Record:
-    """What the backward pass must know besides the kept gradients, in the order of the sources."""
+    """What the backward pass must know besides what is saved, in the order of the sources."""
 
     like: list[tuple[torch.dtype, torch.device]]
     rows: list[bool]
@@ -325,4 +358,100 @@ class _Record:
 
 
 class Eager(torch.autograd.Function):
-    """Multiplies kept gradients by what arrives; in the graph it is called EagerBackward."""
+    """Multiplies kept gradients by what arrives; in the graph its node is EagerBackward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, record: _Record, result: tuple[Tensor, list[Tensor]], *sources: Tensor
+    ) -> Tensor:
+        """Save what `attach` has computed; return the value."""
+        ctx.record = record
+        value, saved = result
+        ctx.save_for_backward(*saved)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, arriving: Tensor) -> Any:  # type: ignore[override]
+        """The gradients of the sources."""
+        record: _Record = ctx.record
+        saved = _unpack(ctx)
+        create_graph = torch.is_grad_enabled()
+        gradients: list[Tensor | None]
+        if record.again is not None:
+            gradients = record.again(saved, arriving, create_graph)
+        elif create_graph:
+            raise PackpropError(
+                ASKED,
+                "a backward pass with create_graph=True",
+                "the gradient was kept as a number; the graph to differentiate it is gone",
+                "eager_backward(..., keep='recompute')",
+            )
+        else:
+            consume = record.owned and not _graph_is_kept()
+            entries = zip(saved, record.like, record.rows, strict=True)
+            gradients = [
+                _scaled(kept, like, arriving, rows, consume) for kept, like, rows in entries
+            ]
+        if record.hook is not None:
+            own = gradients[: record.inputs]
+            gradients[: record.inputs] = _hooked(record.hook, own)
+        return None, None, *gradients
+
+
+def _unpack(ctx: Any) -> tuple[Tensor, ...]:
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise _released(
+                "a second backward pass through the value",
+                "the first one released the kept gradient",
+            ) from error
+        if "inplace operation" in str(error):
+            raise PackpropError(
+                ASKED,
+                "the backward pass through a value with keep='recompute'",
+                "a tensor that the function uses was changed in place after the call",
+                "change a clone of it; or leave out keep='recompute', which needs it again",
+            ) from error
+        raise
+    return saved
+
+
+def _released(where: str, why: str) -> PackpropError:
+    instead = "retain_graph=True in the first backward pass, or call eager_backward again"
+    return PackpropError(ASKED, where, why, instead)
+
+
+def _graph_is_kept() -> bool:
+    # Private, without a public counterpart: after the last pass the kept gradient is free to be
+    # scaled in place, which saves the memory of a second one.
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _scaled(
+    kept: Tensor,
+    like: tuple[torch.dtype, torch.device],
+    arriving: Tensor,
+    rows: bool,
+    consume: bool,
+) -> Tensor:
+    dtype, device = like
+    gradient = kept.to(device, dtype, non_blocking=True)
+    factor = arriving.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else arriving
+    if (consume or gradient is not kept) and gradient.layout is torch.strided:
+        return gradient.mul_(factor)
+    return gradient * factor
+
+
+def _hooked(hook: Hook, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    changed = hook(*gradients)
+    if changed is None:
+        return gradients
+    got = [changed] if isinstance(changed, Tensor) else list(changed)
+    shapes = [None if gradient is None else list(gradient.shape) for gradient in gradients]
+    given = [list(entry.shape) if isinstance(entry, Tensor) else None for entry in got]
+    if given != shapes:
+        why = f"it got gradients of the shapes {shapes} and returned {given}"
+        raise bad("hook", why, "return one gradient for each, of its shape, or None for no change")
+    return list(got)

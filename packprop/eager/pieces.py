@@ -83,6 +83,7 @@ class Job:
     axes: list[int | None]  # per leaf: the axis to cut; None for what is passed whole
     spans: list[tuple[int, int]]  # per piece: where it starts, how long it is
     autocast: Autocast
+    named: bool  # whether the last argument is a dict of keyword arguments
     rows: frozenset[int] = frozenset()  # leaves whose rows have a factor each
 
     @property
@@ -110,7 +111,8 @@ class Job:
         """The value of one piece, looked over, with its weights and its share of a mean."""
         tensors = [leaf for leaf in piece if isinstance(leaf, Tensor)]
         versions = [version(tensor) for tensor in tensors]
-        *inputs, named = put_together(piece, self.specs)
+        inputs = put_together(piece, self.specs)
+        named = inputs.pop() if self.named else {}
         try:
             with surroundings(self.autocast):
                 output = self.fn(*inputs, **named)
@@ -197,7 +199,7 @@ def prepare(
     specs: list[Any] = []
     leaves: list[Any] = []
     found: list[int | None] = []
-    for number, argument in enumerate((*inputs, named)):
+    for number, argument in enumerate((*inputs, named) if named else inputs):
         own, spec = take_apart(argument)
         axis = (*axes, None)[number] if isinstance(axes, Sequence) else axes
         specs.append(spec)
@@ -226,7 +228,7 @@ def prepare(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in kinds - {"meta"}
     ]
-    return Job(fn, choices, specs, found, spans, autocast), leaves
+    return Job(fn, choices, specs, found, spans, autocast, bool(named)), leaves
 
 
 def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:

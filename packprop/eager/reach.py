@@ -20,7 +20,8 @@ Key = tuple[Any, int]
 
 # A leaf of our own: what is computed from it shows what nodes look like and how they are numbered.
 _LEAF = torch.zeros((), requires_grad=True)
-_ACCUMULATE_GRAD = type(_LEAF.view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+with torch.enable_grad():
+    _ACCUMULATE_GRAD: type = type(_LEAF.view(()).grad_fn.next_functions[0][0])
 
 SEARCH_LIMIT = 20_000
 """How many objects that a function refers to are looked at for a tensor that it uses."""
@@ -33,13 +34,12 @@ def key_of(tensor: Tensor) -> Key:
 
 
 def clock() -> int:
-    """A number below that of every node made from now on, above that of every earlier one."""
+    """A number between those of the nodes made before and after; gradients must be enabled."""
     # NOTE [Inside and outside]
     # Nodes are numbered in the order of their creation, one count per thread. The number is
     # private (`Node._sequence_nr`), and nothing public tells nodes of a branch, which may be
     # differentiated and freed, from those of the graph around it, which must be left alone.
-    with torch.enable_grad():
-        return _number(_LEAF.view(()).grad_fn)
+    return _number(_LEAF.view(()).grad_fn)
 
 
 def _number(node: Any) -> int:

@@ -20,7 +20,7 @@ from packprop.types import EXACT, Extension, Row, Seed
 
 def monte_carlo(name: str, mc_samples: int, generator: torch.Generator | None) -> Seed:
     """The seed of sampled columns; refuses a number of draws below one."""
-    if not isinstance(mc_samples, int) or mc_samples < 1:
+    if type(mc_samples) is not int or mc_samples < 1:
         raise BadInput(
             f"{name}(mc_samples={mc_samples!r}) was asked for.",
             "mc_samples",
@@ -73,6 +73,7 @@ class DiagGGNMC(Extension):
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
+        super().__post_init__()
         monte_carlo(self.name, self.mc_samples, self.generator)
 
     @property

@@ -50,6 +50,7 @@ class KFAC(Extension):
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
+        super().__post_init__()
         monte_carlo(self.name, self.mc_samples, self.generator)
         if self.approximation not in get_args(Approximation):
             raise BadInput(

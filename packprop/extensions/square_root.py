@@ -43,6 +43,7 @@ class SqrtGGNMC(Extension):
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
+        super().__post_init__()
         monte_carlo(self.name, self.mc_samples, self.generator)
 
     @property

@@ -1,0 +1,168 @@
+"""``check_model``: a model and its loss, every value against loops over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop import extensions as catalogue
+from packprop.context import check_extensions
+from packprop.errors import PackpropError
+from packprop.testing.laws import check_laws, columns_at_outputs, graph_of, require_all, saved
+from packprop.testing.loops import Loops, Problem, double_precision
+from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
+from packprop.types import Extension, Seed
+
+FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
+    catalogue.BatchGrad: lambda rows: rows,
+    catalogue.BatchL2Grad: lambda rows: rows.flatten(1).square().sum(1),
+    catalogue.SumGradSquared: lambda rows: rows.square().sum(0),
+    catalogue.Variance: lambda rows: rows.var(0, correction=0),
+    catalogue.BatchDotGrad: lambda rows: rows.flatten(1) @ rows.flatten(1).T,
+}
+"""From gradients of single samples ``[n, *p]`` to values."""
+DIAGONALS: dict[type[Extension], Callable[[Tensor], Tensor]] = {
+    catalogue.DiagGGNExact: lambda diagonals: diagonals.sum(0),
+    catalogue.BatchDiagGGNExact: lambda diagonals: diagonals,
+}
+"""From GGN diagonals of single samples ``[n, *p]`` to values."""
+DRAWS = 4096
+DEVIATIONS = 6.0
+"""Standard errors that a second moment of draws may be off, beside 1 % of the largest entry."""
+
+
+def check_model(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    extensions: Sequence[Extension] | None = None,
+    *,
+    axis: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Report:
+    """Compare values of a model's parameters with loops over samples, in double precision.
+
+    Copies are checked; nothing of the user's is changed. Time grows with samples times outputs of
+    the model. Extensions that no loop is known for are tested by the laws of ``check_extension``.
+    By default the loss's Monte Carlo draws are compared with its Hessian, too: within six standard
+    errors.
+
+    Args:
+        model: The model, in the mode that it is used in.
+        loss: ``loss(model(inputs), targets)``, one number: a module, or a function of torch's
+            losses.
+        inputs: A few samples: a tensor, or a tuple or dictionary of arguments.
+        targets: What the loss takes beside the model's outputs.
+        extensions: What to compare; by default all of first order and, unless the engine refuses
+            them, exact GGNs.
+        axis: Where tensors among the inputs hold the samples.
+        tolerance: Largest relative error allowed.
+
+    Returns:
+        What was compared, and in its notes what was left out; prints.
+
+    Raises:
+        CheckFailed: An ``AssertionError`` that names extension, parameter and largest relative
+            error.
+        PackpropError: If the engine itself refuses the model.
+    """
+    ledger = Ledger(f"check_model({type(model).__name__})", tolerance)
+    with double_precision():
+        problem = Problem.of((model, loss, inputs, targets), axis)
+        if extensions is not None:
+            chosen = check_extensions("check_model(...) was called.", list(extensions))
+            compare(ledger, problem, chosen)
+            return ledger.report()
+        compare(ledger, problem, [kind() for kind in FIRST_ORDER])
+        curved = [*(kind() for kind in DIAGONALS), catalogue.SqrtGGNExact()]
+        try:
+            saved(problem, curved[0])
+        except PackpropError as refusal:
+            ledger.notes.append(f"no GGN: {refusal.why}")
+            return ledger.report()
+        _check_draws(ledger, problem, compare(ledger, problem, curved))
+    return ledger.report()
+
+
+def compare(ledger: Ledger, problem: Problem, extensions: Sequence[Extension]) -> Loops:
+    """Values of extensions, and the gradient, with loops."""
+    loss, _ = problem.forward()
+    samples = graph_of(loss).samples  # first: the engine's refusals say more than failed laws
+    if samples != problem.samples:
+        raise CheckFailed(
+            f"{ledger.subject}: numbers of samples were compared.",
+            f"inputs with {problem.samples} samples on axis {problem.axis}",
+            f"the engine takes them for {samples} samples",
+            "put the samples on the leading axis of the model's inputs and of the loss's input",
+            float("inf"),
+        )
+    loops = Loops(problem, ledger)
+    ledger.notes += [f"unused: {n}" for n in problem.parameters if n not in loops.gradient]
+    total = {name: loops.rows[name].sum(0) for name in loops.used}
+    ledger.same("samples sum to .grad", loops.gradient, total)
+    for extension in extensions:
+        value = saved(problem, extension)
+        require_all(ledger, extension, value, loops)
+        _compare_with_loops(ledger, problem, loops, extension, value)
+    return loops
+
+
+def _compare_with_loops(
+    ledger: Ledger, problem: Problem, loops: Loops, extension: Extension, value: Named
+) -> None:
+    kind, names, shapes = type(extension), loops.used, problem.parameters
+    chosen = extension.subsampling
+    index = slice(None) if chosen is None else list(chosen)
+    if kind in FIRST_ORDER:
+        expected = {name: FIRST_ORDER[kind](loops.rows[name][index]) for name in names}
+    elif kind in DIAGONALS:
+        diagonals = {name: loops.diagonal(name)[index] for name in names}
+        expected = {
+            name: DIAGONALS[kind](diagonal.reshape(len(diagonal), *shapes[name].shape))
+            for name, diagonal in diagonals.items()
+        }
+    elif kind is catalogue.SqrtGGNExact:
+        # a root is known up to rotations of its columns; what its square makes of vectors is not
+        vectors = {name: torch.randn(shapes[name].numel(), 3).to(value[name]) for name in names}
+        roots = {name: value[name].reshape(*value[name].shape[:2], -1) for name in names}
+        value = {
+            name: torch.einsum("vnp,vnk->npk", roots[name], roots[name] @ vectors[name])
+            for name in names
+        }
+        expected = {name: loops.products(name, vectors[name])[index] for name in names}
+    else:
+        ledger.notes.append(f"{extension.name}: by its laws alone; no loop is known for it")
+        check_laws(ledger, problem, extension, None)
+        return
+    ledger.same(extension.name, value, expected, f"{problem.samples} samples")
+
+
+def _check_draws(ledger: Ledger, problem: Problem, loops: Loops) -> None:
+    """The mean of outer products of drawn columns is the loss's Hessian, within standard errors."""
+    loss, outputs = problem.forward()
+    seed = Seed("ggn", DRAWS, torch.Generator(loss.device).manual_seed(0))
+    drawn = columns_at_outputs(graph_of(loss), seed, loops, outputs, create_graph=False)
+    law, largest = f"second moment of {DRAWS} draws", 0.0
+    for n, hessian in enumerate(loops.hessians):
+        columns = drawn[:, n] * DRAWS**0.5
+        mean = columns.T @ columns / DRAWS
+        squares = columns.square().T @ columns.square() / DRAWS
+        deviation = ((squares - mean.square()).clamp(min=0) / DRAWS).sqrt()
+        scale = hessian.abs().amax()
+        error = (mean - hessian).abs()
+        relative = (error.amax() / scale).item() if scale else error.amax().item()
+        if bool((error > DEVIATIONS * deviation + 0.01 * scale).any()):
+            raise CheckFailed(
+                f"{ledger.subject}: {law} was compared.",
+                f"the loss, sample {n}",
+                f"it is not the loss's Hessian: the largest relative error is {relative:.3g}",
+                "let draw() return gradients of the loss for targets drawn from the model, each "
+                "times the square root of what its term is scaled by",
+                relative,
+            )
+        largest = max(largest, relative)
+    ledger.notes.append(f"{law}: the loss's Hessian up to {largest:.1%}")

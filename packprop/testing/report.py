@@ -1,0 +1,186 @@
+"""Comparing values by parameter name, and reporting what agreed and what did not."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from packprop.errors import PackpropError
+from packprop.types import tensors_in
+
+TOLERANCE = 1e-10
+"""Largest relative error that is let pass."""
+FLOOR = 1e-4
+"""Entries below this part of the largest of all parameters may be off by the rounding of that."""
+Named = dict[str, Any]
+
+
+class CheckFailed(PackpropError, AssertionError):
+    """Two ways to one number disagree; ``error`` is the largest relative error."""
+
+    def __init__(self, asked: str, where: str, why: str, instead: str, error: float) -> None:
+        super().__init__(asked, where, why, instead)
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.asked, self.where, self.why, self.instead, self.error)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One agreement that was found.
+
+    Args:
+        law: What was compared.
+        where: The parameter, and how it was asked for.
+        error: Largest relative error.
+    """
+
+    law: str
+    where: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check has compared; prints as a table of laws.
+
+    Args:
+        subject: What was checked.
+        comparisons: Every agreement.
+        structures: How each parameter enters, for a use.
+        notes: What was left out, and why.
+    """
+
+    subject: str
+    comparisons: tuple[Comparison, ...]
+    structures: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of all comparisons."""
+        return max((comparison.error for comparison in self.comparisons), default=0.0)
+
+    @property
+    def laws(self) -> dict[str, int]:
+        """How many comparisons were made for each law."""
+        counts: dict[str, int] = {}
+        for comparison in self.comparisons:
+            counts[comparison.law] = counts.get(comparison.law, 0) + 1
+        return counts
+
+    def __rich__(self) -> Group:
+        table = Table("compared", "times", "largest relative error", title=self.subject)
+        for law, count in self.laws.items():
+            largest = max(c.error for c in self.comparisons if c.law == law)
+            table.add_row(law, str(count), f"{largest:.1e}")
+        lines = [f"{name}: {structure}" for name, structure in self.structures.items()]
+        return Group(table, *map(Text, [*lines, *self.notes]))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue()
+
+
+HINTS = {
+    "one sample at a time": "take the samples of the signal from the layout and the choice that "
+    "meet() gets, keep its leading axis of columns, and sum over nothing but positions",
+    "the fallback": "look at the rule first: the fallback agrees with the loop over samples",
+    "the fallback and the loop": "let the function give the same value whenever it is called",
+    "fast statistics": "let the structure describe the whole use: fold may only rearrange entries",
+    "inputs alone": "let a structure made without a signal hold the inputs of one made with it",
+    "saved on every parameter": "let finish() return a value wherever there are results",
+    "bites of samples": "give the row the over_n that joins parts of a batch, or whole=True",
+    "columns at once": "give the row the over_v that joins columns, and let the statistic do the "
+    "same over its axis v",
+    "overwritten": "let the statistic and finish() keep nothing, and change nothing in place",
+    "scales with the loss": "give the row the degree in which its statistic grows with the loss: "
+    "2 for squares of gradients, 1 for squares of columns",
+    "batches of a data set": "let over_n and degree make one value of several batches; finish() "
+    "gets the number of all samples",
+    "subsampling": "let the value depend on the chosen samples alone, in their order",
+    "reference": "find out which of the two is what was meant",
+    "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
+}
+"""Law -> what to do where it is broken."""
+
+
+@dataclass
+class Ledger:
+    """Compares values, and remembers what agreed."""
+
+    subject: str
+    tolerance: float
+    comparisons: list[Comparison] = field(default_factory=list)
+    structures: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def report(self) -> Report:
+        """What was compared so far."""
+        notes = tuple(dict.fromkeys(self.notes))
+        return Report(self.subject, tuple(self.comparisons), self.structures, notes)
+
+    def same(self, law: str, actual: Named, expected: Named, how: str = "") -> None:
+        """Hold values by parameter name against what they should be.
+
+        Raises:
+            CheckFailed: If one is missing, has another shape, or is off by more than the tolerance.
+        """
+        flat = {name: numbers(value) for name, value in expected.items()}
+        sizes = [t.abs().amax().item() for ts in flat.values() for t in ts if t.numel()]
+        largest = max(filter(math.isfinite, sizes), default=0.0)
+        for name, tensors in flat.items():
+            where = f"parameter {name!r}{', ' if how else ''}{how}"
+            if name not in actual:
+                raise self.failed(law, where, "there is no value")
+            found = numbers(actual[name])
+            if not tensors or len(found) != len(tensors):
+                kinds = f"{type(actual[name]).__name__} and {type(expected[name]).__name__}"
+                why = f"values of type {kinds} hold {len(found)} and {len(tensors)} tensors"
+                raise self.failed(law, where, why)
+            for one, other in zip(found, tensors, strict=True):
+                if one.shape != other.shape:
+                    why = f"the shapes are {list(one.shape)} and {list(other.shape)}"
+                    raise self.failed(law, where, why)
+                error = relative_error(one, other, FLOOR * largest)
+                if not error <= self.tolerance:
+                    why = f"the largest relative error is {error:.3g}"
+                    raise self.failed(law, where, f"{why}; {self.tolerance:.0e} is allowed", error)
+                self.comparisons.append(Comparison(law, where, error))
+
+    def failed(self, law: str, where: str, why: str, error: float = math.inf) -> CheckFailed:
+        """The error that says which law is broken where, and what to do."""
+        hint = HINTS.get(law, "compare on a smaller model, and report what is left as a bug")
+        return CheckFailed(f"{self.subject}: {law} was compared.", where, why, hint, error)
+
+
+def numbers(value: Any) -> list[Tensor]:
+    """Every number in a value, as tensors."""
+    if isinstance(value, (int, float)):
+        return [torch.tensor(float(value))]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in numbers(item)]
+    return [tensor.detach() for tensor in tensors_in(value)]
+
+
+def relative_error(one: Tensor, other: Tensor, floor: float) -> float:
+    """Largest error, divided by the largest entry of ``other`` or by ``floor``."""
+    if one.numel() == 0:
+        return 0.0
+    one, other = one.double(), other.double()
+    agree = (one == other) | (one.isnan() & other.isnan())
+    error = torch.where(agree, 0.0, (one - other).abs()).amax().item()
+    if math.isnan(error):
+        return math.inf
+    scale = max(other.nan_to_num(0.0, 0.0, 0.0).abs().amax().item(), floor)
+    return error / scale if scale else (math.inf if error else 0.0)

@@ -1,0 +1,429 @@
+"""``check_use``: a registered rule against one sample at a time, and against the fallback."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packprop import extensions as catalogue
+from packprop.errors import BadInput
+from packprop.graph import walk
+from packprop.statistics import batch_sq, gram, input_gram, sq_norm, sum_sq
+from packprop.structures import rows
+from packprop.tape import extend
+from packprop.testing.laws import check_reference
+from packprop.testing.loops import (
+    Problem,
+    differentiable,
+    double_precision,
+    fixed_random_state,
+    places,
+    strided,
+)
+from packprop.testing.models import compare
+from packprop.testing.report import TOLERANCE, CheckFailed, Comparison, Ledger, Report
+from packprop.types import Layout, map_tensors, tensors_in
+from packprop.uses import RULES, Call, Entry, fallback, name_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Make = Callable[[int], Any]
+
+
+def check_use(
+    function: Callable[..., Any],
+    make: Make,
+    *,
+    allow_fallback: bool = False,
+    tolerance: float = TOLERANCE,
+) -> Report:
+    """Compare the rule registered for a function with one sample at a time, and with the fallback.
+
+    The rule is asked for one column and two, for all samples and for some, for 1, 3 and 6 samples,
+    with positions folded into the samples' axis, and for inputs alone; then inside a small model
+    that calls the function once or twice, there also under ``create_graph=True``.
+
+    Args:
+        function: What ``register_use`` was given.
+        make: From a number of samples n to the arguments of one call, as a tuple, or as a
+            dictionary of keyword arguments: parameters as ``nn.Parameter``, tensors that hold
+            samples with extent n along one axis.
+        allow_fallback: Whether parameters that no rule describes may be left to the fallback.
+        tolerance: Largest relative error allowed.
+
+    Returns:
+        What was compared, and the structure of each parameter; prints.
+
+    Raises:
+        CheckFailed: An ``AssertionError`` that names parameter, samples and largest relative error.
+        BadInput: If ``make`` does not return what it should.
+    """
+    ledger = Ledger(f"check_use({name_of(function)})", tolerance)
+    with double_precision():
+        for samples in (1, 3, 6):
+            example = _example(ledger, function, make, samples)
+            _require_seen(ledger, example, allow_fallback)
+            for where in _ways(example):
+                _check_meetings(ledger, example, where)
+        for samples, calls in ((1, 1), (3, 1), (3, 2)):
+            first = _example(ledger, function, make, samples)
+            examples = [first, _example(ledger, function, make, samples, like=first)]
+            _check_in_a_model(ledger, examples[:calls])
+    return ledger.report()
+
+
+@dataclass
+class _Example:
+    """Arguments of a function for some samples.
+
+    Args:
+        function: The function.
+        tensors: All tensors among the arguments, parameters included, in order.
+        names: What each of them is called.
+        axes: Where each of them holds the samples; ``None`` if it does not.
+        build: Positional and keyword arguments with other tensors in these places.
+        samples: How many samples there are.
+        places: Where the outputs hold the samples.
+    """
+
+    function: Callable[..., Any]
+    tensors: list[Tensor]
+    names: list[str]
+    axes: list[int | None]
+    build: Callable[[Sequence[Tensor]], Arguments]
+    samples: int
+    places: list[Layout] = field(default_factory=list)
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        pairs = zip(self.names, self.tensors, strict=True)
+        found = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
+        return dict(found.values())
+
+    @cached_property
+    def call(self) -> Call:
+        """One call, as recording describes it to rules."""
+        args, kwargs = self.build(self.tensors)
+        parameters = tuple(self.parameters.values())
+        shape = self.outputs()[0].shape
+        return Call(self.function, args, kwargs, parameters, shape, lambda tensor: tensor)
+
+    @cached_property
+    def described(self) -> dict[str, Entry]:
+        """What the registered rule says of each parameter."""
+        rule, call = RULES.get(self.function), self.call
+        entries = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
+        return {
+            name: entry
+            for entry in entries
+            for name, parameter in self.parameters.items()
+            if entry.parameter is parameter
+        }
+
+    def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What the function returns, as far as it requires a gradient."""
+        args, kwargs = self.build(self.tensors if tensors is None else tensors)
+        return differentiable(self.function(*args, **kwargs))
+
+    def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
+        """The tensors with some samples only."""
+        index = torch.arange(first, first + count * step, step)
+        return [
+            tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
+            for tensor, axis in zip(self.tensors, self.axes, strict=True)
+        ]
+
+
+def _example(
+    ledger: Ledger,
+    function: Callable[..., Any],
+    make: Make,
+    samples: int,
+    like: _Example | None = None,
+) -> _Example:
+    """Arguments for some samples; with the parameters of another example, if one is given."""
+    with fixed_random_state(seed=0 if like is None else 1):
+        made, more = (_split(make(count)) for count in (samples, samples + 1))
+    found, grown = list(tensors_in(made)), list(tensors_in(more))
+    if len(found) != len(grown):
+        raise _bad(function, "the number of tensors depends on the number of samples")
+    names = _names(function, *made)
+    tensors: list[Tensor] = []
+    axes: list[int | None] = []
+    kept: dict[int, Tensor] = {}
+    for place, (tensor, other) in enumerate(zip(found, grown, strict=True)):
+        wide = tensor.detach().double() if tensor.is_floating_point() else tensor
+        if tensor.requires_grad:
+            new = nn.Parameter(wide.clone()) if like is None else like.tensors[place]
+            tensors.append(kept.setdefault(id(tensor), new))
+            axes.append(None)
+            continue
+        tensors.append(wide)
+        pairs = list(zip(tensor.shape, other.shape, strict=False))
+        changed = [a for a, pair in enumerate(pairs) if pair == (samples, samples + 1)]
+        if len(changed) > 1 or tensor.dim() != other.dim():
+            raise _bad(function, f"{names[place]} holds samples on several axes")
+        axes.append(changed[0] if changed else None)
+    if all(axis is None for axis in axes):
+        raise _bad(function, "no tensor has extent n along an axis")
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise _bad(function, "no tensor is an nn.Parameter")
+
+    def build(given: Sequence[Tensor]) -> Arguments:
+        remaining = iter(given)
+        args, kwargs = map_tensors(lambda _: next(remaining), made)
+        return args, kwargs
+
+    example = _Example(function, tensors, names, axes, build, samples)
+    singles = [example.outputs(example.some(n)) for n in range(samples)]
+    example.places = places(ledger.subject, example.outputs(), singles)
+    if not example.places:
+        raise _bad(function, "with these arguments no output requires a gradient")
+    return example
+
+
+def _split(made: Any) -> Arguments:
+    if isinstance(made, dict):
+        return (), made
+    return (tuple(made) if isinstance(made, (tuple, list)) else (made,)), {}
+
+
+def _bad(function: Callable[..., Any], why: str) -> BadInput:
+    return BadInput(
+        f"check_use({name_of(function)}, make) was called.",
+        "what make(n) returns",
+        why,
+        "return a tuple of arguments, or a dictionary of keyword arguments, with parameters as "
+        "nn.Parameter and n samples along one axis of each tensor that holds samples",
+    )
+
+
+def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """What tensors among the arguments are called: by the function's signature, if it has one."""
+    try:
+        known = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # most functions of torch
+        known = []
+    spelled = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    spelled += [f"argument {place}" for place in range(len(spelled), len(args))]
+    names = []
+    for name, value in [*zip(spelled, args, strict=False), *kwargs.items()]:
+        count = sum(1 for _ in tensors_in(value))
+        names += [name] if count == 1 else [f"{name}[{place}]" for place in range(count)]
+    return names
+
+
+def _require_seen(ledger: Ledger, example: _Example, allow_fallback: bool) -> None:
+    """Recording must see the function itself, and its rule describe all parameters."""
+    name = name_of(example.function)
+
+    def unseen(why: str, instead: str) -> CheckFailed:
+        asked = f"{ledger.subject}: the registered rule was looked for."
+        return CheckFailed(asked, f"function {name!r}", why, instead, float("inf"))
+
+    host = _Host([example])
+    extend(host)
+    outputs = host(*host.data)
+    seen = [found.use.name for found in walk(outputs, [None] * len(outputs), None).found]
+    rule = RULES.get(example.function)
+    spellings = {name_of(other) for other in RULES if rule is not None and RULES[other] is rule}
+    if len(seen) != 1 or seen[0] not in spellings | {name}:
+        what = ", ".join(map(repr, seen)) or "nothing"
+        if not allow_fallback:
+            raise unseen(
+                f"recording saw {what} in its place",
+                "decorate a function of your own with torch.overrides.wrap_torch_function, or "
+                "register a rule for what was seen",
+            )
+        ledger.notes.append(f"recording sees {what} in place of {name!r}")
+    if rule is None and not allow_fallback:
+        raise unseen(
+            "no rule is registered for it: the fallback is used",
+            "decorate a rule with @packprop.register_use(function), or pass allow_fallback=True",
+        )
+    described = example.described
+    for label in example.parameters:
+        if label not in described and not allow_fallback:
+            raise unseen(
+                f"its rule says nothing of parameter {label!r} for these arguments",
+                "return an entry for it, or pass allow_fallback=True",
+            )
+        known = label in described
+        ledger.structures[label] = described[label].structure if known else "Dense, by the fallback"
+
+
+def _ways(example: _Example) -> Iterator[list[Layout]]:
+    """Layouts of the outputs: as they are, and with two rows taken for one sample."""
+    yield example.places
+    half, left = divmod(example.samples, 2)
+    if left == 0 and all(place.axis is not None and place.parts == 1 for place in example.places):
+        for major in (True, False):
+            yield [Layout(place.axis, half, 2, major) for place in example.places]
+
+
+def _check_meetings(ledger: Ledger, example: _Example, where: list[Layout]) -> None:
+    """Every entry for random signals, against loops and the fallback."""
+    outputs, samples = example.outputs(), where[0].samples
+    chosen: list[slice | Tensor] = [slice(None)]
+    if samples > 1:
+        chosen += [slice(1, 2), torch.tensor([samples - 1, 0])]
+    reached = [[True] * len(outputs)]
+    if len(outputs) > 1:
+        reached += [
+            [place == only for place in range(len(outputs))] for only in range(len(outputs))
+        ]
+    for columns, here in itertools.product((1, 2), reached):
+        signals = [
+            torch.randn(columns, *output.shape).to(output) if fed else None
+            for output, fed in zip(outputs, here, strict=True)
+        ]
+        expected = _loop(example, signals, where)
+        for label, some in itertools.product(example.parameters, chosen):
+            spelled = some.tolist() if isinstance(some, Tensor) else "all"
+            spelled = [1] if some == slice(1, 2) else spelled
+            how = f"{columns} columns, {where[0]}, chosen {spelled}"
+            _check_meeting(ledger, example, label, signals, where, some, expected[label], how)
+
+
+def _check_meeting(
+    ledger: Ledger,
+    example: _Example,
+    label: str,
+    signals: list[Tensor | None],
+    where: list[Layout],
+    chosen: slice | Tensor,
+    expected: Tensor,
+    how: str,
+) -> None:
+    """One parameter for some samples; ``expected`` are the rows of all of them ``[v, n, *p]``."""
+    loop, entry = expected[:, chosen], example.described.get(label)
+    slow = rows(fallback(example.call, example.parameters[label]).meet(signals, where, chosen))
+    ledger.same("the fallback and the loop", {label: slow}, {label: loop}, how)
+    if entry is None:
+        return
+    axis = where[0].axis
+    if axis is not None and not entry.admits(axis):
+        ledger.notes.append(f"{label}: its rule refuses samples on axis {axis} of the output")
+        return
+    structure = entry.meet(signals, where, chosen)
+    if structure.rows is None:
+        law = "one sample at a time"
+        raise ledger.failed(law, f"parameter {label!r}, {how}", "the structure has no rows")
+    ledger.same("one sample at a time", {label: structure.rows}, {label: loop}, how)
+    ledger.same("the fallback", {label: structure.rows}, {label: slow}, how)
+    flat = loop.reshape(*loop.shape[:2], -1)
+    definitions: list[tuple[Callable[..., Tensor], Tensor]] = [
+        (sum_sq, loop.square().sum((0, 1))),
+        (batch_sq, loop.square().sum(0)),
+        (sq_norm, flat.square().sum((0, 2))),
+        (gram, torch.einsum("vnp,vmp->nm", flat, flat)),
+    ]
+    for statistic, value in definitions:
+        made = {label: statistic(structure)}
+        ledger.same("fast statistics", made, {label: value}, f"{statistic.__name__}, {how}")
+    alone = input_gram(entry.meet([None] * len(signals), where, chosen))
+    beside = input_gram(structure)
+    if alone is not None or beside is not None:
+        ledger.same("inputs alone", {label: alone}, {label: beside}, how)
+
+
+def _loop(
+    example: _Example, signals: Sequence[Tensor | None], where: Sequence[Layout]
+) -> dict[str, Tensor]:
+    """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
+    layout, parameters = where[0], example.parameters
+    columns = next(signal.shape[0] for signal in signals if signal is not None)
+    gathered: list[list[Tensor]] = []
+    for n in range(layout.samples):
+        if layout.samples == example.samples:
+            tensors = example.some(n)
+        elif layout.major:
+            tensors = example.some(n * layout.parts, layout.parts)
+        else:
+            tensors = example.some(n, layout.parts, layout.samples)
+        outputs = example.outputs(tensors)
+        fed = [
+            (output, place.to_front(signal, 1)[:, n].reshape(columns, *output.shape))
+            for output, signal, place in zip(outputs, signals, where, strict=True)
+            if signal is not None
+        ]
+        for v in range(columns):
+            gradients = torch.autograd.grad(
+                [output for output, _ in fed],
+                list(parameters.values()),
+                [signal[v] for _, signal in fed],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            gathered.append(strided(gradients))
+    return {
+        name: torch.stack(pieces).unflatten(0, (layout.samples, columns)).transpose(0, 1)
+        for name, pieces in zip(parameters, zip(*gathered, strict=True), strict=True)
+    }
+
+
+# Inside a model
+
+
+class _Host(nn.Module):
+    """A model that calls a function, for one set of data or more, with the samples in front."""
+
+    def __init__(self, examples: Sequence[_Example]) -> None:
+        super().__init__()
+        self.examples = list(examples)
+        for place, parameter in enumerate(examples[0].parameters.values()):
+            self.register_parameter(f"p{place}", nn.Parameter(parameter.detach().clone()))
+
+    def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
+        remaining, outputs = iter(data), []
+        for example in self.examples:
+            own = dict(zip(map(id, example.parameters.values()), self.parameters(), strict=True))
+            tensors = [own.get(id(tensor), tensor) for tensor in example.tensors]
+            samples = 1
+            for place, axis in enumerate(example.axes):
+                if axis is not None:
+                    fed = next(remaining)
+                    samples = fed.shape[0]
+                    tensors[place] = fed.movedim(0, axis)
+            for output, layout in zip(example.outputs(tensors), example.places, strict=True):
+                axis = layout.axis or 0  # a single sample: any axis, its extent is kept in front
+                here = layout._replace(axis=axis, samples=samples)
+                outputs.append(
+                    output.unsqueeze(0) if layout.axis is None else here.to_front(output)
+                )
+        return tuple(outputs)
+
+    @property
+    def data(self) -> tuple[Tensor, ...]:
+        return tuple(
+            tensor.movedim(axis, 0)
+            for example in self.examples
+            for tensor, axis in zip(example.tensors, example.axes, strict=True)
+            if axis is not None
+        )
+
+
+def _check_in_a_model(ledger: Ledger, examples: list[_Example]) -> None:
+    host = _Host(examples)
+    targets = tuple(torch.randn_like(output.detach()) for output in host(*host.data))
+    problem = Problem.of((host, _squared_error, host.data, targets))
+    inside = Ledger(ledger.subject, ledger.tolerance)
+    gradients = catalogue.BatchGrad()
+    compare(inside, problem, [gradients, catalogue.SqrtGGNExact()])
+    check_reference(inside, problem, gradients, lambda rows: rows[0])
+    law = f"in a model that calls it {'once' if len(examples) == 1 else 'twice'}"
+    found = inside.comparisons
+    ledger.comparisons += [Comparison(law, f"{c.law}, {c.where}", c.error) for c in found]
+
+
+def _squared_error(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    losses = [F.mse_loss(y, t) for y, t in zip(outputs, targets, strict=True)]
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]

@@ -45,7 +45,7 @@ out
   parameters; weight and bias together) and one for all:
     parameters         number of trainable ones
     grad norm          norm of the gradient of the mean loss over all samples
-    sample median, 95 %  of the norms of the gradients of each sample's own loss
+    sample median, 95% norm of the gradient of a sample's own loss: median and 95th percentile
     grad SNR           |mean gradient|^2 / trace of the covariance of the samples' gradients; its
                        inverse is the batch size at which noise is as large as signal
     GGN tr exact, MC   trace of the generalized Gauss-Newton matrix of the mean loss, exact and from
@@ -53,8 +53,8 @@ out
     KFAC cond A, B     condition of the Kronecker factors: largest / smallest eigenvalue above
                        rounding error; "9/10" behind it: of rank 9 and size 10, thus singular;
                        "4608 wide": too large to be built
-  A "-" is what was not computed or does not exist. No quantity has a unit: all are in those of
-  the loss and the parameters.
+  A "-" is what was not computed or does not exist. The loss and the parameters are taken without
+  units, so that no column has one. Losses that sum are divided by the number of samples first.
   DIR/profile.json         the table in full precision, with the settings that it was made with
   DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
                            trace for each sample and layer, Kronecker factors, their eigenvalues
@@ -133,8 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         metavar="DIR",
         default=OUTPUT,
-        help="folder for the two files, made if missing; older ones are replaced "
-        "(default: %(default)s)",
+        help="folder for the two files, made if missing; older ones are replaced (default: %(default)s)",
     )
     add(
         "--batch-size",
@@ -179,8 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device",
         metavar="NAME",
-        help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where "
-        "the model is)",
+        help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where the model is)",
     )
     add(
         "--seed",

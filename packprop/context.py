@@ -79,14 +79,14 @@ class Backpack(TorchFunctionMode):
     def __enter__(self) -> Backpack:
         drop_stale_recording()
         _local.active.append(self)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         self._seen = False
         return self
 
     def __exit__(self, *error: Any) -> None:
         drop_stale_recording()
         _local.active.remove(self)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
         if not self._seen and self.extensions and error[0] is None:
             warnings.warn(
                 "No backward pass was seen inside `with backpack(...)`: call loss.backward() inside it.",
@@ -146,8 +146,7 @@ class _Pass:
     def is_refused_by_torch(self) -> bool:
         """Whether torch will not begin such a pass, and knows best what to say."""
         return not all(root.requires_grad for root in self.roots) or any(
-            root.numel() != 1 and given is None
-            for root, given in zip(self.roots, self.gradients, strict=True)
+            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
         )
 
     def __init__(
@@ -158,9 +157,7 @@ class _Pass:
         self.create_graph = create_graph
         self.keeps_graph = create_graph if retain_graph is None else retain_graph
         chosen = None if inputs is None else _listed(inputs)
-        self.wanted = (
-            None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
-        )
+        self.wanted = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
 
 
 def _of_tensor(

@@ -158,10 +158,7 @@ def described(value: Any) -> str:
 
 def shapes(value: Any) -> str:
     """Shapes and types of the tensors in nested tuples, lists and dictionaries."""
-    found = [
-        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for tensor in tensors_in(value)
-    ]
+    found = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
     return " and ".join(found) if found else f"of type {type(value).__name__}"
 
 
@@ -223,9 +220,7 @@ class Result(Mapping[Any, dict[str, Value]]):
         with safetensors.safe_open(path, framework="pt") as file:
             notes = file.metadata()
             lists = set(notes["lists"].splitlines())
-            for key in sorted(
-                file.keys(), key=lambda key: (*key.split("/")[:2], int(key.split("/")[2]))
-            ):
+            for key in sorted(file.keys(), key=lambda key: (*key.split("/")[:2], int(key.split("/")[2]))):
                 savefield, name, _ = key.split("/")
                 by_name, tensor = values.setdefault(savefield, {}), file.get_tensor(key)
                 if f"{savefield}/{name}" in lists:
@@ -274,15 +269,11 @@ class _State:
                     "set requires_grad=False on this one",
                 )
 
-    def add(
-        self, name: str, samples: int, terms: Tensor | float, results: dict[Extension, list[Any]]
-    ) -> None:
+    def add(self, name: str, samples: int, terms: Tensor | float, results: dict[Extension, list[Any]]) -> None:
         if results:
             self.reached[name] = self.reached.get(name, 0) + samples
         for place, extension in enumerate(self.extensions):
-            for index, (row, value) in enumerate(
-                zip(extension.rows, results.get(extension, []), strict=False)
-            ):
+            for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
                 if value is None:
                     continue
                 key = (place, index, name)
@@ -368,9 +359,7 @@ def compute(
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained():
-            for batch in track(
-                batches, "packprop", console=console, transient=True, disable=hidden
-            ):
+            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
                 _add_batch(state, model, loss, batch, where, names)
     finally:
         for module in borrowed:

@@ -18,12 +18,7 @@ class PackpropError(RuntimeError):
         self.asked, self.where, self.why, self.instead = asked, where, why, instead
 
     def __str__(self) -> str:
-        return (
-            f"{self.asked}\n"
-            f"  where:   {self.where}\n"
-            f"  why:     {self.why}\n"
-            f"  instead: {self.instead}"
-        )
+        return f"{self.asked}\n  where:   {self.where}\n  why:     {self.why}\n  instead: {self.instead}"
 
 
 class BadInput(PackpropError, ValueError):

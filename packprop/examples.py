@@ -85,9 +85,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     return images, torch.tensor(digits.target)
 
 
-def digits(
-    seed: int = 0, epochs: int = 5, batch_size: int = 64
-) -> tuple[nn.Module, nn.Module, TensorDataset]:
+def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Module, nn.Module, TensorDataset]:
     """A small residual network trained for a few seconds, its loss, the digits it was trained on.
 
     The global random state is left alone.

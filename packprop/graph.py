@@ -17,11 +17,12 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.structures import Dense, Structure, rows
-from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use
+from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import Entry, Meet, Samples, Signals, pulled, pulled_samplewise
 
-
+WHOLE = Layout(None, 1)
+"""A tensor that holds one sample."""
 EAGER = "EagerBackward"
 """Name of the node that ``eager_backward`` leaves on the graph."""
 
@@ -38,9 +39,7 @@ class Site:
         """Whether the leaf itself is the argument of the function."""
         return self.entry.parameter is self.leaf
 
-    def meet(
-        self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
-    ) -> Structure:
+    def meet(self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples) -> Structure:
         """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct."""
         structure = self.entry.meet(signals, where, samples)
         if self.direct:
@@ -53,7 +52,7 @@ class Site:
 def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:
     """From gradients of a tensor made of parameters ``[v, n, *d]`` to those of a leaf ``[v, n, *p]``."""
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    found = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
+    found: Tensor = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
     return found.to(accumulation_dtype(found.dtype))
 
 
@@ -82,7 +81,7 @@ class FoundLoss:
     call: LossCall
     node: Node
     output: int
-    layout: Layout = Layout(None, 1)
+    layout: Layout = WHOLE
 
 
 @dataclass
@@ -139,9 +138,7 @@ class Graph:
         for found in self.found:
             for site in found.sites:
                 sites.setdefault(id(site.leaf), []).append(site)
-        return any(
-            len(own) > 1 and not all(site.direct for site in own) for own in sites.values()
-        )
+        return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
 
     def name(self, leaf: Tensor) -> str:
         """The parameter's name in the module that was called."""
@@ -176,9 +173,7 @@ class Graph:
         yield from (loss.call for loss in self.losses)
 
 
-def walk(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None
-) -> Graph:
+def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None) -> Graph:
     """Find what a backward pass from ``roots`` will go through.
 
     Args:
@@ -204,7 +199,7 @@ def walk(
             continue
         name = node.name()
         names.append(name)
-        marks = node.metadata
+        marks = marks_of(node)
         if LOSS in marks:
             call, output = marks[LOSS]
             graph.losses.append(FoundLoss(call, node, output))
@@ -226,9 +221,7 @@ def walk(
     _find_missing(graph, consumed, wanted)
     above = _above_losses(graph, starts, stepped)
     _adopt_missing(graph, above, found)
-    graph.unlosed = [
-        graph.label(f) for f in graph.found if any(node in above for node, _ in f.nodes.values())
-    ]
+    graph.unlosed = [graph.label(f) for f in graph.found if any(node in above for node, _ in f.nodes.values())]
     _find_first(order, stepped, found)
     _find_after_loss(graph, order, stepped)
     shapes = tuple((f.use.name, tuple(f.use.shapes)) for f in graph.found)
@@ -261,11 +254,9 @@ def _depth_first(
                 yield child, False
 
 
-def _enter(
-    node: Node, stepped: dict[Node, list[Node]], found: dict[Use, Found]
-) -> tuple[Node, Iterator[Node]]:
+def _enter(node: Node, stepped: dict[Node, list[Node]], found: dict[Use, Found]) -> tuple[Node, Iterator[Node]]:
     """Note a node's upstream neighbours, stepping over uses."""
-    marks = node.metadata.get(USE)
+    marks = marks_of(node).get(USE)
     if marks is None:
         neighbours = [upstream for upstream, _ in node.next_functions if upstream is not None]
     else:
@@ -296,9 +287,7 @@ def _require_alive(graph: Graph) -> None:
         )
 
 
-def _find_first(
-    order: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]
-) -> None:
+def _find_first(order: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]) -> None:
     """A use is first if no other one lies upstream; upstream nodes come earlier in ``order``."""
     below: dict[Node, bool] = {}
     uses: dict[Node, bool] = {node: True for f in found.values() for node, _ in f.nodes.values()}
@@ -354,7 +343,7 @@ def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found[id(leaf)] = leaf
-        if USE in node.metadata:
+        if USE in marks_of(node):
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
                 f"a tensor of shape {list(parameter.shape)} that is used like a parameter",
@@ -368,9 +357,7 @@ def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def _find_missing(
-    graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None
-) -> None:
+def _find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
     """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
@@ -384,9 +371,7 @@ def _find_missing(
     ]
 
 
-def _above_losses(
-    graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]
-) -> set[Node]:
+def _above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]) -> set[Node]:
     """Nodes that a path from the roots reaches without passing a recorded loss."""
     losses = {loss.node for loss in graph.losses}
     stack = [node for node in starts if node not in losses]
@@ -475,6 +460,4 @@ def require_complete(graph: Graph) -> None:
             "run that function inside the extended module or inside `with packprop.record():`, keep such "
             "terms out of this backward pass, or set requires_grad=False on the parameter"
         )
-    raise PackpropError(
-        "A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead
-    )
+    raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

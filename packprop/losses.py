@@ -45,7 +45,7 @@ class Loss:
             a number if it is the same for all.
         divisor: What the sum of terms is divided by: 1 for ``sum`` and ``none``, ``None`` if unknown.
         root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
-            ``None`` if the loss is described by its own derivatives (``generic``).
+            ``None`` if the loss is described by its own derivatives alone.
         refusal: Why the loss has no useful curvature, and what to use instead.
     """
 
@@ -83,9 +83,7 @@ def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int 
     return front.reshape(*front.shape[: skip + 1], -1, classes)
 
 
-def from_canonical(
-    tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None
-) -> Tensor:
+def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
     """The inverse of ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
     inner, moved = _classes_last(torch.empty(shape, device="meta"), layout, class_axis, 0)
     front = tensor.reshape(tensor.shape[0], *inner.to_front(moved).shape)
@@ -93,9 +91,7 @@ def from_canonical(
     return back if class_axis is None else back.movedim(-1, class_axis + 1)
 
 
-def _classes_last(
-    tensor: Tensor, layout: Layout, class_axis: int | None, skip: int
-) -> tuple[Layout, Tensor]:
+def _classes_last(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int) -> tuple[Layout, Tensor]:
     if class_axis is None:
         return layout, tensor
     if layout.axis is not None and layout.axis > class_axis:
@@ -120,7 +116,10 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
-    """Of ``scale * (diag(p) - p p^T)``: columns ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``."""
+    """Of ``scale * (diag(p) - p p^T)``.
+
+    Columns are ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``.
+    """
     log_p = logits.log_softmax(-1)
     p, sqrt_p = log_p.exp(), (0.5 * log_p).exp()  # the root stays differentiable where p underflows
     strength = scale.sqrt()
@@ -160,9 +159,7 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
     deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        uniform = torch.rand(
-            draws, *q.shape, dtype=q.dtype, device=q.device, generator=generator
-        )
+        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=q.device, generator=generator)
         return (q - (uniform < q.detach()).to(q.dtype)) * strength[..., None]
 
     return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
@@ -195,62 +192,6 @@ def matrix_root(hessian: Tensor) -> Root:
 def _entrywise(strength: Tensor) -> Callable[[int, int, int], Tensor]:
     """Every entry is its own position with one column."""
     return lambda t, start, stop: strength[None, :, t, None]
-
-
-def generic_root(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arriving: Tensor,
-    layout: Layout,
-) -> Root:
-    """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
-    differentiable = torch.is_grad_enabled()
-    original = input_of(function, args, kwargs)
-    with torch.enable_grad():
-        outputs = original.view_as(original) if differentiable else original.detach()
-        outputs.requires_grad_(True)
-        swap = (outputs, *args[1:]) if args else ()
-        named = kwargs if args else {**kwargs, "input": outputs}
-        value = (function(*swap, **named) * arriving).sum()
-        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
-        front = layout.to_front(slope).flatten(1)
-        entries = front.shape[1]
-        if not slope.requires_grad:
-            return matrix_root(front.new_zeros(layout.samples, entries, entries))
-
-        def product(vector: Tensor) -> Tensor:
-            (row,) = torch.autograd.grad(
-                front,
-                outputs,
-                vector.expand_as(front),
-                retain_graph=True,
-                create_graph=differentiable,
-                allow_unused=True,
-            )
-            row = torch.zeros_like(outputs) if row is None else row
-            return layout.to_front(row).flatten(1)
-
-        _require_separate(product, front)
-        unit = torch.eye(entries, dtype=front.dtype, device=front.device)
-        hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
-    return matrix_root(0.5 * (hessian + hessian.mT))
-
-
-def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
-    """The Hessian between two samples must vanish: no curvature of single samples exists otherwise."""
-    half = torch.arange(front.shape[0], device=front.device) % 2 == 0
-    if half.all():
-        return
-    leaked = product(half[:, None].to(front.dtype))[~half]
-    scale = product(torch.ones_like(front[:1])).abs().amax()
-    if bool(leaked.abs().amax() > 1e-6 * scale):
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            "the loss function",
-            "its Hessian couples the outputs of different samples",
-            "use a loss that is a sum or mean of one term for each sample",
-        )
 
 
 # Rules
@@ -384,9 +325,7 @@ def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return Loss(None, 1.0, None, None)
 
 
-def number_of_samples(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
+def number_of_samples(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Extent of the leading axis of a loss's input: samples, or samples times positions."""
     tensor = input_of(function, args, kwargs)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0:

@@ -66,9 +66,7 @@ class Observation:
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
         # everything that can be refused is refused before any work
-        curved = {
-            seed: columns(self.graph, seed, self.create_graph) for seed in tasks if seed.kind == "ggn"
-        }
+        curved = {seed: columns(self.graph, seed, self.create_graph) for seed in tasks if seed.kind == "ggn"}
         order = [INPUTS, *curved, GRADIENT]
         last = [seed for seed in order if seed in tasks][-1]
         for seed in order:
@@ -93,9 +91,7 @@ class Observation:
         for uses in parts.values():
             self._consume(uses[0][1].leaf, uses, tasks)
 
-    def _gradient(
-        self, tasks: list[_Task], backward: Callable[[], None] | None, last: bool
-    ) -> None:
+    def _gradient(self, tasks: list[_Task], backward: Callable[[], None] | None, last: bool) -> None:
         collect = _Collector(self, self.graph.found, tasks, last)
         if not tasks:
             if backward is not None:
@@ -165,14 +161,10 @@ class Observation:
                     bite: slice | Tensor = slice(None) if step >= count else slice(start, stop)
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
-                structure = join(
-                    [site.meet(signals, found.layouts, bite) for found, site, signals in parts]
-                )
+                structure = join([site.meet(signals, found.layouts, bite) for found, site, signals in parts])
                 for place, task in enumerate(group):
                     value = lift(task.row.over_n, task.row.statistic(structure))
-                    pieces[place] = (
-                        task.row.over_n.merge(pieces[place], value) if place in pieces else value
-                    )
+                    pieces[place] = task.row.over_n.merge(pieces[place], value) if place in pieces else value
             for place, task in enumerate(group):
                 self._merge(leaf, task, task.row.over_n.result(pieces[place]))
 
@@ -192,9 +184,7 @@ class Observation:
             zeros = Dense(leaf.new_zeros(columns, count, *leaf.shape))
             self._merge(leaf, task, task.row.over_n.result(lift(task.row.over_n, task.row.statistic(zeros))))
 
-    def _samples_at_once(
-        self, leaf: Tensor, parts: list[tuple[Found, Site, list[Tensor | None]]]
-    ) -> int:
+    def _samples_at_once(self, leaf: Tensor, parts: list[tuple[Found, Site, list[Tensor | None]]]) -> int:
         entries = 0
         for _, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 1)

@@ -58,13 +58,14 @@ def transposed_patches(
             *((size - 1) * st + 1 for size, st in zip(x.shape[2:], stride, strict=True)),
         ]
     )
-    stuffed[(..., *(slice(None, None, st) for st in stride))] = x
+    steps: list[slice] = [slice(None), slice(None), *(slice(None, None, st) for st in stride)]
+    stuffed[tuple(steps)] = x
     widths: list[int] = []
     for k, p, extra, d in zip(kernel, padding, output_padding, dilation, strict=True):
         widths = [d * (k - 1) - p, d * (k - 1) - p + extra, *widths]
     rows = patches(F.pad(stuffed, widths), kernel, (1,) * len(kernel), dilation, groups)
     # the kernel is read backwards: flip its axes inside i = c * prod(kernel)
-    unfolded = rows.unflatten(-1, (-1, *kernel))
+    unfolded: Tensor = rows.unflatten(-1, (-1, *kernel))
     return unfolded.flip([*range(-len(kernel), 0)]).flatten(-len(kernel) - 1)
 
 

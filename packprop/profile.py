@@ -497,13 +497,9 @@ def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
             module.training = training
 
 
-def _check(
-    model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any
-) -> None:
+def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise BadInput(
-            ASKED, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model)
-        )
+        raise BadInput(ASKED, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadInput(
             ASKED,
@@ -525,9 +521,7 @@ def _check(
     }
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
-            raise BadInput(
-                ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more"
-            )
+            raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
     if not isinstance(seed, int):
         raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
 
@@ -638,7 +632,7 @@ def _condition(layer: Layer, side: str) -> str:
 
 
 def _table(found: Profile) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=True)
     total = found.total
 
     def column(title: str, footer: str) -> None:
@@ -648,7 +642,7 @@ def _table(found: Profile) -> Table:
     column("para-\nmeters", f"{total.parameters:,}")
     column("grad\nnorm", _number(total.gradient_norm))
     column("sample\nmedian", _number(total.sample_gradient_norm_median))
-    column("sample\n95 %", _number(total.sample_gradient_norm_95))
+    column("sample\n95%", _number(total.sample_gradient_norm_95))
     column("grad\nSNR", _number(total.signal_to_noise))
     column("GGN tr\nexact", _number(total.ggn_trace_exact))
     column("GGN tr\nMC", _number(total.ggn_trace_monte_carlo))
@@ -681,8 +675,7 @@ def _footer(found: Profile) -> list[Text]:
     ]
     lines = [
         ", ".join(facts),
-        "grad: of the mean loss; sample: norms of single gradients; "
-        "SNR: |grad|^2 / trace of their covariance",
+        "grad: of the mean loss; sample: norms of single gradients; SNR: |grad|^2 / trace of their covariance",
     ]
     if draws is not None:
         lines.append(

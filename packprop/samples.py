@@ -1,19 +1,20 @@
 """Where the samples are: known from the graph, not guessed from shapes.
 
 # NOTE [Separation]
-A sample has a quantity of its own at a use if the signal in its rows comes from its own part of the loss alone.
-That is what is checked, by the linearity of a backward pass: random numbers are fed in at the loss, those of sample
-n multiplied by ``2^k`` with a power k of its own, then by ``2^-k``. If the samples are separate, the rows of each
-come back multiplied by just that, exactly so in floating point; what leaks from one sample into another comes
-back with the wrong power, and amplified in one of the two sweeps. Of all the ways in which an output's shape can
-hold N samples the first that passes is taken; where none does, the samples are mixed between the use and the
-loss. The check costs two sweeps; its verdict is kept for passes of the same structure and shapes.
+A sample has a quantity of its own at a use if the signal in its rows comes from its own part of the loss
+alone. That is what is checked, by the linearity of a backward pass: random numbers are fed in at the loss,
+those of sample n multiplied by ``2^k`` with a power k of its own, then by ``2^-k``. If the samples are
+separate, the rows of each come back multiplied by just that, exactly so in floating point; what leaks from
+one sample into another comes back with the wrong power, and amplified in one of the two sweeps. Of all the
+ways in which an output's shape can hold N samples the first that passes is taken; where none does, the
+samples are mixed between the use and the loss. The check costs two sweeps; its verdict is kept for passes of
+the same structure and shapes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,7 @@ def _sources(graph: Graph) -> list[_Source]:
             given = call.input
             axis = describe(call.function, call.args, call.kwargs).class_axis
             count = number_of_samples(call.function, call.args, call.kwargs)
-            found.append(
-                _Source(call.edge, given.shape, count, axis, given.dtype, given.device)
-            )
+            found.append(_Source(call.edge, given.shape, count, axis, given.dtype, given.device))
         return found
     leaf = graph.leaves()[0]
     return [
@@ -123,10 +122,13 @@ def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[int]:
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
     leading = [shape[0] for shape in shapes]
     inner = [size for shape in shapes for size in shape[1:]]
-    fits: Callable[[int], bool] = lambda size: size > 0 and all(e % size == 0 for e in extents)
+
+    def fits(size: int) -> bool:
+        return size > 0 and all(extent % size == 0 for extent in extents)
+
     ordered = [rows] * (rows in leading or not shapes)
     ordered += sorted({size for size in leading if fits(size)}, reverse=True)
-    ordered += sorted({size for size in inner if fits(size)}, reverse=True) 
+    ordered += sorted({size for size in inner if fits(size)}, reverse=True)
     ordered += [1] * any(source.unbatched for source in sources)
     ordered = [size for size in dict.fromkeys(ordered) if fits(size)]
     if not ordered:
@@ -165,7 +167,9 @@ def _probe(
             exponents: Tensor = exponents,
         ) -> None:
             for index, signal in enumerate(signals):
-                for way in fitting[found][index] if signal is not None else ():
+                if signal is None:
+                    continue
+                for way in fitting[found][index]:
                     rows = way.to_front(signal, 1)[0].reshape(samples, -1).abs().sum(1, dtype=torch.float64)
                     seen[found, index, way] = rows.cpu() * torch.exp2(-exponents)
 
@@ -216,7 +220,8 @@ def _raise_empty(graph: Graph, sources: Sequence[_Source]) -> None:
         raise PackpropError(
             "Quantities of single samples were asked for.",
             f"the model's output, of shape {list(sources[0].shape)}",
-            "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss made",
+            "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss "
+            "made",
             "pass at least one sample; let a torch loss function, or an extended loss module, make the scalar",
         )
     raise PackpropError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import FoundLoss, Graph
-from packprop.losses import Loss, Root, canonical, describe, from_canonical, generic_root
-from packprop.types import Seed
+from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
+from packprop.types import Layout, Seed
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
         place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns(
-            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])]
-        )
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
     return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
@@ -144,7 +143,7 @@ def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tens
         del shape[rule.class_axis]
     divisor = 1.0 if rule.divisor is None else rule.divisor
     weight = (rule.weight * arriving / divisor).to(value.dtype)
-    layout, _ = loss.layout, None
+    layout = loss.layout
     if rule.class_axis is not None and layout.axis is not None and layout.axis > rule.class_axis:
         layout = layout._replace(axis=layout.axis - 1)
     return layout.to_front(weight.expand(shape)).reshape(terms)
@@ -162,24 +161,20 @@ def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
         return torch.ones_like(root, requires_grad=False)
     edge = GradientEdge(loss.node, loss.output)
     gradients = [
-        torch.ones_like(r) if g is None else g
-        for r, g in zip(graph.roots, graph.gradients, strict=True)
+        torch.ones_like(r) if g is None else g for r, g in zip(graph.roots, graph.gradients, strict=True)
     ]
     with torch.enable_grad():
-        (arriving,) = torch.autograd.grad(
-            graph.roots, edge, gradients, create_graph=True, retain_graph=True
-        )
+        (arriving,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
         curved = None
         if arriving.requires_grad:
-            (curved,) = torch.autograd.grad(
-                arriving.sum(), edge, retain_graph=True, allow_unused=True
-            )
+            (curved,) = torch.autograd.grad(arriving.sum(), edge, retain_graph=True, allow_unused=True)
     if curved is not None and bool((curved != 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "what was made of the loss after the loss function",
             "it is not linear in the loss, so that it curves by itself",
-            "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss module",
+            "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
+            "module",
         )
     if bool((arriving < 0).any()):
         raise PackpropError(
@@ -189,3 +184,59 @@ def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
             "ask for the quantities of the loss itself, and change the sign of the result",
         )
     return arriving if torch.is_grad_enabled() else arriving.detach()
+
+
+def generic_root(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arriving: Tensor,
+    layout: Layout,
+) -> Root:
+    """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
+    differentiable = torch.is_grad_enabled()
+    original = input_of(function, args, kwargs)
+    with torch.enable_grad():
+        outputs = original.view_as(original) if differentiable else original.detach()
+        outputs.requires_grad_(True)
+        swap = (outputs, *args[1:]) if args else ()
+        named = kwargs if args else {**kwargs, "input": outputs}
+        value = (function(*swap, **named) * arriving).sum()
+        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+        front = layout.to_front(slope).flatten(1)
+        entries = front.shape[1]
+        if not slope.requires_grad:
+            return matrix_root(front.new_zeros(layout.samples, entries, entries))
+
+        def product(vector: Tensor) -> Tensor:
+            (row,) = torch.autograd.grad(
+                front,
+                outputs,
+                vector.expand_as(front),
+                retain_graph=True,
+                create_graph=differentiable,
+                allow_unused=True,
+            )
+            row = torch.zeros_like(outputs) if row is None else row
+            return layout.to_front(row).flatten(1)
+
+        _require_separate(product, front)
+        unit = torch.eye(entries, dtype=front.dtype, device=front.device)
+        hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
+    return matrix_root(0.5 * (hessian + hessian.mT))
+
+
+def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
+    """The Hessian between two samples must vanish: no curvature of single samples exists otherwise."""
+    half = torch.arange(front.shape[0], device=front.device) % 2 == 0
+    if half.all():
+        return
+    leaked = product(half[:, None].to(front.dtype))[~half]
+    scale = product(torch.ones_like(front[:1])).abs().amax()
+    if bool(leaked.abs().amax() > 1e-6 * scale):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the loss function",
+            "its Hessian couples the outputs of different samples",
+            "use a loss that is a sum or mean of one term for each sample",
+        )

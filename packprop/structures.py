@@ -98,10 +98,7 @@ def join(parts: Sequence[Structure]) -> Structure:
         return first
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) == len(parts):
-        same = all(
-            part.fold is outers[0].fold and part.x.shape[2:] == outers[0].x.shape[2:]
-            for part in outers
-        )
+        same = all(part.fold is outers[0].fold and part.x.shape[2:] == outers[0].x.shape[2:] for part in outers)
         if same:
             signals = [part.signal for part in outers if part.signal is not None]
             return Outer(

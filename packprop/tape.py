@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, MethodWrapperType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,11 @@ class LossCall:
             self.args, self.kwargs, self.released = (), {}, True
 
 
+def marks_of(node: Node) -> dict[str, Any]:
+    """The dictionary of a node that marks are kept in (typed as a method in torch, and a property)."""
+    return cast(dict[str, Any], node.metadata)
+
+
 def _graph_is_kept() -> bool:
     """Whether the running backward pass retains the graph.
 
@@ -183,7 +188,7 @@ class Recorder(TorchFunctionMode):
         """Mark what the outermost call returned."""
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None and tensor in self._samples:
-                tensor.grad_fn.metadata[OUTPUT] = (self.forward, tensor.output_nr, tensor.shape)
+                marks_of(tensor.grad_fn)[OUTPUT] = (self.forward, tensor.output_nr, tensor.shape)
 
     def __torch_function__(
         self,
@@ -222,12 +227,10 @@ class Recorder(TorchFunctionMode):
             self._mark(self._derived, out)
             if func in EXPANSIONS:
                 source = self._unexpanded(args[0])
-                self._expanded[id(out)] = (weakref.ref(out), source)
+                self._expanded[id(out)] = (weakref.ref(cast(Tensor, out)), source)
         return out
 
-    def _sort(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Arguments that depend on samples, and trainable ones that do not."""
         samples: list[Tensor] = []
         parameters: list[Tensor] = []
@@ -250,7 +253,7 @@ class Recorder(TorchFunctionMode):
         seen = set(stack)
         while stack:
             node = stack.pop()
-            if USE in node.metadata:
+            if USE in marks_of(node):
                 return True
             leaf = getattr(node, "variable", None)
             if leaf is not None and leaf in self._samples:
@@ -291,7 +294,7 @@ class Recorder(TorchFunctionMode):
         """Call a function that consumes parameters, and hang a use on the nodes that it makes."""
         edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
         name = name_of(func)
-        in_place = name.endswith("_") and not name.endswith("__") or name.startswith("__i")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         kept = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             kept = (args[0].clone(), *args[1:])
@@ -312,15 +315,13 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
         if not outputs:
             return out
-        call = Call(
-            func, kept, kwargs, tuple(parameters), outputs[0].shape, self._unexpanded, state
-        )
+        call = Call(func, kept, kwargs, tuple(parameters), outputs[0].shape, self._unexpanded, state)
         shapes = [tensor.shape for tensor in outputs]
         use = Use(name, entries_of(call), edges, shapes, self.forward)
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             assert node is not None
-            node.metadata.setdefault(USE, []).append((use, index, tensor.output_nr))
+            marks_of(node).setdefault(USE, []).append((use, index, tensor.output_nr))
             node.register_prehook(use.release)
         return out
 
@@ -338,12 +339,10 @@ class Recorder(TorchFunctionMode):
             name = f"{paths[0]!r} ({name})" if paths and paths[0] else name
         for tensor in tensors_in(out):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[MIXES] = name
+                marks_of(tensor.grad_fn)[MIXES] = name
 
 
-def record_loss(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> None:
+def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Hang a loss on the node that it made, if its input is part of a graph."""
     given = input_of(function, args, kwargs)
     if not isinstance(given, Tensor) or given.grad_fn is None:
@@ -351,7 +350,7 @@ def record_loss(
     if isinstance(out, Tensor) and out.grad_fn is not None:
         edge = get_gradient_edge(given)
         call = LossCall(function, args, kwargs, edge, given.shape, given._version)
-        out.grad_fn.metadata[LOSS] = (call, out.output_nr)
+        marks_of(out.grad_fn)[LOSS] = (call, out.output_nr)
         out.grad_fn.register_prehook(call.release)
 
 
@@ -467,7 +466,7 @@ def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
         if node in seen or node is given.grad_fn:
             continue
         seen.add(node)
-        if LOSS in node.metadata:
+        if LOSS in marks_of(node):
             return True
         stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
     return False
@@ -475,7 +474,7 @@ def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
 
 def _start(module: nn.Module | None, owner: FrameType | None) -> Recorder:
     recorder = Recorder(module, owner)
-    recorder.__enter__()
+    recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
     _local.recorder = recorder
     return recorder
 
@@ -483,7 +482,7 @@ def _start(module: nn.Module | None, owner: FrameType | None) -> Recorder:
 def _stop(recorder: Recorder) -> None:
     _local.recorder = None
     recorder.owner = None
-    recorder.__exit__(None, None, None)
+    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def drop_stale_recording() -> None:

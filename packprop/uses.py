@@ -116,6 +116,7 @@ class Saved:
         self._tensor, self._version, self._name = tensor, tensor._version, name
 
     def __call__(self) -> Tensor:
+        """The tensor, unless it was changed."""
         if self._tensor._version != self._version:
             raise PackpropError(
                 "A per-sample quantity was asked for.",
@@ -138,7 +139,11 @@ def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
-    return lambda gradient: gradient.reshape(gradient.shape[:-3] + shape)
+
+    def fold(gradient: Tensor) -> Tensor:
+        return gradient.reshape(gradient.shape[:-3] + shape)
+
+    return fold
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,7 +152,7 @@ def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     kernel = shape[2:].numel()
 
     def fold(gradient: Tensor) -> Tensor:
-        split = gradient.unflatten(-1, (-1, kernel)).movedim(-2, -3)
+        split: Tensor = gradient.unflatten(-1, (-1, kernel)).movedim(-2, -3)
         return split.reshape(gradient.shape[:-3] + shape)
 
     return fold
@@ -265,9 +270,7 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                     return weight
                 return tensor if differentiable else tensor.detach()
 
-            outputs = call.function(
-                *map_tensors(isolate, call.args), **map_tensors(isolate, call.kwargs)
-            )
+            outputs = call.function(*map_tensors(isolate, call.args), **map_tensors(isolate, call.kwargs))
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         return pulled_samplewise(outputs, weight, signals, where, samples)
 
@@ -380,9 +383,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 @register_use(F.linear)
-def _linear(
-    call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> list[Entry] | None:
+def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry] | None:
     if call.consumes(input):
         return None
     found = [affine(call, input, weight)]
@@ -448,9 +449,7 @@ def contraction(
         return None
     # the equation's letters become small ones: N and V are the sample and the column
     names = dict(zip(sorted(set(w + x_letters + y_letters)), string.ascii_lowercase, strict=False))
-    w, x_letters, y_letters = (
-        "".join(names[letter] for letter in term) for term in (w, x_letters, y_letters)
-    )
+    w, x_letters, y_letters = ("".join(names[letter] for letter in term) for term in (w, x_letters, y_letters))
     saved = Saved(x, name_of(call.function))
 
     def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
@@ -572,10 +571,12 @@ def _conv_transpose(
     dilation: Any = 1,
 ) -> list[Entry] | None:
     kernel = tuple(weight.shape[2:])
-    options = [as_tuple(o, len(kernel)) for o in (stride, padding, output_padding, dilation)]
+    steps, inset, outset, gaps = (
+        as_tuple(option, len(kernel)) for option in (stride, padding, output_padding, dilation)
+    )
 
     def unfold(x: Tensor) -> Tensor:
-        return transposed_patches(x, kernel, *options, groups)
+        return transposed_patches(x, kernel, steps, inset, outset, gaps, groups)
 
     return _convolution(call, input, weight, bias, groups, fold_swapped, unfold)
 

@@ -1,16 +1,17 @@
 """Kronecker-factored curvature.
 
 # NOTE [Kronecker factors]
-A weight's block is approximated by ``B kron A`` in the order of its entries ``[o, i]``, returned as ``[B, A]``
-(grouped convolutions: ``B`` over all output channels, ``A`` averaged over groups). ``B = sum_v sum_n s s^T`` is
-``[o, o]`` and carries the scale of the loss as reduced; ``A = 1/N sum_n x x^T`` is ``[i, i]``. A bias, and every
-parameter that is not multiplied by an input matrix-wise (scales and shifts of normalisation, raw parameters), is
-a block of its own ``[B]``, and exact in its seed: ``B = sum_v sum_n j j^T`` with j the gradient of a sample.
+A weight's block is approximated by ``B kron A`` in the order of its entries ``[o, i]``, returned as
+``[B, A]`` (grouped convolutions: ``B`` over all output channels, ``A`` averaged over groups).
+``B = sum_v sum_n s s^T`` is ``[o, o]`` and carries the scale of the loss as reduced;
+``A = 1/N sum_n x x^T`` is ``[i, i]``. A bias, and every parameter that no input multiplies matrix-wise (scales
+and shifts of normalisation, raw parameters), is a block of its own ``[B]``, exact in its seed:
+``B = sum_v sum_n j j^T`` with j the gradient of a sample.
 
 Where a weight is shared over positions s (pixels, time steps):
-``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes signals summed over positions (as BackPACK does);
+``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes signals summed over positions, as BackPACK does;
 ``"expand"``: every position counts as a sample: ``A`` averages over positions, ``B`` sums ``s s^T`` over them;
-``"reduce"``: inputs are averaged, signals summed over positions first (Eschenhagen et al. 2023, for the last two).
+``"reduce"``: inputs are averaged, signals summed over positions first (both Eschenhagen et al. 2023).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from packprop.types import INPUTS, Extension, Row
 
 @dataclass(frozen=True, eq=False)
 class KFAC(Extension):
-    """Kronecker factors of the GGN from sampled columns (Martens and Grosse 2015), ``kfac``: ``[B, A]`` or ``[B]``.
+    """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
+    The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016).
     See NOTE [Kronecker factors] for conventions and scales.
 
     Args:

@@ -1,0 +1,428 @@
+"""Which function uses each parameter, how, and what can be asked for: from one forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from packprop import extensions as catalogue
+from packprop.context import check_graph
+from packprop.errors import BadInput, PackpropError
+from packprop.graph import Graph, walk
+from packprop.losses import describe
+from packprop.structures import Dense, join
+from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, record
+from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Seed, tensors_in
+from packprop.uses import Entry, random_state, set_random_state
+
+ASKED = "coverage(model, batch) was called."
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """One use of a parameter.
+
+    Args:
+        function: The torch function that was seen.
+        structure: How the parameter enters it; ``Dense`` where per-sample gradients are formed.
+        direct: Whether the parameter itself was its argument, not a tensor computed from it.
+        refusal: Why nothing can be computed for it, or nothing.
+    """
+
+    function: str
+    structure: str
+    direct: bool
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class ParameterCoverage:
+    """What is known of one parameter.
+
+    Args:
+        name: In the model; the first of its names if it is tied.
+        aliases: Its other names.
+        shape: Its shape ``[*p]``.
+        layer: Class of the module that owns it.
+        trainable: Whether it requires a gradient.
+        uses: Where it was used, those nearest to the output first.
+        missing: The nodes that use it without a record.
+        factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: torch.Size
+    layer: str
+    trainable: bool
+    uses: tuple[Consumption, ...] = ()
+    missing: tuple[str, ...] = ()
+    factors: str = ""
+
+    @property
+    def state(self) -> str:
+        """``"used"``, ``"unused"``, ``"frozen"``, ``"not recorded"`` or ``"refused"``."""
+        if not self.trainable:
+            return "frozen"
+        if self.missing:
+            return "not recorded"
+        if any(use.refusal for use in self.uses):
+            return "refused"
+        return "used" if self.uses else "unused"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Extensions that want the same seeds.
+
+    Args:
+        name: What they are about.
+        extensions: Their names.
+        applies: Whether they can be asked for.
+        why: Why not, or under what condition.
+    """
+
+    name: str
+    extensions: tuple[str, ...]
+    applies: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What one forward pass showed; prints as two tables.
+
+    Args:
+        parameters: By name, in the model's order.
+        families: Of the catalogue.
+        samples: Number of samples in the batch; 0 if they are not separate.
+        mixers: Layers that mix samples.
+        refusal: The error that a backward pass with any extension would raise; prints below.
+    """
+
+    parameters: dict[str, ParameterCoverage]
+    families: tuple[Family, ...]
+    samples: int
+    mixers: tuple[str, ...] = ()
+    refusal: PackpropError | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter gets every quantity of single samples."""
+        return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
+
+    def __rich__(self) -> Group:
+        table = Table("parameter", "shape", "layer", "used by", "structure", "KFAC")
+        for parameter in self.parameters.values():
+            table.add_row(*_cells(parameter), style=None if parameter.trainable else "dim")
+        below = Table("extensions", "apply", "why not, or when")
+        for family in self.families:
+            names = f"{family.name}: {', '.join(family.extensions)}"
+            why = family.why if self.refusal is None else "see below"
+            below.add_row(names, "yes" if family.applies else "no", why)
+        counts = [p.state for p in self.parameters.values()]
+        found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
+        lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
+        lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
+        lines += [str(self.refusal)] if self.refusal is not None else []
+        return Group(table, below, *map(Text, lines))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue()
+
+
+def _cells(parameter: ParameterCoverage) -> list[str]:
+    name = " = ".join([parameter.name, *parameter.aliases])
+    shape = "x".join(map(str, parameter.shape)) or "1"
+    counts: dict[tuple[str, str], int] = {}
+    for use in parameter.uses:
+        structure = use.structure if use.direct else f"{use.structure}, then Dense"
+        counts[use.function, structure] = counts.get((use.function, structure), 0) + 1
+    functions = [f"{name} x {n}" if n > 1 else name for (name, _), n in counts.items()]
+    functions += [f"not recorded: {node}" for node in parameter.missing]
+    used = ", ".join(functions) or parameter.state
+    refused = ["refused"] * any(use.refusal for use in parameter.uses)
+    structures = [*dict.fromkeys(structure for _, structure in counts), *refused]
+    return [name, shape, parameter.layer, used, ", ".join(structures), parameter.factors]
+
+
+def coverage(model: nn.Module, batch: Any) -> Coverage:
+    """Say which function uses each parameter, its structure, and which extensions apply.
+
+    One forward pass in the model's own mode, with a squared error on its outputs in place of a
+    loss, unless the model returns a loss. Nothing of the user's is changed: buffers, attributes and
+    the random state are put back, and the model is extended for this pass only. The user's own
+    forward hooks do run.
+
+    Args:
+        model: Any module; need not be extended.
+        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a
+            dictionary of arguments. Several positional inputs: ``((a, b), targets)``. Targets are
+            not looked at.
+
+    Returns:
+        A value that prints.
+
+    Raises:
+        BadInput: If ``model`` is no module or not initialised, or ``batch`` is none of the above.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> found = coverage(model, torch.zeros(5, 4))
+        >>> [use.function for use in found.parameters["0.weight"].uses], found.samples
+        (['linear'], 5)
+    """
+    inputs = _inputs_of(batch)
+    with _as_it_was(model), torch.enable_grad():
+        with record():
+            outputs = _call(model, inputs)
+            roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+            losses = [tensor for tensor in roots if tensor.dim() == 0]
+            values = losses or [_stand_in(tensor) for tensor in roots]
+        return _describe(model, values, own_loss=bool(losses))
+
+
+def _inputs_of(batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0]
+    if isinstance(batch, (Tensor, dict)):
+        return batch
+    size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
+    raise BadInput(
+        ASKED,
+        f"batch of type {type(batch).__name__}{size}",
+        "it is not clear what of it goes into the model",
+        "give (inputs, targets), or inputs alone: a tensor or a dictionary of arguments; several "
+        "positional inputs as ((a, b), targets)",
+    )
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _stand_in(output: Tensor) -> Tensor:
+    """A loss with a rule, in place of one that is not there."""
+    real = torch.view_as_real(output) if output.is_complex() else output
+    return F.mse_loss(real, torch.zeros_like(real))
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Extend a model for a while; put back its buffers, its attributes and the random state."""
+    if not isinstance(model, nn.Module):
+        extend(model)  # says what is wrong
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise BadInput(
+                ASKED,
+                f"parameter {name!r}",
+                "it is not initialised, and the pass would initialise it",
+                "run one forward pass first",
+            )
+    modules = list(model.modules())
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    # look-ups with max_norm are the one function of torch that writes into a parameter
+    values = [
+        (parameter, parameter.detach().clone())
+        for module in modules
+        if getattr(module, "max_norm", None) is not None
+        for parameter in module.parameters(recurse=False)
+    ]
+    fresh = [module for module in modules if not is_extended(module)]
+    known, state = model in EXTENDED, random_state()
+    copies: dict[int, Tensor] = {}
+    for module, _, buffers in attributes:
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+    extend(model)
+    try:
+        yield
+    finally:
+        for module in fresh:
+            for handle in vars(module).pop(HANDLES, ()):
+                handle.remove()
+        if not known:
+            EXTENDED.discard(model)
+        for module, own, buffers in attributes:
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for parameter, value in values:
+            parameter.data.copy_(value)
+        set_random_state(state)
+
+
+def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:
+    """What the graph of some losses says about the parameters of a model."""
+    graph, refusal = _walked(values)
+    settled = graph
+    note = "" if values else "no output of the model requires a gradient"
+    if refusal is not None and len(values) > 1:
+        alone, other = _walked(values[:1])
+        if other is None:
+            note = f"for a loss on the first output alone; with all of them: {refusal.why}"
+            settled, refusal = alone, None
+    uses = _sites(values, graph)
+    missing: dict[int, list[str]] = {}
+    for leaf, node in graph.missing if graph is not None else ():
+        missing.setdefault(id(leaf), []).append(node.name())
+    factors = _factors(settled) if settled is not None and refusal is None else {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = {
+        name: ParameterCoverage(
+            name,
+            tuple(names[id(parameter)][1:]),
+            parameter.shape,
+            _layer(model, name),
+            parameter.requires_grad,
+            tuple(uses.get(id(parameter), ())),
+            tuple(missing.get(id(parameter), ())),
+            factors.get(id(parameter), ""),
+        )
+        for name, parameter in model.named_parameters()
+    }
+    mixers = tuple(dict.fromkeys(mark for mark in _marks(values, MIXES)))
+    samples = settled.samples if settled is not None and refusal is None else 0
+    families = _families(settled, refusal, own_loss, note)
+    return Coverage(found, families, samples, mixers, refusal)
+
+
+def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | None]:
+    """The graph of some losses, and why a backward pass with extensions would be refused."""
+    graph = None
+    if not values:
+        return None, None
+    try:
+        graph = walk(values, [None] * len(values), None)
+        check_graph(graph)
+    except PackpropError as refusal:
+        return graph, refusal
+    return graph, None
+
+
+def _sites(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
+    """Uses of each leaf: by the walk, or where it gave up by the marks that recording left."""
+    if graph is not None:
+        triples = [(f.use, site.entry, site.leaf) for f in graph.found for site in f.sites]
+    else:
+        triples = [
+            (use, entry, leaf)
+            for use in dict.fromkeys(use for marks in _marks(values, USE) for use, *_ in marks)
+            for entry in use.entries or ()
+            for leaf in _leaves(entry.parameter)
+        ]
+    uses: dict[int, list[Consumption]] = {}
+    for use, entry, leaf in triples:
+        uses.setdefault(id(leaf), []).append(_consumption(use, entry, leaf))
+    return uses
+
+
+def _consumption(use: Use, entry: Entry, leaf: Tensor) -> Consumption:
+    refusal = "" if entry.refusal is None else entry.refusal[0]
+    return Consumption(use.name, entry.structure, entry.parameter is leaf, refusal)
+
+
+def _nodes(values: Iterable[Tensor]) -> Iterator[Any]:
+    stack = [value.grad_fn for value in values if value.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                stack.append(upstream)
+
+
+def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
+    return [node.metadata[mark] for node in _nodes(values) if mark in node.metadata]
+
+
+def _leaves(parameter: Tensor) -> list[Tensor]:
+    if parameter.grad_fn is None:
+        return [parameter]
+    return [node.variable for node in _nodes([parameter]) if hasattr(node, "variable")]
+
+
+def _factors(graph: Graph) -> dict[int, str]:
+    """Which Kronecker factors each leaf gets: by its structure for one sample, without signals."""
+    parts: dict[int, list[Any]] = {}
+    for found in graph.found:
+        nothing: list[Tensor | None] = [None] * len(found.use.shapes)
+        for site in found.sites:
+            structure = site.meet(nothing, found.layouts, slice(0, 1))
+            parts.setdefault(id(site.leaf), []).append(structure)
+    return {leaf: "B" if isinstance(join(structures), Dense) else "B, A" for leaf, structures in parts.items()}
+
+
+def _layer(model: nn.Module, name: str) -> str:
+    """Class of the layer that owns a parameter, before it was parametrised."""
+    path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
+    kind = type(model.get_submodule(path))
+    shown = kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind
+    return shown.__name__
+
+
+NAMES: dict[str, Callable[[set[Seed]], bool]] = {
+    "gradients of samples": lambda seeds: seeds == {GRADIENT},
+    "GGN, exact": lambda seeds: seeds == {EXACT},
+    "GGN, sampled": lambda seeds: all(seed.mc_samples is not None for seed in seeds),
+    "Kronecker factors": lambda seeds: INPUTS in seeds,
+    "others": lambda seeds: True,
+}
+"""Families by their seeds; an extension belongs to the first that fits."""
+
+
+def _families(
+    graph: Graph | None, refusal: PackpropError | None, own_loss: bool, note: str
+) -> tuple[Family, ...]:
+    members: dict[str, list[str]] = {name: [] for name in NAMES}
+    for kind in (getattr(catalogue, name) for name in catalogue.__all__):
+        if kind is not Extension and issubclass(kind, Extension):
+            seeds = {row.seed for row in kind().rows}
+            members[next(name for name, fits in NAMES.items() if fits(seeds))].append(kind.__name__)
+    families = []
+    for name, kinds in members.items():
+        if not kinds:
+            continue
+        family = Family(name, tuple(kinds), refusal is None and graph is not None, note)
+        if refusal is not None:
+            family = replace(family, why=f"{refusal.where}: {refusal.why}")
+        elif name != "gradients of samples" and graph is not None:
+            family = _with_loss(family, graph, own_loss)
+        families.append(family)
+    return tuple(families)
+
+
+def _with_loss(family: Family, graph: Graph, own_loss: bool) -> Family:
+    """Curvature is that of a loss: the model's own, or one that is not known here."""
+    if not own_loss:
+        condition = "for a recorded loss that is convex in the outputs"
+        return replace(family, why="; ".join(filter(None, [condition, family.why])))
+    if not graph.losses or graph.unlosed:
+        why = "the model returns a number that no recorded loss function alone has made"
+        return replace(family, applies=False, why=why)
+    for loss in graph.losses:
+        rule = describe(loss.call.function, loss.call.args, loss.call.kwargs)
+        if rule.refusal is not None:
+            return replace(family, applies=False, why=rule.refusal[0])
+    return family

@@ -6,6 +6,7 @@ an extension says how numbers merge; the plan says how big the bites are.
 
 from packprop import extensions
 from packprop.context import backpack
+from packprop.coverage import Coverage, coverage
 from packprop.dataset import Result, compute
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.losses import register_loss
@@ -15,12 +16,14 @@ from packprop.uses import register_use
 
 __all__ = [
     "BadInput",
+    "Coverage",
     "PackpropError",
     "PackpropWarning",
     "Profile",
     "Result",
     "backpack",
     "compute",
+    "coverage",
     "disable",
     "extend",
     "extensions",

@@ -235,7 +235,10 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                 "run one forward pass first",
             )
     modules = list(model.modules())
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    attributes = [
+        (module, dict(vars(module)), dict(module.named_buffers(recurse=False, remove_duplicate=False)))
+        for module in modules
+    ]
     # look-ups with max_norm are the one function of torch that writes into a parameter
     values = [
         (parameter, parameter.detach().clone())
@@ -248,8 +251,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     for module, _, buffers in attributes:
         for name, buffer in buffers.items():
-            if buffer is not None:
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+            setattr(module, name, copies.setdefault(id(buffer), buffer.detach().clone()))
     extend(model)
     try:
         yield
@@ -262,8 +264,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         for module, own, buffers in attributes:
             vars(module).clear()
             vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer)
         for parameter, value in values:
             parameter.data.copy_(value)
         set_random_state(state)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from packprop.context import check_extensions, check_graph
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Graph, walk
 from packprop.losses import describe
-from packprop.monoid import SUM, lift, rescale
+from packprop.monoid import SUM, Moments, lift, rescale
 from packprop.observe import Observation
 from packprop.tape import extend, is_extended, record, restore
 from packprop.types import Extension, map_tensors, tensors_in
@@ -240,11 +242,11 @@ class _State:
     partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     samples: int = 0
-    terms: Tensor | float = 0.0
+    terms: float = 0.0
     loss: Tensor | float = 0.0
     reduction: str = ""
 
-    def count(self, samples: int, terms: Tensor | float, loss: Tensor, reduction: str) -> None:
+    def count(self, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
         """Note a batch whose results were added; each parameter must have been in all of them."""
         if self.reduction not in ("", reduction):
             raise PackpropError(
@@ -256,7 +258,8 @@ class _State:
         self.reduction = reduction
         self.samples += samples
         self.terms = self.terms + terms if reduction == "mean" else terms
-        self.loss = self.loss + loss * terms
+        if terms:
+            self.loss = self.loss + loss * terms
         whole = [e.name for e in self.extensions if any(row.over_n is not SUM for row in e.rows)]
         for name, reached in self.reached.items():
             if whole and reached != self.samples:
@@ -269,7 +272,7 @@ class _State:
                     "set requires_grad=False on this one",
                 )
 
-    def add(self, name: str, samples: int, terms: Tensor | float, results: dict[Extension, list[Any]]) -> None:
+    def add(self, name: str, samples: int, terms: float, results: dict[Extension, list[Any]]) -> None:
         if results:
             self.reached[name] = self.reached.get(name, 0) + samples
         for place, extension in enumerate(self.extensions):
@@ -277,12 +280,15 @@ class _State:
                 if value is None:
                     continue
                 key = (place, index, name)
+                if row.degree and not terms:  # a mean over nothing: NaN times 0 shall be 0
+                    value = _nothing_like(value)
                 partial = lift(row.over_n, rescale(value, terms, row.degree))
                 before = self.partial.get(key)
                 self.partial[key] = partial if before is None else row.over_n.merge(before, partial)
 
     def result(self) -> Result:
         values: dict[str, dict[str, Value]] = {}
+        scale = 1 / self.terms if self.terms else math.nan
         names = list(dict.fromkeys(name for _, _, name in self.partial))
         for place, extension in enumerate(self.extensions):
             by_name = values.setdefault(extension.savefield, {})
@@ -291,10 +297,10 @@ class _State:
                 for index, row in enumerate(extension.rows):
                     partial = self.partial.get((place, index, name))
                     value = None if partial is None else row.over_n.result(partial)
-                    rows.append(rescale(value, 1 / self.terms, row.degree))
+                    rows.append(rescale(value, scale, row.degree))
                 if any(row is not None for row in rows):
                     by_name[name] = extension.finish(rows, self.samples)
-        return Result(values, self.samples, float(self.loss / self.terms), self.reduction)
+        return Result(values, self.samples, float(self.loss) * scale, self.reduction)
 
 
 def compute(
@@ -353,6 +359,7 @@ def compute(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     state = _State(chosen)
+    kept = [module for module in model.modules() if is_extended(module)]
     borrowed = [module for module in model.modules() if not is_extended(module)]
     extend(model)
     try:
@@ -364,6 +371,9 @@ def compute(
     finally:
         for module in borrowed:
             restore(module)
+        for module in kept:  # restoring a module restores those in it
+            if not is_extended(module):
+                extend(module)
     return state.result()
 
 
@@ -384,15 +394,25 @@ def _add_batch(
         value = loss(outputs, targets)
     graph = walk([value], [None], None)
     check_graph(graph)
-    reduction, terms = _terms(graph)
+    reduction, divisor = _terms(graph)
+    terms = float(divisor)
 
     def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         name = names.get(id(leaf)) or graph.name(leaf)
         state.add(name, graph.samples, terms, results)
 
-    Observation(graph, state.extensions, create_graph=False, done=done).run(None)
+    with warnings.catch_warnings():
+        if not terms:
+            warnings.simplefilter("ignore", PackpropWarning)
+        Observation(graph, state.extensions, create_graph=False, done=done).run(None)
     graph.let_go(keep=False)
     state.count(graph.samples, terms, value.detach(), reduction)
+
+
+def _nothing_like(value: Any) -> Any:
+    if isinstance(value, Moments):
+        return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
+    return map_tensors(torch.zeros_like, value)
 
 
 def _terms(graph: Graph) -> tuple[str, Tensor | float]:

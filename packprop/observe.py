@@ -18,7 +18,7 @@ from packprop.structures import Dense, join
 from packprop.sweep import Watch, sweep
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
-SCRATCH = 32 * 2**20
+SCRATCH = 8 * 2**20
 """Bytes of temporary memory that one bite of samples may take."""
 BATCHED_SIGNALS = 64 * 2**20
 """Bytes of signals that a vectorised sweep may hold."""

@@ -17,9 +17,11 @@ GGN trace:        ``tr 1/N sum_n J_n^T H_n J_n``, the trace of the layer's block
                   Gauss-Newton matrix (Schraudolph 2002) of ``L``: exact from every column of a root
                   of ``H_n``, Monte Carlo from targets drawn from the model.
 condition:        of the Kronecker factors A (second moment of inputs) and B (of signals) of KFAC:
-                  largest over smallest eigenvalue, among those above the rounding error of a matrix
-                  of that size and precision (``largest * size * epsilon``); their number is the
-                  rank. A matrix of rank below its size is singular.
+                  largest over smallest eigenvalue, among those above rounding error; their number
+                  is the rank. A matrix of rank below its size is singular. The threshold is
+                  ``largest * epsilon * (size + 2 sqrt(terms))``: ``size`` as for any matrix (Golub
+                  and Van Loan 2013, section 5.4), the rest for the random walk of the rounding
+                  errors of a sum over that many samples and draws, in the model's precision.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -65,6 +67,8 @@ ROOT, TOTAL = "(model)", "(total)"
 """Names of the rows of parameters that the model itself owns, and of all of them."""
 WIDTH = 100
 """Columns of a terminal that a printed profile needs."""
+NAME_WIDTH = 12
+"""Columns that names of layers have at least; longer ones are folded where more is not there."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,10 @@ class Profile:
         Console(file=out, width=WIDTH, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
-    def __rich__(self) -> Group:
-        return Group(_table(self), *_footer(self))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _table(self, options.max_width)
+        yield Text()
+        yield from _footer(self)
 
 
 def profile(
@@ -371,7 +377,8 @@ def _assemble(
         factors[name] = {}
         for side, factor in zip("BA", tables.get("kfac", {}).get(name, []), strict=False):
             scaled = factor * whole if side == "B" else factor
-            spectrum, eigenvalues = _spectrum(scaled)
+            terms = count * (settings["monte_carlo_samples"] if side == "B" else 1)
+            spectrum, eigenvalues = _spectrum(scaled, terms)
             factors[name][side] = spectrum
             if eigenvalues is not None:
                 tensors[f"kfac/{name}/{side}"] = scaled
@@ -436,8 +443,8 @@ def _assemble(
     )
 
 
-def _spectrum(factor: Tensor) -> tuple[Spectrum, Tensor | None]:
-    """Rank and condition of a symmetric matrix, and its eigenvalues in ascending order."""
+def _spectrum(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
+    """Rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
     size = factor.shape[1]
     if len(factor) < size:
         return Spectrum(size, built=False), None
@@ -445,7 +452,8 @@ def _spectrum(factor: Tensor) -> tuple[Spectrum, Tensor | None]:
         return Spectrum(size), None
     eigenvalues = torch.linalg.eigvalsh(factor.detach().cpu().double())
     largest = float(eigenvalues[-1])
-    kept = eigenvalues[eigenvalues > largest * size * torch.finfo(factor.dtype).eps]
+    error = torch.finfo(factor.dtype).eps * (size + 2 * math.sqrt(terms))
+    kept = eigenvalues[eigenvalues > largest * error]
     if largest <= 0:
         return Spectrum(size, rank=0), eigenvalues
     smallest = float(kept[0])
@@ -627,40 +635,64 @@ def _condition(layer: Layer, side: str) -> str:
         return f"{spectrum.size} wide"
     if spectrum.rank is None:
         return "nan"
-    lacking = "" if spectrum.rank == spectrum.size else f" {spectrum.rank}/{spectrum.size}"
-    return _number(spectrum.condition) + lacking
+    condition = _number(spectrum.condition)
+    if spectrum.rank == spectrum.size:
+        return condition
+    rank = f"{spectrum.rank}/{spectrum.size}"
+    return f"{condition} {rank}" if len(condition + rank) <= 10 else f"{condition}\n{rank}"
 
 
-def _table(found: Profile) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=True)
-    total = found.total
+def _cells(layer: Layer, name: str) -> list[str]:
+    return [
+        name,
+        f"{layer.parameters:,}",
+        _number(layer.gradient_norm),
+        _number(layer.sample_gradient_norm_median),
+        _number(layer.sample_gradient_norm_95),
+        _number(layer.signal_to_noise),
+        _number(layer.ggn_trace_exact),
+        _number(layer.ggn_trace_monte_carlo),
+        _condition(layer, "A"),
+        _condition(layer, "B"),
+    ]
 
-    def column(title: str, footer: str) -> None:
-        table.add_column(title, footer, justify="right", no_wrap=True)
 
-    table.add_column("layer", "total", overflow="fold", min_width=12)
-    column("para-\nmeters", f"{total.parameters:,}")
-    column("grad\nnorm", _number(total.gradient_norm))
-    column("sample\nmedian", _number(total.sample_gradient_norm_median))
-    column("sample\n95%", _number(total.sample_gradient_norm_95))
-    column("grad\nSNR", _number(total.signal_to_noise))
-    column("GGN tr\nexact", _number(total.ggn_trace_exact))
-    column("GGN tr\nMC", _number(total.ggn_trace_monte_carlo))
-    column("KFAC cond\nA (inputs)", "")
-    column("KFAC cond\nB (signals)", "")
-    for layer in found.layers:
-        table.add_row(
-            layer.name,
-            f"{layer.parameters:,}",
-            _number(layer.gradient_norm),
-            _number(layer.sample_gradient_norm_median),
-            _number(layer.sample_gradient_norm_95),
-            _number(layer.signal_to_noise),
-            _number(layer.ggn_trace_exact),
-            _number(layer.ggn_trace_monte_carlo),
-            _condition(layer, "A"),
-            _condition(layer, "B"),
+def _table(found: Profile, room: int) -> Table:
+    titles = [
+        "\nlayer",
+        "para-\nmeters",
+        "grad\nnorm",
+        "sample\nmedian",
+        "sample\n95%",
+        "grad\nSNR",
+        "GGN tr\nexact",
+        "GGN tr\nMC",
+        "KFAC cond\nA (inputs)",
+        "KFAC cond\nB (signals)",
+    ]
+    rows = [_cells(layer, layer.name) for layer in found.layers]
+    total = [*_cells(found.total, "total")[:-2], "", ""]
+    columns = list(zip(titles, *rows, total, strict=True))
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    numbers = sum(widths[1:])
+    gap = 2 if NAME_WIDTH + numbers + 2 * (len(widths) - 1) <= room else 1
+    # names that are too long are folded; numbers never are
+    widths[0] = max(NAME_WIDTH, min(widths[0], room - numbers - gap * (len(widths) - 1)))
+    # of the gap between columns, the box draws one character
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, padding=(0, 0, 0, gap - 1), pad_edge=False
+    )
+    for place, (title, width) in enumerate(zip(titles, widths, strict=True)):
+        table.add_column(
+            title,
+            total[place],
+            justify="right" if place else "left",
+            width=width,
+            no_wrap=place > 0,
+            overflow="fold",
         )
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

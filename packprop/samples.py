@@ -8,7 +8,7 @@ separate, the rows of each come back multiplied by just that, exactly so in floa
 one sample into another comes back with the wrong power, and amplified in one of the two sweeps. Of all the
 ways in which an output's shape can hold N samples the first that passes is taken; where none does, the
 samples are mixed between the use and the loss. The check costs two sweeps; its verdict is kept for passes of
-the same structure and shapes.
+the same structure and shapes, unless nothing came back at a use, or data decide on the order of rows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class _Verdict:
     samples: int
     losses: list[Layout]
     uses: list[list[Layout]]
+    lasting: bool
+    """Whether a later pass of the same structure must come to the same verdict."""
 
 
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[int, _Verdict]] = weakref.WeakKeyDictionary()
@@ -65,7 +67,9 @@ def settle(graph: Graph) -> None:
     kept = _VERDICTS.setdefault(modules[0], {}) if modules else {}
     verdict = kept.get(graph.signature)
     if verdict is None:
-        verdict = kept[graph.signature] = _find(graph)
+        verdict = _find(graph)
+        if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
+            kept[graph.signature] = verdict
     graph.samples = verdict.samples
     for loss, layout in zip(graph.losses, verdict.losses, strict=True):
         loss.layout = layout
@@ -95,42 +99,66 @@ def _find(graph: Graph) -> _Verdict:
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
     failed: Found | None = None
-    for samples in _candidates(graph, sources):
-        ways = [
-            [way for way in layouts(source.shape, samples) if way.axis is None or way.axis != source.class_axis]
-            for source in sources
-        ]
+    for samples, leading in _candidates(graph, sources):
+        ways = [_ways(source, samples, leading) for source in sources]
         for choice in range(max(map(len, ways), default=0)):
             chosen = [way[min(choice, len(way) - 1)] for way in ways if way]
             if len(chosen) < len(ways):
                 break
-            found, failure = _probe(graph, sources, chosen, samples)
+            found, failure, telling = _probe(graph, sources, chosen, samples)
             if found is not None:
                 losses = chosen if graph.losses and not graph.unlosed else [Layout(None, 1)] * len(graph.losses)
-                return _Verdict(samples, losses, found)
+                return _Verdict(samples, losses, found, telling)
             failed = failed or failure
     assert failed is not None
     _raise_mixed(graph, failed)
     raise AssertionError
 
 
-def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[int]:
-    """Numbers of samples that fit both what went into the model and what went into the loss."""
+def _ways(source: _Source, samples: int, leading: bool) -> list[Layout]:
+    """How the model's output may hold the samples.
+
+    Where they lead the model's inputs they lead its output: any other way would take positions for samples.
+    """
+    return [
+        way
+        for way in layouts(source.shape, samples)
+        if way.axis is None
+        or (
+            way.axis != source.class_axis
+            and (leading == (way.axis == 0 and way.major) or (way.axis == 0 and way.parts == 1))
+        )
+    ]
+
+
+def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
+    """Numbers of samples that fit both what went into the model and what went into the loss.
+
+    Each with whether it is the extent of a leading axis.
+    """
     extents = [source.samples for source in sources]
     rows = extents[0]
     calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
-    leading = [shape[0] for shape in shapes]
+    by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
+    leading = [size for sizes in by_call for size in sizes]
     inner = [size for shape in shapes for size in shape[1:]]
 
     def fits(size: int) -> bool:
-        return size > 0 and all(extent % size == 0 for extent in extents)
+        """Divides the loss's rows, and rows of the inputs of every call."""
+        return (
+            size > 0
+            and all(extent % size == 0 for extent in extents)
+            and all(not sizes or any(own % size == 0 for own in sizes) for sizes in by_call)
+        )
 
-    ordered = [rows] * (rows in leading or not shapes)
-    ordered += sorted({size for size in leading if fits(size)}, reverse=True)
-    ordered += sorted({size for size in inner if fits(size)}, reverse=True)
-    ordered += [1] * any(source.unbatched for source in sources)
-    ordered = [size for size in dict.fromkeys(ordered) if fits(size)]
+    if not shapes or (rows in leading and fits(rows)):
+        return [(rows, True)]  # inputs and loss agree: nothing else may be tried
+    whole = extents[0]
+    ordered = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
+    divisors = {size for size in inner if size > 0 and whole % size == 0}
+    ordered += [(size, False) for size in sorted(divisors, reverse=True)]
+    ordered += [(1, True)] * any(source.unbatched for source in sources)
     if not ordered:
         raise PackpropError(
             "Quantities of single samples were asked for.",
@@ -144,10 +172,13 @@ def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[int]:
 
 def _probe(
     graph: Graph, sources: Sequence[_Source], chosen: Sequence[Layout], samples: int
-) -> tuple[list[list[Layout]] | None, Found | None]:
-    """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes."""
+) -> tuple[list[list[Layout]] | None, Found | None, bool]:
+    """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes.
+
+    Also whether something came back at every use: zeros tell nothing, as behind a head of zeros.
+    """
     if samples == 1:
-        return [[Layout(None, 1)] * len(f.use.shapes) for f in graph.found], None
+        return [[Layout(None, 1)] * len(f.use.shapes) for f in graph.found], None, True
     fitting = {
         f: [[way for way in layouts(shape, samples) if _admitted(f, way)] for shape in f.use.shapes]
         for f in graph.found
@@ -187,8 +218,9 @@ def _probe(
             fitting[found][index].remove(way)
     for found in graph.found:  # those nearest to the loss come first
         if not all(fitting[found]):
-            return None, found
-    return [[ways[0] for ways in fitting[found]] for found in graph.found], None
+            return None, found, False
+    heard = {found for (found, _, _), rows in sizes[0].items() if bool((rows > 0).any())}
+    return [[ways[0] for ways in fitting[found]] for found in graph.found], None, len(heard) == len(graph.found)
 
 
 def _admitted(found: Found, way: Layout) -> bool:

@@ -153,13 +153,13 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
-    """Inner products over positions replace per-sample gradients while ``2 s^2 <= o * i`` (Goodfellow 2015)."""
+    """Inner products over positions need fewer products while ``s (o + i) <= o i`` (Goodfellow 2015)."""
     signal, x = structure.signal, structure.x
     assert signal is not None
     positions = signal.shape[2]
     if positions == 1:
         return (signal[:, :, 0].square().sum((0, 3)) * x[:, 0].square().sum(2)).sum(1)
-    if 2 * positions**2 > signal.shape[4] * x.shape[3]:
+    if positions * (signal.shape[4] + x.shape[3]) > signal.shape[4] * x.shape[3]:
         return None
     inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
     signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)

@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput
 from packprop.losses import LOSSES, input_of
+from packprop.rules import EXPANSIONS, MIXERS, REORDERINGS
 from packprop.types import tensors_in
-from packprop.uses import EXPANSIONS, MIXERS, RULES, Call, Entry, entries_of, name_of, random_state
+from packprop.uses import RULES, Call, Entry, entries_of, name_of, random_state
 
 USE, LOSS, OUTPUT, MIXES = (f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes"))
 HANDLES = "_packprop_handles"
@@ -56,11 +57,13 @@ class Forward:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
+        reordered: Whether data may have decided on the order of rows.
     """
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
+    reordered: bool = False
 
     @property
     def has_parameters(self) -> bool:
@@ -223,6 +226,8 @@ class Recorder(TorchFunctionMode):
             self._mark(self._samples, out)
             if func in MIXERS and MIXERS[func](*args, **kwargs):
                 self._mark_mixing(out)
+            if func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
+                self.forward.reordered = True
         elif parameters:
             self._mark(self._derived, out)
             if func in EXPANSIONS:

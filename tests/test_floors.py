@@ -20,7 +20,7 @@ import pytest
 FLOORS = (
     ("errors", "monoid", "types"),
     ("structures", "statistics", "patches"),
-    ("uses", "recurrent", "losses"),
+    ("uses", "rules", "recurrent", "losses"),
     ("tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
     ("extensions/*",),
     ("context", "dataset", "eager", "eager/*"),

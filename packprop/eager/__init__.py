@@ -27,9 +27,7 @@ def eager_backward(
     fn: Callable[..., Tensor], first: Any, /, *inputs: Any, **choices: Unpack[Choices]
 ) -> Tensor: ...
 @overload
-def eager_backward(
-    fn: Callable[P, Tensor], /, **choices: Unpack[Choices]
-) -> Callable[P, Tensor]: ...
+def eager_backward(fn: Callable[P, Tensor], /, **choices: Unpack[Choices]) -> Callable[P, Tensor]: ...
 @overload
 def eager_backward(
     **choices: Unpack[Choices],

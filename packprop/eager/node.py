@@ -41,7 +41,7 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
     record = _Record(
         like=[(source.dtype, source.device) for source in sources],
         rows=[number in job.rows for number in sweep.inputs] + [False] * len(shared),
-        inputs=len(sweep.inputs),
+        inputs=sum(number != job.weights for number in sweep.inputs),
         owned=len(job.spans) > 1,
         hook=choices["hook"],
     )
@@ -50,9 +50,8 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
         record.again = _Again(job, random, constants, list(sweep.inputs), shared)
         saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
     else:
-        gradients = [*sweep.inputs.values(), *sweep.shared.values()]
-        saved = [put_by(gradient, sweep.keep) for gradient in gradients]
-    result: Tensor = Eager.apply(record, (value, saved), *sources)
+        saved = [*sweep.inputs.values(), *sweep.shared.values()]
+    result: Tensor = Eager.apply(record, (value, saved), *sources)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -92,15 +91,20 @@ class Sweep:
             self._piece(start, length, piece)
             if check and number == 1:
                 self._compare(detached, before)
+        self.inputs = {n: self._settle(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
+        self.shared = {key: self._settle(g, self.outside[key]) for key, g in self.shared.items()}
         return self.job.join(self.values)
+
+    def _settle(self, gradient: Tensor, like: Tensor) -> Tensor:
+        if self.keep == "recompute":
+            return gradient
+        # A sum over pieces was wider than what it is a sum of.
+        rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
+        return put_by(rounded, self.keep)
 
     @staticmethod
     def _differentiable(leaves: list[Any]) -> list[int]:
-        return [
-            number
-            for number, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        return [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def _piece(self, start: int, length: int, piece: list[Any]) -> None:
         # What is local to this function must be gone before the next piece is evaluated.
@@ -117,7 +121,7 @@ class Sweep:
                 instead = "compute it without detach, .data and no_grad, or call fn by itself"
                 raise bad(job.where, why, instead)
             return
-        found = reached(output, since, self.known, job.fn)
+        found, doubt = reached(output, since, self.known, job.fn)
         aliases = {key: n for n in numbers if (key := (id(piece[n]), 0)) in found}
         outside = {key: tensor for key, tensor in found.items() if key not in aliases}
         if self.arriving is None:
@@ -130,11 +134,12 @@ class Sweep:
             return
         targets = [found[key] for key in aliases] + list(outside.values())
         with surroundings(job.autocast, backward=True), undisturbed(outside.values()):
-            gradients = torch.autograd.grad(
-                output, targets, job.seed(output, self.arriving, start), allow_unused=True
-            )
+            seed = job.seed(output, self.arriving, start)
+            gradients = torch.autograd.grad(output, targets, seed, retain_graph=doubt, allow_unused=True)
         for number, gradient in zip(aliases.values(), gradients, strict=False):
-            self._add(self.inputs, number, gradient, self.leaves[number], start, length)
+            axis = job.axes[number]
+            where = None if axis is None else (axis, start, length)
+            self._add(self.inputs, number, gradient, self.leaves[number], where)
         for key, gradient in zip(outside, gradients[len(aliases) :], strict=True):
             self._add(self.shared, key, gradient, outside[key])
 
@@ -169,28 +174,23 @@ class Sweep:
         key: Any,
         gradient: Tensor | None,
         like: Tensor,
-        start: int = 0,
-        length: int = 0,
+        where: tuple[int, int, int] | None = None,
     ) -> None:
-        """Put a piece's gradient where it belongs: at its place, or on top of the others."""
+        """Put a piece's gradient in its place (axis, start, length), or on top of the others."""
         if gradient is None:
             return
         if len(self.job.spans) == 1:
             store[key] = gradient
-            return
-        if gradient.layout is not torch.strided:
+        elif gradient.layout is not torch.strided:
             store[key] = store[key] + gradient if key in store else gradient
-            return
-        axis = self.job.axes[key] if length else None
-        if key not in store:
-            if axis is None:
+        elif where is None:
+            if key not in store:
                 store[key] = torch.zeros_like(like, dtype=wide(like.dtype))
-            else:
-                store[key] = put_by(torch.zeros_like(like), self.keep)
-        if axis is None:
             store[key].add_(gradient)
         else:
-            store[key].narrow(axis, start, length).copy_(gradient, non_blocking=True)
+            if key not in store:
+                store[key] = put_by(torch.zeros_like(like), self.keep)
+            store[key].narrow(*where).copy_(gradient, non_blocking=True)
 
     def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
         """Refuse a function whose first two pieces together give another value than apart."""
@@ -263,7 +263,8 @@ def choose(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) 
     offers: list[tuple[int, Keep]] = [(size(targets), "exact")]
     if any(tensor.device.type != "cpu" for tensor in targets):
         offers.append((size([tensor for tensor in targets if tensor.device.type == "cpu"]), "cpu"))
-    again = (size([leaf for leaf in leaves if isinstance(leaf, Tensor)]), "recompute")
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    again: tuple[int, Keep] = (size(inputs), "recompute")
     offers = [again] if shared else [*offers, again, (size(targets, 2), torch.bfloat16)]
     for need, keep in offers:
         if need <= budget:
@@ -304,17 +305,17 @@ class _Again:
     inputs: list[int]
     shared: list[Tensor]
 
-    def __call__(
-        self, saved: Sequence[Tensor], arriving: Tensor, create_graph: bool
-    ) -> list[Tensor | None]:
+    def __call__(self, saved: Sequence[Tensor], arriving: Tensor, create_graph: bool) -> list[Tensor | None]:
         job, rest = self.job, iter(saved)
         count = len(job.axes)
         leaves = [self.constants[n] if n in self.constants else next(rest) for n in range(count)]
         for leaf in leaves:
             if isinstance(leaf, Tensor) and freed(leaf):
-                raise _released(
+                raise PackpropError(
+                    ASKED,
                     f"an input of {job.where}, of shape {list(leaf.shape)}",
                     "its memory was freed after the call, and keep='recompute' needs it again",
+                    "free it after the backward pass; or leave out keep='recompute'",
                 )
         with random_numbers(self.random), torch.enable_grad():
             if create_graph:
@@ -340,9 +341,7 @@ class _Again:
         value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
         targets = [leaves[number] for number in self.inputs] + self.shared
         with undisturbed(self.shared):
-            return list(
-                torch.autograd.grad(value, targets, arriving, create_graph=True, allow_unused=True)
-            )
+            return list(torch.autograd.grad(value, targets, arriving, create_graph=True, allow_unused=True))
 
 
 @dataclass
@@ -361,9 +360,7 @@ class Eager(torch.autograd.Function):
     """Multiplies kept gradients by what arrives; in the graph its node is EagerBackward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, record: _Record, result: tuple[Tensor, list[Tensor]], *sources: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, record: _Record, result: tuple[Tensor, list[Tensor]], *sources: Tensor) -> Tensor:
         """Save what `attach` has computed; return the value."""
         ctx.record = record
         value, saved = result
@@ -371,7 +368,7 @@ class Eager(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, arriving: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, arriving: Tensor) -> Any:
         """The gradients of the sources."""
         record: _Record = ctx.record
         saved = _unpack(ctx)
@@ -389,9 +386,7 @@ class Eager(torch.autograd.Function):
         else:
             consume = record.owned and not _graph_is_kept()
             entries = zip(saved, record.like, record.rows, strict=True)
-            gradients = [
-                _scaled(kept, like, arriving, rows, consume) for kept, like, rows in entries
-            ]
+            gradients = [_scaled(kept, like, arriving, rows, consume) for kept, like, rows in entries]
         if record.hook is not None:
             own = gradients[: record.inputs]
             gradients[: record.inputs] = _hooked(record.hook, own)
@@ -403,9 +398,11 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "second time" in str(error):
-            raise _released(
+            raise PackpropError(
+                ASKED,
                 "a second backward pass through the value",
                 "the first one released the kept gradient",
+                "retain_graph=True in the first backward pass, or call eager_backward again",
             ) from error
         if "inplace operation" in str(error):
             raise PackpropError(
@@ -416,11 +413,6 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
             ) from error
         raise
     return saved
-
-
-def _released(where: str, why: str) -> PackpropError:
-    instead = "retain_graph=True in the first backward pass, or call eager_backward again"
-    return PackpropError(ASKED, where, why, instead)
 
 
 def _graph_is_kept() -> bool:

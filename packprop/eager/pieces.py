@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -87,6 +88,11 @@ class Job:
     rows: frozenset[int] = frozenset()  # leaves whose rows have a factor each
 
     @property
+    def weights(self) -> int | None:
+        """The number of the leaf that holds the weights, if there are any: the last."""
+        return None if self.choices["weights"] is None else len(self.axes) - 1
+
+    @property
     def where(self) -> str:
         """What errors call the function."""
         return str(getattr(self.fn, "__qualname__", type(self.fn).__name__))
@@ -148,7 +154,7 @@ class Job:
         return arriving
 
     def _changed(self) -> BadInput:
-        why = "it changed an input in place, which the rest of the network still uses"
+        why = "it changed an input in place, or another leaf, which others still use"
         return bad(self.where, why, "clone the input first, or use the out-of-place function")
 
     def _look_over(self, output: Any, piece: list[Any]) -> None:
@@ -167,7 +173,7 @@ class Job:
         bearers = {
             number: leaf
             for number, (leaf, axis) in enumerate(zip(piece, self.axes, strict=True))
-            if axis is not None and not (weights is not None and number == len(piece) - 1)
+            if axis is not None and number != self.weights
         }
         rows = {number for number, leaf in bearers.items() if output.shape == leaf.shape[:1]}
         need = {number for number, leaf in bearers.items() if leaf.requires_grad}
@@ -215,7 +221,7 @@ def prepare(
             raise bad(f"{axes=}", why, instead)
         count = max(1, min(chunks, sizes[0]))
         ends = [sizes[0] * piece // count for piece in range(count + 1)]
-        spans = [(start, end - start) for start, end in zip(ends, ends[1:], strict=False)]
+        spans = [(start, end - start) for start, end in pairwise(ends)]
     if weights is not None:
         leaves.append(weights)
         found.append(0 if chunks is None or 0 in found else None)
@@ -225,8 +231,7 @@ def prepare(
             raise bad(where, "its memory was freed", "call eager_backward before it is freed")
     kinds = {"cpu"} | {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     autocast = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds - {"meta"}
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds - {"meta"}
     ]
     return Job(fn, choices, specs, found, spans, autocast, bool(named)), leaves
 
@@ -307,8 +312,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _saved_tensors_are_hooked() -> bool:
     # Private, and asked for a reason: under hooks, even ones that do nothing, PyTorch no longer
-    # notices that a saved tensor was changed, so they are set only where there are others.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    # notices that a saved tensor was changed, so they are set only where there are others. PyTorch
+    # 2.6 cannot be asked: there, a branch inside a checkpoint is evaluated once more.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(False) is not None
 
 
 def random_states(leaves: list[Any]) -> dict[torch.device, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,8 @@ Key = tuple[Any, int]
 # A leaf of our own: what is computed from it shows what nodes look like and how they are numbered.
 _LEAF = torch.zeros((), requires_grad=True)
 with torch.enable_grad():
-    _ACCUMULATE_GRAD: type = type(_LEAF.view(()).grad_fn.next_functions[0][0])
+    _SCION: Any = _LEAF.view(())
+_ACCUMULATE_GRAD: Any = type(_SCION.grad_fn.next_functions[0][0])
 
 SEARCH_LIMIT = 20_000
 """How many objects that a function refers to are looked at for a tensor that it uses."""
@@ -36,9 +38,10 @@ def key_of(tensor: Tensor) -> Key:
 def clock() -> int:
     """A number between those of the nodes made before and after; gradients must be enabled."""
     # NOTE [Inside and outside]
-    # Nodes are numbered in the order of their creation, one count per thread. The number is
-    # private (`Node._sequence_nr`), and nothing public tells nodes of a branch, which may be
-    # differentiated and freed, from those of the graph around it, which must be left alone.
+    # Nodes are numbered in the order of their creation, one count per thread: those of a branch lie
+    # between the clock at its start and its value. The number is private (`Node._sequence_nr`), and
+    # nothing public tells nodes of a branch, which may be differentiated and freed, from those of
+    # the graph around it, which must be left alone.
     return _number(_LEAF.view(()).grad_fn)
 
 
@@ -48,57 +51,73 @@ def _number(node: Any) -> int:
 
 def reached(
     output: Tensor, since: int, known: Mapping[Key, Tensor], fn: Callable[..., Any]
-) -> dict[Key, Tensor]:
-    """The tensors that a branch starts from: its leaves, and what it takes from outside.
+) -> tuple[dict[Key, Tensor], bool]:
+    """The tensors that a branch starts from: its leaves, and what it takes from the graph around.
 
     Args:
         output: The value of the branch.
         since: The `clock` before it was computed.
         known: Tensors that are known to lie outside.
-        fn: The function that computed it; tensors from outside are looked for in its closure.
+        fn: The function that computed it: what lies outside is looked for by its names.
+
+    Returns:
+        The tensors, and whether the graph must outlive its differentiation because it is in doubt
+        where it ends.
     """
-    found: dict[Key, Tensor] = {}
-    outside: list[Key] = []
-    root = output.grad_fn
+    if threading.get_ident() != threading.main_thread().ident:
+        # What was made in another thread bears that thread's numbers: look for it by name instead.
+        known = {key_of(tensor): tensor for _, tensor in tensors_of(fn)} | dict(known)
+    root: Any = output.grad_fn
     if root is None:
-        return {key_of(output): output}
-    seen = {root}
+        return {key_of(output): output}, False
+    until, doubt = _number(root), False
+    found: dict[Key, Tensor] = {}
+    outside: set[Key] = set()
+    seen: set[Any] = set()
     stack: list[Any] = [((root, output.output_nr),)]
     while stack:
         for node, number in stack.pop():
-            if node is None:
+            if node is None or node in seen:
                 continue
             if type(node) is _ACCUMULATE_GRAD:
                 found[id(node.variable), 0] = node.variable
-            elif (node, number) in known or _number(node) < since:
-                outside.append((node, number))
-            elif node not in seen or node is root:
+            elif (node, number) in known or not since <= _number(node) <= until:
+                outside.add((node, number))
+            else:
                 seen.add(node)
                 stack.append(node.next_functions)
-    if outside:
-        found |= _from_outside(outside, known, fn)
-    return found
+        if outside and not stack:
+            found |= _by_name(outside, known, fn)
+            lost = outside - found.keys()
+            if lost and output.device.type == "cpu":
+                raise _hidden(lost.pop()[0], fn)
+            # A function that differentiates in turn, on an accelerator, makes nodes in a thread of
+            # that device. They are its own; if not, no harm is done to them.
+            doubt = doubt or bool(lost)
+            seen |= {node for node, _ in lost}
+            stack += [node.next_functions for node, _ in lost]
+            outside.clear()
+    return found, doubt
 
 
-def _from_outside(
-    edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]
-) -> dict[Key, Tensor]:
-    """The tensors at the edges that leave the branch."""
-    wanted = set(edges)
-    found = {edge: known[edge] for edge in wanted if edge in known}
-    if len(found) < len(wanted):
+def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:
+    """Those tensors at edges out of a branch that are known, or that some name leads to."""
+    found = {edge: known[edge] for edge in edges if edge in known}
+    if len(found) < len(edges):
         for _, tensor in tensors_of(fn):
-            if (key := key_of(tensor)) in wanted:
+            if (key := key_of(tensor)) in edges:
                 found.setdefault(key, tensor)
-    for node, number in wanted - found.keys():
-        raise PackpropError(
-            ASKED,
-            f"a tensor that {node.name()} made outside of {_name(fn)} (its output {number})",
-            "the function uses it, it is part of the graph around, and it cannot be found by "
-            "way of the function's closure, globals, arguments or attributes",
-            "pass it to eager_backward as an input",
-        )
     return found
+
+
+def _hidden(node: Any, fn: Callable[..., Any]) -> PackpropError:
+    return PackpropError(
+        ASKED,
+        f"a tensor that {node.name()} made outside of {getattr(fn, '__qualname__', type(fn).__name__)}",
+        "the function uses it, it is part of the graph around, and no name leads to it: neither the "
+        "function's closure, globals, arguments nor attributes",
+        "pass it to eager_backward as an input",
+    )
 
 
 def tensors_of(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
@@ -123,14 +142,14 @@ def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
         yield from ((key, _contents(cell)) for key, cell in cells)
         scope = thing.__globals__
         yield from ((key, scope[key]) for key in _names(thing.__code__) if key in scope)
-        yield from enumerate_as(name, thing.__defaults__ or ())
+        yield from _numbered(name, thing.__defaults__ or ())
         yield from vars(thing).items()
     elif isinstance(thing, MethodType):
         yield name, thing.__func__
         yield "self", thing.__self__
     elif isinstance(thing, partial):
         yield name, thing.func
-        yield from enumerate_as(name, thing.args)
+        yield from _numbered(name, thing.args)
         yield from thing.keywords.items()
     elif isinstance(thing, nn.Module):
         yield from ((dot + key, tensor) for key, tensor in thing.named_parameters())
@@ -140,13 +159,12 @@ def _parts(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
     elif isinstance(thing, Mapping):
         yield from ((f"{name}[{key!r}]", part) for key, part in thing.items())
     elif isinstance(thing, list | tuple | set | frozenset):
-        yield from enumerate_as(name, thing)
+        yield from _numbered(name, thing)
     elif hasattr(thing, "__dict__"):
         yield from ((dot + key, part) for key, part in vars(thing).items())
 
 
-def enumerate_as(name: str, things: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Names like `name[0]` for the parts of a sequence."""
+def _numbered(name: str, things: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}[{number}]", thing) for number, thing in enumerate(things))
 
 
@@ -163,10 +181,6 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -190,7 +204,7 @@ def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor, own in zip(tensors, hooks, strict=True):
-            if own:
+            if tensor._backward_hooks is not None:
                 tensor._backward_hooks.update(own)
         for tensor, gradient in retained:
             tensor.grad = gradient

@@ -77,7 +77,14 @@ class Problem:
     def of(cls, parts: Parts, axis: int = 0) -> Problem:
         """Copy what the user gave; tensors with samples have them on ``axis``."""
         model, loss, inputs, targets = parts
-        model = copy.deepcopy(model).double()
+        # tensors that a hook computes before each call (old weight_norm, pruning) refuse to be copied
+        computed = {
+            id(value): value.detach().clone()
+            for module in model.modules()
+            for value in vars(module).values()
+            if isinstance(value, Tensor) and not value.is_leaf
+        }
+        model = copy.deepcopy(model, computed).double()
         model.zero_grad()
         if isinstance(loss, nn.Module):
             loss = copy.deepcopy(loss).double()
@@ -140,9 +147,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def places(
-    asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]
-) -> list[Layout]:
+def places(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> list[Layout]:
     """Where outputs of the whole batch hold the outputs of single samples, by their values.
 
     Raises:
@@ -151,9 +156,7 @@ def places(
     found = []
     for index, whole in enumerate(wholes):
         own = [single[index].detach().flatten() for single in singles]
-        place = next(
-            (way for way in layouts(whole.shape, len(own)) if _holds(whole, way, own)), None
-        )
+        place = next((way for way in layouts(whole.shape, len(own)) if _holds(whole, way, own)), None)
         if place is None:
             raise CheckFailed(
                 f"{asked}: outputs were compared.",
@@ -192,9 +195,7 @@ class Loops:
             self.outputs = differentiable(outputs)
             loss = problem.loss(outputs, problem.targets)
             samples = range(problem.samples)
-            self.singles = [
-                differentiable(call(problem.model, problem.take(n, n + 1))) for n in samples
-            ]
+            self.singles = [differentiable(call(problem.model, problem.take(n, n + 1))) for n in samples]
         if loss.numel() != 1:
             raise BadInput(
                 f"{ledger.subject} was asked for.",
@@ -218,8 +219,8 @@ class Loops:
 
     def by_sample(self, tensors: Sequence[Tensor], skip: int = 0) -> Tensor:
         """Tensors like the outputs side by side, ``[*skipped, n, c]``."""
-        pairs = zip(self.places, tensors, strict=True)
-        return torch.cat([p.to_front(t, skip).flatten(skip + 1) for p, t in pairs], skip + 1)
+        fronts = [p.to_front(t, skip) for p, t in zip(self.places, tensors, strict=True)]
+        return torch.cat([f.reshape(*f.shape[: skip + 1], -1) for f in fronts], skip + 1)
 
     def pull(self, sample: int, vector: Tensor) -> list[Tensor]:
         """One vector-Jacobian product ``[c] -> [*p]`` through the evaluation of one sample."""

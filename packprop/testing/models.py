@@ -16,12 +16,17 @@ from packprop.testing.loops import Loops, Problem, double_precision
 from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
 from packprop.types import Extension, Seed
 
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.reshape(len(rows), -1)
+
+
 FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
     catalogue.BatchGrad: lambda rows: rows,
-    catalogue.BatchL2Grad: lambda rows: rows.flatten(1).square().sum(1),
+    catalogue.BatchL2Grad: lambda rows: _flat(rows).square().sum(1),
     catalogue.SumGradSquared: lambda rows: rows.square().sum(0),
     catalogue.Variance: lambda rows: rows.var(0, correction=0),
-    catalogue.BatchDotGrad: lambda rows: rows.flatten(1) @ rows.flatten(1).T,
+    catalogue.BatchDotGrad: lambda rows: _flat(rows) @ _flat(rows).T,
 }
 """From gradients of single samples ``[n, *p]`` to values."""
 DIAGONALS: dict[type[Extension], Callable[[Tensor], Tensor]] = {
@@ -129,10 +134,7 @@ def _compare_with_loops(
         # a root is known up to rotations of its columns; what its square makes of vectors is not
         vectors = {name: torch.randn(shapes[name].numel(), 3).to(value[name]) for name in names}
         roots = {name: value[name].reshape(*value[name].shape[:2], -1) for name in names}
-        value = {
-            name: torch.einsum("vnp,vnk->npk", roots[name], roots[name] @ vectors[name])
-            for name in names
-        }
+        value = {name: torch.einsum("vnp,vnk->npk", roots[name], roots[name] @ vectors[name]) for name in names}
         expected = {name: loops.products(name, vectors[name])[index] for name in names}
     else:
         ledger.notes.append(f"{extension.name}: by its laws alone; no loop is known for it")

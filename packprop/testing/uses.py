@@ -276,9 +276,7 @@ def _check_meetings(ledger: Ledger, example: _Example, where: list[Layout]) -> N
         chosen += [slice(1, 2), torch.tensor([samples - 1, 0])]
     reached = [[True] * len(outputs)]
     if len(outputs) > 1:
-        reached += [
-            [place == only for place in range(len(outputs))] for only in range(len(outputs))
-        ]
+        reached += [[place == only for place in range(len(outputs))] for only in range(len(outputs))]
     for columns, here in itertools.product((1, 2), reached):
         signals = [
             torch.randn(columns, *output.shape).to(output) if fed else None
@@ -288,7 +286,7 @@ def _check_meetings(ledger: Ledger, example: _Example, where: list[Layout]) -> N
         for label, some in itertools.product(example.parameters, chosen):
             spelled = some.tolist() if isinstance(some, Tensor) else "all"
             spelled = [1] if some == slice(1, 2) else spelled
-            how = f"{columns} columns, {where[0]}, chosen {spelled}"
+            how = f"v={columns}, {where[0]}, chosen {spelled}"
             _check_meeting(ledger, example, label, signals, where, some, expected[label], how)
 
 
@@ -334,9 +332,7 @@ def _check_meeting(
         ledger.same("inputs alone", {label: alone}, {label: beside}, how)
 
 
-def _loop(
-    example: _Example, signals: Sequence[Tensor | None], where: Sequence[Layout]
-) -> dict[str, Tensor]:
+def _loop(example: _Example, signals: Sequence[Tensor | None], where: Sequence[Layout]) -> dict[str, Tensor]:
     """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
     layout, parameters = where[0], example.parameters
     columns = next(signal.shape[0] for signal in signals if signal is not None)
@@ -379,8 +375,10 @@ class _Host(nn.Module):
     def __init__(self, examples: Sequence[_Example]) -> None:
         super().__init__()
         self.examples = list(examples)
-        for place, parameter in enumerate(examples[0].parameters.values()):
-            self.register_parameter(f"p{place}", nn.Parameter(parameter.detach().clone()))
+        for label, parameter in examples[0].parameters.items():
+            name = label.replace(".", "_")
+            free = name if not hasattr(self, name) else f"{name}_"
+            self.register_parameter(free, nn.Parameter(parameter.detach().clone()))
 
     def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
         remaining, outputs = iter(data), []
@@ -396,9 +394,7 @@ class _Host(nn.Module):
             for output, layout in zip(example.outputs(tensors), example.places, strict=True):
                 axis = layout.axis or 0  # a single sample: any axis, its extent is kept in front
                 here = layout._replace(axis=axis, samples=samples)
-                outputs.append(
-                    output.unsqueeze(0) if layout.axis is None else here.to_front(output)
-                )
+                outputs.append(output.unsqueeze(0) if layout.axis is None else here.to_front(output))
         return tuple(outputs)
 
     @property
@@ -415,11 +411,11 @@ def _check_in_a_model(ledger: Ledger, examples: list[_Example]) -> None:
     host = _Host(examples)
     targets = tuple(torch.randn_like(output.detach()) for output in host(*host.data))
     problem = Problem.of((host, _squared_error, host.data, targets))
-    inside = Ledger(ledger.subject, ledger.tolerance)
+    law = f"in a model that calls it {'once' if len(examples) == 1 else 'twice'}"
+    inside = Ledger(f"{ledger.subject}, {law}", ledger.tolerance)
     gradients = catalogue.BatchGrad()
     compare(inside, problem, [gradients, catalogue.SqrtGGNExact()])
     check_reference(inside, problem, gradients, lambda rows: rows[0])
-    law = f"in a model that calls it {'once' if len(examples) == 1 else 'twice'}"
     found = inside.comparisons
     ledger.comparisons += [Comparison(law, f"{c.law}, {c.where}", c.error) for c in found]
 

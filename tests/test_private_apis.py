@@ -1,0 +1,286 @@
+"""Everything private of PyTorch that packprop leans on: where it stands, and that it still does what it did.
+
+A failure here after an upgrade of torch names what has changed, before anything else fails oddly.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop.tape import Use
+
+PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
+
+# Private name -> the files that may mention it. Each says beside it why nothing public will do.
+PRIVATE = {
+    "_get_current_graph_task_keep_graph": {"tape.py", "eager/node.py"},
+    "_input_metadata": {"graph.py"},
+    "_sequence_nr": {"eager/reach.py"},
+    "_backward_hooks": {"eager/reach.py"},
+    "_version": {"uses.py", "tape.py", "seeds.py", "eager/pieces.py"},
+    "_pytree": {"eager/pieces.py"},
+}
+# The modules on the way to them, and one function of Python's own.
+ON_THE_WAY = {"_C", "_autograd", "_getframe"}
+
+
+def spellings(tree: ast.Module) -> Iterator[str]:
+    """Every name that is imported or looked up as an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.Import(names):
+                yield from (part for alias in names for part in alias.name.split("."))
+            case ast.ImportFrom(module, names):
+                yield from (module or "").split(".")
+                yield from (alias.name for alias in names)
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Every name that is given here."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name) | ast.ClassDef(name) | ast.arg(name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
+def private_of_others(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Private names that the files use but do not give, and which files do."""
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    own = {name for tree in trees.values() for name in own_names(tree)} - PRIVATE.keys()
+    found: dict[str, set[str]] = {}
+    for file, tree in trees.items():
+        for name in spellings(tree):
+            private = name.startswith("_") and not name.startswith("__")
+            if private and name not in own | ON_THE_WAY:
+                found.setdefault(name, set()).add(file)
+    return found
+
+
+def test_private_names_stand_where_the_table_says() -> None:
+    sources = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")
+    }
+    assert private_of_others(sources) == PRIVATE, (
+        "a private name of another library came, went or moved: find a public one, or give it a row in "
+        "PRIVATE, a reason beside its one use, and a test below"
+    )
+
+
+def test_the_search_finds_private_names() -> None:
+    text = "import torch\nfrom torch._C import _x\nclass A:\n    def _own(self): return torch._y + x._version\n"
+    assert private_of_others({"a.py": text}) == {"_x": {"a.py"}, "_y": {"a.py"}, "_version": {"a.py"}}
+
+
+# The design page speaks of the code as it is
+
+
+DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def test_the_design_page_lists_private_names() -> None:
+    rows = {
+        match[1].rpartition(".")[2]: set(re.findall(r"`([\w/]+\.py)`", match[2]))
+        for match in re.finditer(r"^\| `([\w.]+)` \| ([^|]*) \|", DESIGN, re.MULTILINE)
+    }
+    assert {name: files for name, files in rows.items() if name in PRIVATE} == PRIVATE
+
+
+def test_the_design_page_lists_notes() -> None:
+    written = {
+        (title, path.relative_to(PACKAGE).as_posix())
+        for path in PACKAGE.rglob("*.py")
+        for title in re.findall(r"# NOTE \[(.+?)\]", path.read_text(encoding="utf-8"))
+    }
+    listed = set(re.findall(r"^\| (\w[\w ]+) \| `([\w/]+\.py)` \|", DESIGN, re.MULTILINE))
+    assert listed == written
+
+
+def test_the_design_page_lists_files() -> None:
+    house = DESIGN.split("packprop/\n")[1].split("```")[0]
+    listed = set(re.findall(r"\w+\.py|\w+/", house))
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    folders = {f"{file.parts[0]}/" for file in files if len(file.parts) > 1}
+    on_top = {file.name for file in files if len(file.parts) == 1}
+    rows = {file.name for file in files if file.parts[0] == "extensions"} - {"__init__.py"}
+    assert listed == folders | on_top | rows
+
+
+# torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def kept(**options: Any) -> list[bool]:
+    """What it says inside a hook on a node."""
+    with torch.enable_grad():  # also inside a hook, where it is off
+        x = torch.ones(2, requires_grad=True)
+        y = (x * x).sum()
+    said: list[bool] = []
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(
+        lambda _: said.append(bool(torch._C._autograd._get_current_graph_task_keep_graph()))
+    )
+    y.backward(**options)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [
+        ({}, False),
+        ({"retain_graph": False}, False),
+        ({"retain_graph": True}, True),
+        ({"create_graph": True}, True),
+        ({"create_graph": True, "retain_graph": False}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_whether_the_running_pass_keeps_its_graph(options: dict[str, bool], keeps: bool) -> None:
+    assert kept(**options) == [keeps]
+
+
+def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
+    """What a hook asks within a nested pass is about the nested one."""
+    inner: list[list[bool]] = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * x).sum()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda _: inner.append(kept(retain_graph=True)))
+    said: list[bool] = []
+    y.grad_fn.register_prehook(
+        lambda _: said.append(bool(torch._C._autograd._get_current_graph_task_keep_graph()))
+    )
+    y.backward()
+    assert inner == [[True]]
+    assert said == [False]
+
+
+def inputs_alive(**options: Any) -> tuple[bool, Tensor]:
+    """Whether a recorded input outlives a backward pass without packprop, as long as the loss does."""
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    alive = weakref.ref(x)
+    loss = model(x).sum()
+    del x
+    loss.backward(**options)
+    gc.collect()
+    return alive() is not None, loss
+
+
+def test_what_packprop_does_with_it() -> None:
+    """Recorded inputs live as long as what autograd saves, no longer and no shorter."""
+    assert not inputs_alive()[0]
+    assert inputs_alive(retain_graph=True)[0]
+    model = packprop.extend(nn.Linear(3, 2))
+    loss = packprop.extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 2))
+    loss.backward(retain_graph=True)
+    with packprop.backpack(packprop.extensions.BatchGrad()):
+        loss.backward()
+    assert model.weight.grad_batch.shape == (4, 2, 3)
+    with (
+        pytest.raises(packprop.PackpropError, match="retain_graph=True"),
+        packprop.backpack(packprop.extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
+# The others, and public ones that are barely documented
+
+
+def test_versions_count_changes_in_place() -> None:
+    x = torch.zeros(3)
+    before = x._version
+    x.add_(1)
+    x[0] = 2
+    assert x._version == before + 2
+    view = x[:2]
+    view.mul_(2)
+    assert x._version == before + 3
+    x.data.zero_()
+    assert x._version == before + 3
+
+
+def test_nodes_know_the_shapes_of_their_outputs() -> None:
+    parts = torch.ones(3, 2, requires_grad=True).split([1, 2])
+    node = parts[1].grad_fn
+    assert node is not None
+    assert [torch.Size(made.shape) for made in node._input_metadata] == [(1, 2), (2, 2)]  # type: ignore[attr-defined]
+    assert (node, parts[1].output_nr) == (parts[0].grad_fn, 1)
+
+
+def test_nodes_are_numbered_in_order() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y, z = x * 2, x * 3
+    assert y.grad_fn is not None
+    assert z.grad_fn is not None
+    assert y.grad_fn._sequence_nr() < z.grad_fn._sequence_nr()  # type: ignore[attr-defined]
+
+
+def test_hooks_of_a_tensor_are_a_dictionary() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert x._backward_hooks is None
+    handle = x.register_hook(lambda gradient: gradient)
+    assert x._backward_hooks is not None
+    assert len(x._backward_hooks) == 1
+    handle.remove()
+    assert len(x._backward_hooks) == 0
+
+
+def test_containers_are_taken_apart_and_put_together() -> None:
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten({"a": (1, [2])})
+    assert leaves == [1, 2]
+    assert _pytree.tree_unflatten(leaves, spec) == {"a": (1, [2])}
+    assert spec.num_leaves == 2
+
+
+def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
+    """`Node.metadata` is public, and says nothing of how long it lives."""
+
+    class Mark:
+        pass
+
+    x = torch.ones(3, requires_grad=True)
+    y = torch.sin(x)
+    mark = Mark()
+    alive = weakref.ref(mark)
+    assert y.grad_fn is not None
+    y.grad_fn.metadata["packprop.test"] = mark
+    del mark
+    loss = torch.relu_(y * 1).sum()
+    del y
+    gc.collect()
+    assert alive() is not None
+    del loss
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)))
+    loss = model(torch.randn(4, 3)).sum()
+    stack, uses = [loss.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            uses += [use for use, *_ in node.metadata.get("packprop.use", ())]
+            stack += [upstream for upstream, _ in node.next_functions]
+    assert [type(use) for use in uses] == [Use]
+    alive = weakref.ref(uses[0])
+    del uses, stack, node, loss
+    gc.collect()
+    assert alive() is None

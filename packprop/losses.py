@@ -178,7 +178,7 @@ def matrix_root(hessian: Tensor) -> Root:
             f"is {values.min().item():.3g})",
             "use a loss that is convex in the model's output, or ask for Hessian quantities",
         )
-    columns = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
+    columns = (vectors * values.where(values > tolerance, 0).sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         shape = (draws, hessian.shape[0], columns.shape[0])
@@ -315,7 +315,7 @@ def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """One term for each entry; curvature by its own derivatives."""
     reduction = kwargs.get("reduction", "mean")
     divisor = {"mean": float(input.numel()), "sum": 1.0, "none": 1.0}.get(reduction)
-    legacy = {"size_average", "reduce"} & set(kwargs) or len(args) > 1
+    legacy = len(args) > 1 or any(kwargs.get(flag) is not None for flag in ("size_average", "reduce"))
     return Loss(None, 1.0, None if legacy else divisor, None)
 
 

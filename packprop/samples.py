@@ -110,25 +110,22 @@ def _find(graph: Graph) -> _Verdict:
                 losses = chosen if graph.losses and not graph.unlosed else [Layout(None, 1)] * len(graph.losses)
                 return _Verdict(samples, losses, found, telling)
             failed = failed or failure
-    assert failed is not None
-    _raise_mixed(graph, failed)
-    raise AssertionError
+    if failed is None:
+        sizes = [shape for forward in graph.forwards for shape in forward.sizes]
+        raise _disagreement([source.samples for source in sources], sizes)
+    raise _mixed(graph, failed)
 
 
 def _ways(source: _Source, samples: int, leading: bool) -> list[Layout]:
     """How the model's output may hold the samples.
 
     Where they lead the model's inputs they lead its output: any other way would take positions for samples.
+    Where they come second in the inputs, they may be anywhere, parts before samples first.
     """
-    return [
-        way
-        for way in layouts(source.shape, samples)
-        if way.axis is None
-        or (
-            way.axis != source.class_axis
-            and (leading == (way.axis == 0 and way.major) or (way.axis == 0 and way.parts == 1))
-        )
-    ]
+    ways = [way for way in layouts(source.shape, samples) if way.axis is None or way.axis != source.class_axis]
+    if leading:
+        return [way for way in ways if way.axis is None or (way.axis == 0 and way.major)]
+    return sorted(ways, key=lambda way: way.axis == 0 and way.parts > 1 and way.major)
 
 
 def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
@@ -142,7 +139,7 @@ def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, boo
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
     by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
     leading = [size for sizes in by_call for size in sizes]
-    inner = [size for shape in shapes for size in shape[1:]]
+    second = {shape[1] for shape in shapes if len(shape) > 1}
 
     def fits(size: int) -> bool:
         """Divides the loss's rows, and rows of the inputs of every call."""
@@ -156,18 +153,22 @@ def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, boo
         return [(rows, True)]  # inputs and loss agree: nothing else may be tried
     whole = extents[0]
     ordered = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
-    divisors = {size for size in inner if size > 0 and whole % size == 0}
-    ordered += [(size, False) for size in sorted(divisors, reverse=True)]
+    later = {size for size in second if size > 0 and whole % size == 0}
+    ordered += [(size, False) for size in sorted(later, reverse=True)]
     ordered += [(1, True)] * any(source.unbatched for source in sources)
     if not ordered:
-        raise PackpropError(
-            "Quantities of single samples were asked for.",
-            f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
-            f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: their "
-            "leading axis is neither equal to the loss's nor a divisor of it",
-            "put the samples on the leading axis of the model's inputs and of the loss's input",
-        )
+        raise _disagreement(extents, shapes)
     return ordered
+
+
+def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError:
+    return PackpropError(
+        "Quantities of single samples were asked for.",
+        f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
+        f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: no number of "
+        "samples fits the leading axes of both",
+        "put the samples on the leading axis of the model's inputs and of the loss's input",
+    )
 
 
 def _probe(
@@ -234,10 +235,10 @@ def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
     return spread[torch.randperm(samples, generator=generator)]
 
 
-def _raise_mixed(graph: Graph, failed: Found) -> None:
+def _mixed(graph: Graph, failed: Found) -> PackpropError:
     place = graph.found.index(failed)
     after = f" and {graph.label(graph.found[place - 1])}" if place else " and the loss"
-    raise PackpropError(
+    return PackpropError(
         "Quantities of single samples were asked for.",
         f"between {graph.label(failed)}{after}",
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "

@@ -203,22 +203,30 @@ def generic_root(
         named = kwargs if args else {**kwargs, "input": outputs}
         value = (function(*swap, **named) * arriving).sum()
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
-        front = layout.to_front(slope).flatten(1)
+        front = layout.to_front(slope).reshape(layout.samples, -1)
         entries = front.shape[1]
         if not slope.requires_grad:
             return matrix_root(front.new_zeros(layout.samples, entries, entries))
 
         def product(vector: Tensor) -> Tensor:
-            (row,) = torch.autograd.grad(
-                front,
-                outputs,
-                vector.expand_as(front),
-                retain_graph=True,
-                create_graph=differentiable,
-                allow_unused=True,
-            )
+            try:
+                (row,) = torch.autograd.grad(
+                    front,
+                    outputs,
+                    vector.expand_as(front),
+                    retain_graph=True,
+                    create_graph=differentiable,
+                    allow_unused=True,
+                )
+            except (RuntimeError, NotImplementedError) as error:
+                raise PackpropError(
+                    "A generalized Gauss-Newton quantity was asked for.",
+                    f"the loss {getattr(function, '__name__', function)}",
+                    f"PyTorch cannot differentiate it twice: {error}",
+                    "use a twice differentiable loss, or ask for first-order quantities",
+                ) from error
             row = torch.zeros_like(outputs) if row is None else row
-            return layout.to_front(row).flatten(1)
+            return layout.to_front(row).reshape(layout.samples, -1)
 
         _require_separate(product, front)
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)

@@ -235,7 +235,7 @@ def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Sam
         if layout.parts > 1:  # parts stay where the sample axis was
             rest = (*form[: layout.axis], 1 if own == 1 else layout.parts, *form[layout.axis + 1 :])
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
-    rows = product.sum(summed, keepdim=True) if summed else product
+    rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the signal
     if own is None or own == 1:
         return rows
     # each sample has entries of the parameter to itself: its row is zero elsewhere

@@ -69,8 +69,8 @@ def eager_backward(
             a dtype, or on the `"cpu"` (pinned, asynchronous); or the inputs, to `"recompute"`.
         memory: In place of `keep`, the most bytes (`"64MiB"`) to keep on the inputs' device; of
             exact, cpu (from an accelerator), recompute and `torch.bfloat16` the first that fits.
-        hook: Called in the backward pass with the scaled gradients of the inputs that require
-            one; returns what goes on instead (one tensor, or as many as it got), or None.
+        hook: Called in the backward pass with the scaled gradients of the inputs that have one,
+            in order; returns what goes on instead (one tensor, or as many as it got), or None.
         check: Look whether samples are mixed and whether pieces add up; costs time and memory.
 
     Returns:

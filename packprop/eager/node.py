@@ -407,9 +407,10 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
         if "inplace operation" in str(error):
             raise PackpropError(
                 ASKED,
-                "the backward pass through a value with keep='recompute'",
-                "a tensor that the function uses was changed in place after the call",
-                "change a clone of it; or leave out keep='recompute', which needs it again",
+                "the backward pass through the value",
+                "a tensor that it needs was changed in place after the call; with keep='recompute', these "
+                "are all tensors that the function uses",
+                "change a clone of it; or leave out keep='recompute'",
             ) from error
         raise
     return saved

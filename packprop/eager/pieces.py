@@ -225,6 +225,8 @@ def prepare(
     if weights is not None:
         leaves.append(weights)
         found.append(0 if chunks is None or 0 in found else None)
+        if chunks is not None and found[-1] == 0 and len(weights) != sizes[0]:
+            raise bad("weights", f"{len(weights)} for {sizes[0]} samples", "give one weight per sample")
     for leaf in leaves:
         if type(leaf) in (Tensor, nn.Parameter) and freed(leaf):
             where = f"an input of shape {list(leaf.shape)}"
@@ -282,15 +284,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
-    """The context of a branch: autocast as it was called, saved tensors left where they are.
+# NOTE [What a branch must not share]
+# Autocast keeps the low-precision copies of parameters for the rest of the forward pass, with their
+# piece of graph: a branch that found one there would lead into the graph around it, and one that
+# left its own there would hand out a freed graph. Hooks on saved tensors, which checkpointing and
+# offloading set, would make the branch be evaluated twice, or travel.
 
-    # NOTE [What a branch must not share]
-    Autocast keeps the low-precision copies of parameters for the rest of the forward pass, with
-    their piece of graph: a branch that found one there would lead into the outer graph, and one
-    that left its own there would hand out a freed graph. Hooks on saved tensors, which
-    checkpointing and offloading set, would make the branch be computed twice, or travel.
-    """
+
+def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
+    """Autocast as it was at the call, or none for gradients; no hooks on saved tensors."""
     contexts: list[AbstractContextManager[Any]] = [
         torch.autocast(kind, dtype, enabled and not backward, cache_enabled=False)
         for kind, enabled, dtype in autocast

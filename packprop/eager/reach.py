@@ -19,11 +19,9 @@ from packprop.errors import PackpropError
 Key = tuple[Any, int]
 """What tells tensors of a graph apart: node and output number; for leaves, the `id` and 0."""
 
-# A leaf of our own: what is computed from it shows what nodes look like and how they are numbered.
-_LEAF = torch.zeros((), requires_grad=True)
 with torch.enable_grad():
-    _SCION: Any = _LEAF.view(())
-_ACCUMULATE_GRAD: Any = type(_SCION.grad_fn.next_functions[0][0])
+    _ANY: Any = torch.empty(0, device="cpu", requires_grad=True).view(0)
+_ACCUMULATE_GRAD: Any = type(_ANY.grad_fn.next_functions[0][0])
 
 SEARCH_LIMIT = 20_000
 """How many objects that a function refers to are looked at for a tensor that it uses."""
@@ -42,7 +40,8 @@ def clock() -> int:
     # between the clock at its start and its value. The number is private (`Node._sequence_nr`), and
     # nothing public tells nodes of a branch, which may be differentiated and freed, from those of
     # the graph around it, which must be left alone.
-    return _number(_LEAF.view(()).grad_fn)
+    # Made on the spot, so that it belongs to whatever mode is on: fake tensors, counted tensors.
+    return _number(torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn)
 
 
 def _number(node: Any) -> int:

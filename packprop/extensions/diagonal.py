@@ -10,24 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from packprop.errors import BadInput
+from packprop.extensions.sampled import Sampled
 from packprop.monoid import CAT
 from packprop.statistics import batch_sq, sum_sq
-from packprop.types import EXACT, Extension, Row, Seed
-
-
-def monte_carlo(name: str, mc_samples: int, generator: torch.Generator | None) -> Seed:
-    """The seed of sampled columns; refuses a number of draws below one."""
-    if type(mc_samples) is not int or mc_samples < 1:
-        raise BadInput(
-            f"{name}(mc_samples={mc_samples!r}) was asked for.",
-            "mc_samples",
-            "it is the number of Monte Carlo draws",
-            "give a whole number of at least 1",
-        )
-    return Seed("ggn", mc_samples, generator)
+from packprop.types import EXACT, Extension, Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +43,7 @@ class BatchDiagGGNExact(Extension):
 
 
 @dataclass(frozen=True, eq=False)
-class DiagGGNMC(Extension):
+class DiagGGNMC(Sampled):
     """Unbiased Monte Carlo estimate of the GGN's diagonal, ``diag_ggn_mc``: ``[*p]``.
 
     Args:
@@ -66,24 +52,16 @@ class DiagGGNMC(Extension):
         generator: Makes the draws repeatable; the global random state is left alone then.
     """
 
-    mc_samples: int = 1
-    subsampling: Sequence[int] | None = None
-    generator: torch.Generator | None = None
     savefield = "diag_ggn_mc"
-
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        monte_carlo(self.name, self.mc_samples, self.generator)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Squares of sampled columns."""
-        return (Row(monte_carlo(self.name, self.mc_samples, self.generator), sum_sq),)
+        return (Row(self.seed, sum_sq),)
 
 
 @dataclass(frozen=True, eq=False)
-class BatchDiagGGNMC(DiagGGNMC):
+class BatchDiagGGNMC(Sampled):
     """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
 
     Args:
@@ -97,5 +75,4 @@ class BatchDiagGGNMC(DiagGGNMC):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Squares of sampled columns, sample by sample."""
-        seed = monte_carlo(self.name, self.mc_samples, self.generator)
-        return (Row(seed, batch_sq, over_n=CAT[0]),)
+        return (Row(self.seed, batch_sq, over_n=CAT[0]),)

@@ -17,21 +17,19 @@ Where a weight is shared over positions s (pixels, time steps):
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.extensions.diagonal import monte_carlo
+from packprop.extensions.sampled import Sampled
 from packprop.statistics import Approximation, input_gram, signal_gram
-from packprop.types import INPUTS, Extension, Row
+from packprop.types import INPUTS, Row
 
 
 @dataclass(frozen=True, eq=False)
-class KFAC(Extension):
+class KFAC(Sampled):
     """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
     The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016).
@@ -39,21 +37,17 @@ class KFAC(Extension):
 
     Args:
         mc_samples: Draws for each sample of the batch.
-        approximation: What is done with weights that are shared over positions.
         subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.
         generator: Makes the draws repeatable; the global random state is left alone then.
+        approximation: What is done with weights that are shared over positions.
     """
 
-    mc_samples: int = 1
     approximation: Approximation = "mixed"
-    subsampling: Sequence[int] | None = None
-    generator: torch.Generator | None = None
     savefield = "kfac"
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         super().__post_init__()
-        monte_carlo(self.name, self.mc_samples, self.generator)
         if self.approximation not in get_args(Approximation):
             raise BadInput(
                 f"KFAC(approximation={self.approximation!r}) was asked for.",
@@ -65,10 +59,9 @@ class KFAC(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Second moments of signals and of inputs."""
-        seed = monte_carlo(self.name, self.mc_samples, self.generator)
         signals = functools.partial(signal_gram, approximation=self.approximation)
         inputs = functools.partial(input_gram, approximation=self.approximation)
-        return (Row(seed, signals), Row(INPUTS, inputs, degree=0))
+        return (Row(self.seed, signals), Row(INPUTS, inputs, degree=0))
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
         """``B`` as it is; ``A`` divided by the number of samples."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from packprop.extensions.diagonal import monte_carlo
+from packprop.extensions.sampled import Sampled
 from packprop.monoid import CAT
 from packprop.statistics import per_sample_grad
 from packprop.types import EXACT, Extension, Row
@@ -27,7 +25,7 @@ class SqrtGGNExact(Extension):
 
 
 @dataclass(frozen=True, eq=False)
-class SqrtGGNMC(Extension):
+class SqrtGGNMC(Sampled):
     """Root of a Monte Carlo estimate of the GGN block, ``sqrt_ggn_mc``: ``[m, n, *p]``, m draws.
 
     Args:
@@ -36,18 +34,9 @@ class SqrtGGNMC(Extension):
         generator: Makes the draws repeatable; the global random state is left alone then.
     """
 
-    mc_samples: int = 1
-    subsampling: Sequence[int] | None = None
-    generator: torch.Generator | None = None
     savefield = "sqrt_ggn_mc"
-
-    def __post_init__(self) -> None:
-        """Refuse bad arguments at once."""
-        super().__post_init__()
-        monte_carlo(self.name, self.mc_samples, self.generator)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Sampled columns as they arrive."""
-        seed = monte_carlo(self.name, self.mc_samples, self.generator)
-        return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
+        return (Row(self.seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)

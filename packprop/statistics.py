@@ -13,11 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from packprop.errors import PackpropError
 from packprop.monoid import Moments
 from packprop.structures import Dense, Lookup, Outer, Structure, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]
 Cell = Callable[..., Tensor | None]
+
+LARGEST_FACTOR = 2**14
+"""Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
 
 FAST_CELLS: dict[str, dict[type, Cell]] = {}
 
@@ -96,7 +100,19 @@ def signal_gram(structure: Structure, approximation: Approximation = "mixed") ->
             flat = structure.signal.flatten(3).flatten(1, 2)
         else:
             flat = structure.signal.sum(2).flatten(2)
+    _require_room(flat.shape[-1])
     return torch.einsum("vnp,vnq->pq", flat, flat)
+
+
+def _require_room(size: int) -> None:
+    """Raise before a matrix is built that would not fit."""
+    if size > LARGEST_FACTOR:
+        raise PackpropError(
+            "A Kronecker factor was asked for.",
+            f"a parameter whose factor has {size} rows and as many columns",
+            f"it would take {4 * size**2 / 2**30:.1f} GiB in single precision",
+            "set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC) instead",
+        )
 
 
 def input_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
@@ -107,6 +123,7 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     """
     if isinstance(structure, Dense):
         return None
+    _require_room(structure.entries if isinstance(structure, Lookup) else structure.x.shape[-1])
     if isinstance(structure, Lookup):
         return _lookup_input_gram(structure, approximation)
     x = structure.x

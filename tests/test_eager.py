@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from packprop.eager import eager_backward, pieces, reach
@@ -879,6 +880,27 @@ def test_offloading_around_does_not_touch_the_branch() -> None:
     assert packed == [(N, D), (4, 3)]  # the kept gradients alone
 
 
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_a_dry_run_with_fake_tensors(keep: str, chunks: int | None) -> None:
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(4, D))
+        leaf = torch.empty(N, D, requires_grad=True)
+        h = leaf * 2
+        value = eager_backward(lambda x: (x @ weight.T).sum() * h.sum(), h, keep=keep, chunks=chunks)
+        value.backward()
+    assert type(leaf.grad) is FakeTensor
+    assert weight.grad.shape == (4, D)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection() -> None:
+    leaf, x = network()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        value = eager_backward(scalar, x)
+        assert_same(gradients(value, leaf), gradients(scalar(x), leaf))
+
+
 def test_nesting() -> None:
     def outer(evaluate: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         def fn(x: Tensor) -> Tensor:
@@ -1128,6 +1150,12 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str, str, str]] = {
         "[7] weights for values of shape [6]",
         "one weight per sample",
     ),
+    "weights that go on after the last piece": (
+        lambda: eager_backward(lambda x: x.sum(1), X, weights=torch.ones(7), chunks=2),
+        "weights",
+        "7 for 6 samples",
+        "one weight per sample",
+    ),
     "weights for a scalar": (
         lambda: eager_backward(lambda x: x.sum(), X, weights=torch.ones(N)),
         "<lambda>",
@@ -1237,8 +1265,9 @@ def test_an_input_to_recompute_from_that_was_changed_or_freed() -> None:
         x.add_(1)
     with pytest.raises(PackpropError) as error:
         value.backward()
-    assert "keep='recompute'" in error.value.where
+    assert error.value.where == "the backward pass through the value"
     assert "changed in place after the call" in error.value.why
+    assert "change a clone" in error.value.instead
     value = eager_backward(scalar, x, keep="recompute")
     x.untyped_storage().resize_(0)
     with pytest.raises(PackpropError) as error:

@@ -504,3 +504,17 @@ def test_errors_pickle() -> None:
     again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is type(caught.value)
     assert str(again) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: nn.Embedding(20_000, 1), id="table"),
+        pytest.param(lambda: Raw(lambda m, ids: ids[:, :1] * m.w, w=(20_000,)), id="raw"),
+    ],
+)
+def test_a_kronecker_factor_that_no_memory_holds(layer: Callable[[], nn.Module]) -> None:
+    model = packprop.extend(nn.Sequential(layer(), nn.Flatten()))
+    out = model(torch.tensor([[0, 1], [2, 3]]))
+    loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out))
+    check(refused(loss, extensions.KFAC(), model=model), "20000", "gib")

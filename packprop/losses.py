@@ -132,6 +132,8 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         flat = p.detach().reshape(-1, classes)
+        known = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
+        flat = torch.where(known, flat, 1.0 / classes)
         targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
         one_hot = F.one_hot(targets, classes).movedim(1, 0).reshape(draws, *p.shape)
         return (p - one_hot.to(p.dtype)) * strength[..., None]

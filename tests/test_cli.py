@@ -20,7 +20,7 @@ from packprop import Profile, cli, examples
 from packprop.examples import digits, load_digits
 
 FACTORIES = """
-import os
+import warnings
 import torch
 from torch import nn
 
@@ -108,6 +108,12 @@ def linear_loss():
 
 def infinite():
     return network(), nn.MSELoss(), (INPUTS / 0, torch.zeros(30, 2))
+
+
+def warns():
+    warnings.warn("look out")
+    warnings.warn("look out")
+    return good()
 
 
 class Own(nn.Module):
@@ -346,6 +352,10 @@ def test_warnings_are_one_line_each(run: Run, tmp_path: Path) -> None:
     assert "UserWarning" not in err
     assert "nan" in out
     assert json.loads((tmp_path / "profile" / "profile.json").read_text())["loss"] is None
+
+
+def test_equal_warnings_are_shown_once(run: Run) -> None:
+    assert run("factories:warns")[2].count("warning: look out\n") == 1
 
 
 def test_an_interrupt_writes_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

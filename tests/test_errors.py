@@ -17,7 +17,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.mixing import MIXING
 from tests.models import Apply, Raw
-from tests.running import FIRST_ORDER, ROWS, SECOND_ORDER, Row, assert_near
+from tests.running import FIRST_ORDER, ROWS, SECOND_ORDER, Row, as_tensors, assert_near
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -518,3 +518,23 @@ def test_a_kronecker_factor_that_no_memory_holds(layer: Callable[[], nn.Module])
     out = model(torch.tensor([[0, 1], [2, 3]]))
     loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out))
     check(refused(loss, extensions.KFAC(), model=model), "20000", "gib")
+
+
+@each_row
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "infinite"])
+def test_every_extension_warns_once_of_signals_that_are_not_finite(row: Row, bad: float) -> None:
+    """They are computed, and one warning names the first parameter that they were seen at."""
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x, y = batch()
+    x[0, 0] = bad
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x) * x[:, :1], y)
+    asked = row(torch.Generator())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with packprop.backpack(asked):
+            loss.backward()
+    own = [str(w.message) for w in caught if issubclass(w.category, packprop.PackpropWarning)]
+    assert len(own) == 1
+    assert "'2.weight'" in own[0]
+    values = [t for p in model.parameters() for t in as_tensors(getattr(p, row.attribute))]
+    assert not all(t.isfinite().all() for t in values)

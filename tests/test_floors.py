@@ -110,8 +110,7 @@ class House:
                     origin = ".".join([*above, *([module] if module else [])])
                     yield from ((node.lineno, f"{origin}.{alias.name}") for alias in names)
                 case ast.Call(
-                    func=ast.Name(id="import_module" | "__import__")
-                    | ast.Attribute(attr="import_module"),
+                    func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
                     args=[ast.Constant(value=str(module)), *_],
                 ):
                     level = len(module) - len(module.lstrip("."))

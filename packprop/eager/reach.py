@@ -88,15 +88,19 @@ def reached(
         if outside and not stack:
             found |= _by_name(outside, known, fn)
             lost = outside - found.keys()
-            if lost and output.device.type == "cpu":
+            if lost and not _has_threads(output.device):
                 raise _hidden(lost.pop()[0], fn)
-            # A function that differentiates in turn, on an accelerator, makes nodes in a thread of
-            # that device. They are its own; if not, no harm is done to them.
+            # They are the branch's own, if it differentiates in turn; if not, no harm is done to them.
             doubt = doubt or bool(lost)
             seen |= {node for node, _ in lost}
             stack += [node.next_functions for node, _ in lost]
             outside.clear()
     return found, doubt
+
+
+def _has_threads(device: torch.device) -> bool:
+    """Whether gradients of tensors there are computed, and their nodes made, in a thread apart."""
+    return device.type != "cpu"
 
 
 def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:

@@ -1,0 +1,354 @@
+"""``python -m benchmarks.page``: ``docs/benchmarks.md`` and its pictures from the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.measure import MIB, ROOT
+from benchmarks.problems import SUITES
+from benchmarks.run import RESULTS, Record, disagrees
+from benchmarks.targets import TARGETS, Missing, Records
+
+DOCS = ROOT / "docs"
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with a marker for each too.
+STYLES: dict[str, tuple[str, str]] = {
+    "plain": ("#7f7f7f", "|"),
+    "torch.func": ("#0072b2", "s"),
+    "Opacus": ("#cc79a7", "^"),
+    "Opacus, ghost norms": ("#cc79a7", "v"),
+    "BackPACK": ("#e69f00", "o"),
+    "BackPACK, memory saving": ("#d55e00", "D"),
+    "BackPACK, 4 chunks": ("#d55e00", "<"),
+    "BackPACK, 16 chunks": ("#d55e00", ">"),
+    "BackPACK, 64 chunks": ("#d55e00", "P"),
+    "packprop": ("#009e73", "*"),
+}
+
+HEAD = """# Benchmarks
+
+Every number on this page was measured by `python -m benchmarks.run` and stands in
+`benchmarks/results/`; `python -m benchmarks.page` wrote the page from there. `plain` is a forward
+and a backward pass without any library.
+
+- **Time** is the median over rounds, in each of which every contestant has one turn in one process,
+  as a ratio to `plain` in the same round. Freeing the results is part of it.
+- **Memory** is the peak above the start of one call in a fresh process: *resident*, what the system
+  saw, the median of several processes; *allocated*, what PyTorch's allocator gave out; *results*,
+  what is handed to the user in the end.
+- **Agreement** is checked before anything is timed: equal to a relative 1e-3, or, for Monte Carlo
+  quantities, equal in expectation within five standard errors.
+"""
+
+
+def _load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of the results files by suite, in the order of the suites."""
+    paths = {suite: folder / f"{suite}.json" for suite in SUITES}
+    return {s: json.loads(path.read_text()) for s, path in paths.items() if path.exists()}
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def _ordered(records: Iterable[Record]) -> list[str]:
+    present = {record["contestant"] for record in records}
+    return [name for name in CONTESTANTS if name in present]
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out a table, the first column to the left and the others to the right.
+
+    >>> print(markdown(["a", "b"], [["x", "1"]]))
+    | a | b |
+    | :-- | --: |
+    | x | 1 |
+    """
+    lines = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def significant(value: float) -> str:
+    """Write a number with three digits that count, without an exponent.
+
+    >>> [significant(v) for v in (0.01234, 1.5, 16.04, 1706.4)]
+    ['0.0123', '1.50', '16.0', '1706']
+    """
+    if value == 0:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _crossed(records: Sequence[Record], cell: Callable[[Record], str], corner: str) -> str:
+    """Cross quantities with contestants."""
+    names = _ordered(records)
+    cells = {(r["quantity"], r["contestant"]): "gap" if r["gap"] else cell(r) for r in records}
+    quantities = _unique(record["quantity"] for record in records)
+    return markdown(
+        [corner, *names],
+        ([q, *(cells.get((q, name), "") for name in names)] for q in quantities),
+    )
+
+
+def _time_cell(record: Record) -> str:
+    if record["contestant"] == "plain":
+        return f"{significant(1000 * record['seconds']['median'])} ms"
+    return significant(record["over_plain"]["median"])
+
+
+def _memory_cell(record: Record) -> str:
+    peaks = record["peak_bytes"]
+    return f"{peaks['resident'] / MIB:.0f} / {peaks['allocated'] / MIB:.0f} / {peaks['results'] / MIB:.0f}"
+
+
+def _environment(described: Record) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in described["versions"].items() if v)
+    commit = (described["commit"] or "none yet")[:10]
+    changed = " with uncommitted changes" if described["uncommitted_changes"] else ""
+    return (
+        f"{described['date'][:10]}, commit {commit}{changed}; {described['processor']}, "
+        f"{described['threads']} threads on {described['cores']} cores, load average "
+        f"{described['load_average_at_start']} at the start; {described['rounds']} rounds, "
+        f"{described['processes']} processes; "
+        f"Python {described['python']}, {versions}."
+    )
+
+
+def _agreement(records: Sequence[Record]) -> str:
+    checked = [r for r in records if "agreement" in r or "agreement_in_expectation" in r]
+    wrong = [r for r in checked if disagrees(r)]
+    text = f"{len(checked)} contestants were checked against another; "
+    if not wrong:
+        return text + "all agree."
+    named = "; ".join(f"{r['contestant']} ({r['problem']}, {r['quantity']})" for r in wrong)
+    return f"{text}**these do not agree: {named}.**"
+
+
+def _gaps(records: Sequence[Record]) -> list[str]:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        if record["gap"]:
+            where = reasons.setdefault((record["contestant"], record["gap"]), [])
+            where.append(record["quantity"])
+    return [
+        f"- Gap: {name}, {', '.join(_unique(where))}: {reason}" for (name, reason), where in reasons.items()
+    ]
+
+
+# ---------------------------------------------------------------------------------- pictures
+
+
+def _logarithmic(axes: Axes, which: str) -> None:
+    axis = getattr(axes, f"{which}axis")
+    getattr(axes, f"set_{which}scale")("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend(names: Sequence[str], line: Literal["-", ""]) -> list[Line2D]:
+    return [Line2D([], [], color=STYLES[n][0], marker=STYLES[n][1], linestyle=line, label=n) for n in names]
+
+
+def draw_suite(records: Sequence[Record], path: Path) -> None:
+    """Draw time and memory of one problem, a row of marks for each quantity."""
+    present = [record for record in records if record["gap"] is None]
+    names = _ordered(present)
+    quantities = _unique(record["quantity"] for record in present)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.7 + 0.55 * len(quantities)), sharey=True, layout="constrained"
+    )
+    for record in present:
+        colour, marker = STYLES[record["contestant"]]
+        # Marks of one row step downwards, so that equal figures do not hide one another.
+        beside = [
+            r["contestant"]
+            for r in present
+            if r["quantity"] == record["quantity"] and r["contestant"] != "plain"
+        ]
+        row: float = quantities.index(record["quantity"])
+        if record["contestant"] != "plain":
+            row += 0.11 * (beside.index(record["contestant"]) - (len(beside) - 1) / 2)
+        ours = record["contestant"] == "packprop"
+        style: dict[str, Any] = dict(
+            color=colour,
+            marker=marker,
+            linestyle="",
+            markersize=12 if ours or marker == "|" else 7.5,
+            markeredgewidth=2 if marker == "|" else 0.5,
+            markeredgecolor=colour if marker == "|" else "white",
+            zorder=4 if ours else 3,
+            clip_on=False,
+        )
+        left.plot(record["over_plain"]["median"], row, **style)
+        right.plot(record["peak_bytes"]["resident"] / MIB, row, **style)
+    left.set_yticks(range(len(quantities)), quantities)
+    left.set_ylim(len(quantities) - 0.5, -0.5)
+    left.set_xlabel("time over plain")
+    right.set_xlabel("resident peak above the start, MiB")
+    for axes in (left, right):
+        _logarithmic(axes, "x")
+        axes.grid(axis="both", which="major", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        handles=_legend(names, ""),
+        loc="outside upper center",
+        ncols=min(5, len(names)),
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_growth(records: Sequence[Record], points: dict[str, int], axis: str, path: Path) -> None:
+    """Draw seconds and resident memory over one axis, a column of panels for each quantity."""
+    present = [record for record in records if record["gap"] is None]
+    names = _ordered(present)
+    quantities = _unique(record["quantity"] for record in present)
+    figure, grid = plt.subplots(
+        2,
+        len(quantities),
+        figsize=(2.6 * len(quantities) + 1, 6.2),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, quantity in enumerate(quantities):
+        grid[0, column].set_title(quantity, fontsize=11)
+        grid[1, column].set_xlabel(axis)
+        for name in names:
+            mine = [r for r in present if (r["quantity"], r["contestant"]) == (quantity, name)]
+            at = [points[r["problem"]] for r in mine]
+            colour, marker = STYLES[name]
+            style: dict[str, Any] = dict(color=colour, marker=marker, markersize=5, linewidth=1.4)
+            grid[0, column].plot(at, [1000 * r["seconds"]["median"] for r in mine], **style)
+            memory = [r["peak_bytes"]["resident"] / MIB for r in mine]
+            grid[1, column].plot(at, memory, **style)
+        ticks = sorted(set(points.values()))
+        for axes in grid[:, column]:
+            _logarithmic(axes, "x")
+            _logarithmic(axes, "y")
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.grid(color="#e4e4e4", linewidth=0.8)
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].set_ylabel("ms")
+    grid[1, 0].set_ylabel("resident peak, MiB")
+    figure.legend(handles=_legend(names, "-"), loc="outside upper center", ncols=len(names), frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------- page
+
+
+def _exponents(records: Sequence[Record], points: dict[str, int]) -> str:
+    """Say how cost grows between the two largest sizes: ``b`` in cost ~ size^b."""
+
+    def slope(quantity: str, name: str, cost: Callable[[Record], float | None]) -> str:
+        mine = sorted(
+            (points[r["problem"]], cost(r) or 0.0)
+            for r in records
+            if (r["quantity"], r["contestant"]) == (quantity, name) and not r["gap"]
+        )[-2:]
+        if len(mine) < 2 or min(cost for _, cost in mine) <= 0:
+            return ""
+        (before, low), (after, high) = mine
+        return f"{math.log(high / low) / math.log(after / before):.2f}"
+
+    names = _ordered(records)
+
+    def cell(quantity: str, name: str) -> str:
+        time = slope(quantity, name, lambda r: float(r["seconds"]["median"]))
+        memory = slope(quantity, name, lambda r: r["peak_bytes"]["resident"])
+        return f"{time} / {memory}" if time or memory else ""
+
+    quantities = _unique(record["quantity"] for record in records)
+    return markdown(
+        ["exponent of time / memory", *names],
+        ([quantity, *(cell(quantity, name) for name in names)] for quantity in quantities),
+    )
+
+
+def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
+    records, problems = content["records"], content["problems"]
+    picture = images / f"benchmark-{suite}.png"
+    if suite.startswith("growth-"):
+        axis = suite.removeprefix("growth-")
+        points = {name: row["point"] for name, row in problems.items()}
+        draw_growth(records, points, axis, picture)
+        body = [
+            f"## How cost grows with {axis}",
+            "The model is a stem and equal 3 x 3 convolutions on 16 x 16 pixels; N = 32, C = 10, "
+            f"width 32 and depth 4 where {axis} is not the one that grows. The exponents are those "
+            "between the two largest sizes.",
+            f"![Time and memory over {axis}](images/{picture.name})",
+            _exponents(records, points),
+        ]
+    else:
+        draw_suite(records, picture)
+        (described,) = problems.values()
+        body = [
+            f"## {described['title']}",
+            f"![Time and memory of each contestant](images/{picture.name})",
+            "Time over plain:",
+            _crossed(records, _time_cell, "time"),
+            "Peak in MiB, resident / allocated / results:",
+            _crossed(records, _memory_cell, "memory"),
+        ]
+    if gaps := _gaps(records):
+        body.append("\n".join(gaps))
+    return [*body, f"{_agreement(records)} {_environment(content['environment'])}"]
+
+
+def targets(records: Records) -> str:
+    """Cross the figures that were aimed at with those reached."""
+    rows = []
+    for target in TARGETS:
+        try:
+            reached = target.figure(records)
+        except Missing as missing:
+            rows.append([target.case, target.what, f"{target.bound:g}", f"none ({missing})", ""])
+            continue
+        met = "yes" if reached <= target.bound else "**no**"
+        rows.append([target.case, target.what, f"{target.bound:g}", significant(reached), met])
+    return markdown(["case", "figure", "at most", "reached", "met"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page and its pictures from whatever results there are."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON files")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page")
+    options = parser.parse_args(arguments)
+    images = options.docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+
+    suites = _load(options.results)
+    parts = [HEAD.strip()]
+    if suites:
+        everything = Records(r for content in suites.values() for r in content["records"])
+        parts += ["## Figures aimed at", targets(everything)]
+    for suite, content in suites.items():
+        parts += _section(suite, content, images)
+    (options.docs / "benchmarks.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

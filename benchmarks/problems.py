@@ -1,0 +1,255 @@
+"""The models, losses and data on which contestants are compared.
+
+A problem is a row of ``PROBLEMS``; a suite names the problems that share one results file. Every
+problem is seeded, so that a fresh process builds the very same weights and data from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+ALL_EIGHT = (
+    "BatchGrad",
+    "BatchL2Grad",
+    "SumGradSquared",
+    "Variance",
+    "DiagGGNExact",
+    "DiagGGNMC",
+    "KFAC",
+    "KFLR",
+)
+TOGETHER = ("gradient seed", "exact seed", "Monte Carlo seed", "all but KFLR", "all eight")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem that has been built.
+
+    ``inputs`` is ``[n, ...]``, ``targets`` is ``[n]`` (classes) or ``[n, c]`` (regression).
+    """
+
+    model: nn.Module
+    loss: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+    def head(self, count: int) -> Task:
+        """Return the same task on the first ``count`` samples."""
+        return replace(self, inputs=self.inputs[:count], targets=self.targets[:count])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row: what to build, and which quantities are asked of it.
+
+    ``data`` maps a batch size to ``(inputs, targets)``. ``chunks`` are the numbers of backward
+    passes in which BackPACK is also given its outputs, where its documentation advises that.
+    ``point`` is the position on a growth curve.
+    """
+
+    title: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[], nn.Module]
+    data: Callable[[int], tuple[Tensor, Tensor]]
+    batch: int
+    quantities: tuple[str, ...]
+    chunks: tuple[int, ...] = ()
+    point: int | None = None
+
+    def build(self, seed: int = 0) -> Task:
+        """Build model, loss and data from a seed, in training mode, in float32."""
+        torch.manual_seed(seed)
+        inputs, targets = self.data(self.batch)
+        return Task(self.model(), self.loss(), inputs, targets)
+
+
+# --------------------------------------------------------------------------------------- data
+
+
+def digits(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return handwritten digits of scikit-learn, resized: ``[n, 1, size, size]`` and ``[n]``."""
+    from sklearn.datasets import load_digits
+
+    pixels, classes = load_digits(return_X_y=True)
+    chosen = torch.randperm(len(classes))[:batch]
+    images = torch.from_numpy(pixels).float()[chosen].reshape(batch, 1, 8, 8) / 16
+    resized = nn.functional.interpolate(images, size=(size, size), mode="bilinear")
+    return resized, torch.from_numpy(classes).long()[chosen]
+
+
+def random_images(batch: int, channels: int = 3, size: int = 32, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Return normal noise and random classes, for shapes that scikit-learn has no images of."""
+    return torch.randn(batch, channels, size, size), torch.randint(classes, (batch,))
+
+
+def reconstruction(batch: int) -> tuple[Tensor, Tensor]:
+    """Return uniform noise ``[n, 3, 32, 32]`` and itself, flattened, as the target."""
+    images = torch.rand(batch, 3, 32, 32)
+    return images, images.flatten(start_dim=1)
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+def convolution_tutorial() -> nn.Sequential:
+    """The CNN of BackPACK's tutorial on saving memory in convolutions."""
+    return nn.Sequential(
+        nn.Conv2d(1, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+        nn.Conv2d(128, 256, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, padding=1, stride=2),
+        nn.Conv2d(256, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+        nn.Conv2d(64, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+def auto_encoder_tutorial() -> nn.Sequential:
+    """The auto-encoder of BackPACK's tutorial on ``retain_graph``."""
+    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Sigmoid())
+    decoder = nn.Sequential(nn.ConvTranspose2d(10, 3, 3), nn.Flatten())
+    return nn.Sequential(encoder, decoder)
+
+
+def extension_hook_tutorial() -> nn.Sequential:
+    """The linear layer of BackPACK's tutorial on the extension hook."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def three_c_three_d() -> nn.Sequential:
+    """3C3D as in DeepOBS: three convolutions, three dense layers, 895 210 parameters.
+
+    ``ceil_mode`` stands for the one-sided padding that DeepOBS takes over from TensorFlow.
+    """
+
+    def block(before: int, after: int, kernel: int, padding: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(before, after, kernel, padding=padding)
+        return [convolution, nn.ReLU(), nn.MaxPool2d(3, stride=2, ceil_mode=True)]
+
+    return nn.Sequential(
+        *block(3, 64, 5, 0),
+        *block(64, 96, 3, 0),
+        *block(96, 128, 3, 1),
+        nn.Flatten(),
+        nn.Linear(1152, 512),
+        nn.ReLU(),
+        nn.Linear(512, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+
+
+def all_cnn_c(classes: int = 100) -> nn.Sequential:
+    """All-CNN-C (Springenberg et al., 2015) without dropout, whose draws would differ."""
+
+    def layer(before: int, after: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, kernel, stride=stride, padding=padding), nn.ReLU()]
+
+    return nn.Sequential(
+        *layer(3, 96, 3, 1, 1),
+        *layer(96, 96, 3, 1, 1),
+        *layer(96, 96, 3, 2, 1),
+        *layer(96, 192, 3, 1, 1),
+        *layer(192, 192, 3, 1, 1),
+        *layer(192, 192, 3, 2, 1),
+        *layer(192, 192, 3, 1, 0),
+        *layer(192, 192, 1, 1, 0),
+        *layer(192, classes, 1, 1, 0),
+        nn.AvgPool2d(6),
+        nn.Flatten(),
+    )
+
+
+def plain_convolutions(classes: int, width: int, depth: int) -> nn.Sequential:
+    """A stem, then ``depth`` equal convolutions on 16 x 16 pixels: the model that grows."""
+    layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+    for _ in range(depth):
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(16), nn.Flatten(), nn.Linear(width, classes))
+
+
+# --------------------------------------------------------------------------------------- rows
+
+PROBLEMS: dict[str, Problem] = {
+    "convolution": Problem(
+        "Convolution tutorial: CNN with 1-128-256-64-32 channels, digits 28 x 28, N = 64, C = 10",
+        convolution_tutorial,
+        nn.CrossEntropyLoss,
+        partial(digits, size=28),
+        batch=64,
+        quantities=ALL_EIGHT + TOGETHER,
+    ),
+    "auto-encoder": Problem(
+        "Auto-encoder tutorial: 3072 outputs, 3 x 32 x 32, N = 5",
+        auto_encoder_tutorial,
+        nn.MSELoss,
+        reconstruction,
+        batch=5,
+        quantities=("BatchGrad", "Variance", "DiagGGNExact", "DiagGGNMC"),
+        chunks=(4, 16, 64),
+    ),
+    "extension-hook": Problem(
+        "Extension-hook tutorial: linear layer 784 to 10, digits 28 x 28, N = 128",
+        extension_hook_tutorial,
+        nn.CrossEntropyLoss,
+        partial(digits, size=28),
+        batch=128,
+        quantities=(*ALL_EIGHT, "trace of DiagGGNExact by hook", "trace of DiagHessian by hook"),
+    ),
+    "3c3d": Problem(
+        "3C3D: random images 3 x 32 x 32, N = 64, C = 10",
+        three_c_three_d,
+        nn.CrossEntropyLoss,
+        random_images,
+        batch=64,
+        quantities=ALL_EIGHT,
+    ),
+    "all-cnn-c": Problem(
+        "All-CNN-C: random images 3 x 32 x 32, N = 8, C = 100",
+        all_cnn_c,
+        nn.CrossEntropyLoss,
+        partial(random_images, classes=100),
+        batch=8,
+        quantities=ALL_EIGHT,
+    ),
+}
+
+GROWTH: dict[str, tuple[int, ...]] = {
+    "N": (8, 16, 32, 64, 128),
+    "C": (2, 5, 10, 20, 50, 100),
+    "width": (8, 16, 32, 64, 128),
+    "depth": (1, 2, 4, 8, 16),
+}
+
+
+def grown(axis: str, size: int) -> Problem:
+    """Return the growing problem with one of ``N``, ``C``, ``width``, ``depth`` set to ``size``."""
+    sizes = {"N": 32, "C": 10, "width": 32, "depth": 4} | {axis: size}
+    return Problem(
+        "Growth: 3 x 3 convolutions on 16 x 16 pixels; "
+        + ", ".join(f"{name} = {value}" for name, value in sizes.items()),
+        partial(plain_convolutions, sizes["C"], sizes["width"], sizes["depth"]),
+        nn.CrossEntropyLoss,
+        partial(random_images, channels=1, size=16, classes=sizes["C"]),
+        batch=sizes["N"],
+        quantities=("BatchGrad", "BatchL2Grad", "DiagGGNExact", "DiagGGNMC", "KFAC"),
+        point=size,
+    )
+
+
+SUITES: dict[str, tuple[str, ...]] = {name: (name,) for name in PROBLEMS} | {
+    f"growth-{axis}": tuple(f"growth-{axis}-{size}" for size in sizes) for axis, sizes in GROWTH.items()
+}
+PROBLEMS |= {f"growth-{axis}-{size}": grown(axis, size) for axis, sizes in GROWTH.items() for size in sizes}

@@ -1,0 +1,196 @@
+"""The figures that the project has set itself, as rows over the records of ``results/``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.problems import ALL_EIGHT
+
+OURS, PEER = "packprop", "BackPACK"
+GRADIENT = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+
+
+class Missing(LookupError):
+    """A figure needs a record that is not there, or is a gap; the text names it."""
+
+
+class Records:
+    """Looks records up by problem, quantity and contestant."""
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self._by_name = {(r["problem"], r["quantity"], r["contestant"]): r for r in records}
+
+    def get(self, problem: str, quantity: str, contestant: str) -> dict[str, Any]:
+        """Return one record; ``Missing`` if it is absent or a gap."""
+        record = self._by_name.get((problem, quantity, contestant))
+        if record is None or record["gap"] is not None:
+            raise Missing(f"{contestant}: {quantity}")
+        return record
+
+    def time(self, problem: str, quantity: str, contestant: str) -> float:
+        """Return the median time over plain."""
+        return float(self.get(problem, quantity, contestant)["over_plain"]["median"])
+
+    def peak(self, problem: str, quantity: str, contestant: str, kind: str = "resident") -> float:
+        """Return a peak in bytes above the start."""
+        return float(self.get(problem, quantity, contestant)["peak_bytes"][kind])
+
+    def best(
+        self, measure: Callable[[str, str, str], float], problem: str, quantity: str, prefix: str
+    ) -> float:
+        """Return the least figure of the contestants whose names begin with ``prefix``."""
+        names = [
+            name
+            for (its_problem, its_quantity, name), record in self._by_name.items()
+            if (its_problem, its_quantity) == (problem, quantity)
+            and name.startswith(prefix)
+            and record["gap"] is None
+        ]
+        if not names:
+            raise Missing(f"{prefix}: {quantity}")
+        return min(measure(problem, quantity, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Target:
+    """``figure`` should be at most ``bound``."""
+
+    case: str
+    what: str
+    figure: Callable[[Records], float]
+    bound: float
+
+
+def _time(problem: str, quantity: str) -> Callable[[Records], float]:
+    return lambda r: r.time(problem, quantity, OURS)
+
+
+def _time_over(problem: str, quantity: str, peer: str) -> Callable[[Records], float]:
+    return lambda r: r.time(problem, quantity, OURS) / r.best(r.time, problem, quantity, peer)
+
+
+def _peak_over(problem: str, quantity: str, peer: str) -> Callable[[Records], float]:
+    return lambda r: r.peak(problem, quantity, OURS) / r.best(r.peak, problem, quantity, peer)
+
+
+def _peak_over_plain_and_results(problem: str, quantity: str) -> Callable[[Records], float]:
+    return lambda r: (
+        r.peak(problem, quantity, OURS)
+        / (r.peak(problem, quantity, "plain") + r.peak(problem, quantity, OURS, "results"))
+    )
+
+
+def _extra_over_rows(problem: str, quantity: str) -> Callable[[Records], float]:
+    """Memory beyond plain, as a share of what all individual gradients would take."""
+    return lambda r: (
+        (r.peak(problem, quantity, OURS, "allocated") - r.peak(problem, quantity, "plain", "allocated"))
+        / r.best(lambda p, q, c: r.peak(p, q, c, "results"), problem, "BatchGrad", PEER)
+    )
+
+
+def _together(problem: str, seed: str, parts: tuple[str, ...]) -> Callable[[Records], float]:
+    return lambda r: r.time(problem, seed, OURS) / max(r.time(problem, part, OURS) for part in parts)
+
+
+def _overhead(problem: str, quantity: str) -> Callable[[Records], float]:
+    return lambda r: (r.time(problem, quantity, OURS) - 1) / (r.time(problem, quantity, PEER) - 1)
+
+
+def _worst(figures: Iterable[Callable[[Records], float]]) -> Callable[[Records], float]:
+    listed = tuple(figures)
+    return lambda r: max(figure(r) for figure in listed)
+
+
+CNN = "convolution"
+TARGETS: tuple[Target, ...] = (
+    Target("CNN, BatchGrad", "time over plain", _time(CNN, "BatchGrad"), 1.5),
+    Target(
+        "CNN, BatchGrad",
+        "resident peak over plain + results",
+        _peak_over_plain_and_results(CNN, "BatchGrad"),
+        1.15,
+    ),
+    *(
+        target
+        for quantity in ("SumGradSquared", "Variance")
+        for target in (
+            Target(f"CNN, {quantity}", "time over plain", _time(CNN, quantity), 1.5),
+            Target(
+                f"CNN, {quantity}",
+                "allocated beyond plain over N x parameters",
+                _extra_over_rows(CNN, quantity),
+                1.0,
+            ),
+        )
+    ),
+    Target("CNN, BatchL2Grad", "time over plain", _time(CNN, "BatchL2Grad"), 1.3),
+    Target("CNN, DiagGGNExact", "time over BackPACK's", _time_over(CNN, "DiagGGNExact", PEER), 0.4),
+    Target(
+        "CNN, DiagGGNExact",
+        "resident peak over BackPACK's",
+        _peak_over(CNN, "DiagGGNExact", PEER),
+        0.2,
+    ),
+    Target("CNN, DiagGGNMC", "time over plain", _time(CNN, "DiagGGNMC"), 1.7),
+    Target("CNN, KFAC", "time over plain", _time(CNN, "KFAC"), 2.0),
+    *(
+        Target(
+            f"CNN, all of the {seed} in one backward",
+            "time over the dearest one alone",
+            _together(CNN, seed, parts),
+            1.2,
+        )
+        for seed, parts in (
+            ("gradient seed", GRADIENT),
+            ("exact seed", ("DiagGGNExact", "KFLR")),
+            ("Monte Carlo seed", ("DiagGGNMC", "KFAC")),
+        )
+    ),
+    Target(
+        "Auto-encoder, DiagGGNExact",
+        "time over BackPACK's best chunked time",
+        _time_over("auto-encoder", "DiagGGNExact", f"{PEER}, "),
+        0.8,
+    ),
+    Target(
+        "Auto-encoder, DiagGGNExact",
+        "resident peak over BackPACK's in one pass",
+        lambda r: r.peak("auto-encoder", "DiagGGNExact", OURS) / r.peak("auto-encoder", "DiagGGNExact", PEER),
+        0.1,
+    ),
+    *(
+        Target(
+            f"Extension hook, {quantity}",
+            "overhead over plain, over BackPACK's",
+            _overhead("extension-hook", quantity),
+            0.5,
+        )
+        for quantity in ("trace of DiagGGNExact by hook", "trace of DiagHessian by hook")
+    ),
+    *(
+        target
+        for problem, name in (("3c3d", "3C3D"), ("all-cnn-c", "All-CNN-C"))
+        for target in (
+            Target(
+                f"{name}, BatchGrad",
+                "time over torch.func's",
+                _time_over(problem, "BatchGrad", "torch.func"),
+                1.0,
+            ),
+            Target(
+                f"{name}, the worst of the eight",
+                "time over BackPACK's best",
+                _worst(_time_over(problem, quantity, PEER) for quantity in ALL_EIGHT),
+                1.0,
+            ),
+            Target(
+                f"{name}, the worst of the eight",
+                "resident peak over BackPACK's best",
+                _worst(_peak_over(problem, quantity, PEER) for quantity in ALL_EIGHT),
+                1.0,
+            ),
+        )
+    ),
+)

@@ -4,7 +4,9 @@ Each figure comes from a fresh process. A round runs every contestant once, in s
 are compared within a round, and the median over rounds is what counts. The first step of a process
 pays for fresh pages, later ones use them again; seconds of the processor stand beside those of the
 clock, for a machine that others use, too. Peaks are those of the resident set above its start, and
-of tensor storage (see the notes in ``benchmarks.measure``).
+of tensor storage (see the notes in ``benchmarks.measure``). What glibc's heap keeps after a tensor
+of less than 32 MiB is freed differs by a factor of two between runs of the same program, so the
+resident set is shown without it, too: each block of 1 MiB and more mapped by itself.
 """
 
 from __future__ import annotations
@@ -245,7 +247,9 @@ def fresh(case: str, contestant: str, steps: int, threads: int) -> dict[str, Any
     """Measure one contestant in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.eager", "--here", case, contestant]
     command += ["--steps", str(steps), "--threads", str(threads)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # The process that counts tensors also shows the resident set without the allocator's heap.
+    heap = {} if steps else {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | heap)
     if done.returncode:
         raise RuntimeError(f"{case}, {contestant}: {done.stderr.strip().splitlines()[-1]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -292,6 +296,7 @@ def measure(case: str, rounds: int, steps: int, threads: int) -> list[dict[str, 
                 "case": case,
                 "contestant": name,
                 "resident_bytes": median(run["resident"] for run in mine),
+                "resident_bytes_without_heap": tracked[name]["resident"],
                 "tracked_bytes": tracked[name]["tracked"],
                 "seconds": times,
                 "gradient_norm_error": abs(tracked[name]["norm"] - wanted) / wanted,
@@ -353,7 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, row in record["seconds"].items()
             )
             print(
-                f"  {record['contestant']:34s}{record['resident_bytes'] / MIB:8.0f} MiB resident"
+                f"  {record['contestant']:34s}{record['resident_bytes'] / MIB:8.0f} MiB resident,"
+                f"{record['resident_bytes_without_heap'] / MIB:6.0f} without heap,"
                 f"{record['tracked_bytes'] / MIB:8.0f} MiB tensors;  {times}"
             )
     if options.case:

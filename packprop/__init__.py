@@ -8,6 +8,7 @@ from packprop import extensions
 from packprop.context import backpack
 from packprop.coverage import Coverage, coverage
 from packprop.dataset import Result, compute
+from packprop.eager import eager_backward
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.losses import register_loss
 from packprop.profile import Profile, profile
@@ -25,6 +26,7 @@ __all__ = [
     "compute",
     "coverage",
     "disable",
+    "eager_backward",
     "extend",
     "extensions",
     "profile",

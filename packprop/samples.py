@@ -78,7 +78,7 @@ def settle(graph: Graph) -> None:
 
 
 def _sources(graph: Graph) -> list[_Source]:
-    if graph.losses and not graph.unlosed:
+    if graph.losses:
         found = []
         for loss in graph.losses:
             call = loss.call
@@ -90,7 +90,8 @@ def _sources(graph: Graph) -> list[_Source]:
     leaf = graph.leaves()[0]
     return [
         _Source(edge, shape, shape[0] if shape else 0, None, leaf.dtype, leaf.device)
-        for edge, _, shape in graph.outputs
+        for edge, forward, shape in graph.outputs
+        if forward.has_parameters
     ]
 
 
@@ -107,8 +108,7 @@ def _find(graph: Graph) -> _Verdict:
                 break
             found, failure, telling = _probe(graph, sources, chosen, samples)
             if found is not None:
-                losses = chosen if graph.losses and not graph.unlosed else [Layout(None, 1)] * len(graph.losses)
-                return _Verdict(samples, losses, found, telling)
+                return _Verdict(samples, chosen if graph.losses else [], found, telling)
             failed = failed or failure
     if failed is None:
         sizes = [shape for forward in graph.forwards for shape in forward.sizes]

@@ -40,7 +40,7 @@ from benchmarks.measure import (
     _status,
 )
 from benchmarks.run import environment
-from packprop.eager import eager_backward
+from packprop import eager_backward
 
 Step = Callable[[], Tensor]
 Evaluate = Callable[..., Tensor]

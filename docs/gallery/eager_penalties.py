@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from packprop.eager import eager_backward
+from packprop import eager_backward
 
 torch.manual_seed(0)
 LAYERS, WIDTH, SAMPLES = 6, 64, 512

@@ -41,7 +41,7 @@ STYLES: dict[str, tuple[str, str]] = {
 
 HEAD = """# Benchmarks
 
-Every number on this page was measured by `python -m benchmarks.run` and stands in
+Every number on this page was measured by `python -m benchmarks.run` (or `.eager`) and stands in
 `benchmarks/results/`; `python -m benchmarks.page` wrote the page from there. `plain` is a forward
 and a backward pass without any library.
 
@@ -331,6 +331,41 @@ def targets(records: Records) -> str:
     return markdown(["case", "figure", "at most", "reached", "met"], rows)
 
 
+def _eager_section(content: dict[str, Any]) -> list[str]:
+    """What ``python -m benchmarks.eager`` found: peaks, times over plain, the cost of a tiny branch."""
+    parts = ["## Penalties taken at once (`eager_backward`)"]
+    for case, described in content["cases"].items():
+        rows = [
+            [
+                record["contestant"],
+                *(
+                    f"{record[kind] / MIB:.0f}"
+                    for kind in ("resident_bytes", "resident_bytes_without_heap", "tracked_bytes")
+                ),
+                *(
+                    f"{row['seconds']['median']:.2f} s ({significant(row['over_reference']['median'])})"
+                    for name, row in record["seconds"].items()
+                    if name.endswith("wall")
+                ),
+            ]
+            for record in content["records"]
+            if record["case"] == case
+        ]
+        heads = ["MiB:", "resident", "without heap", "tensors", "first step (over plain)", "later steps"]
+        parts += [f"{described['title']}; {described['point']}:", markdown(heads, rows)]
+    tiny = [
+        [f"`{name}`", *(f"{row[part]['median']:.0f}" for part in ("plain", "eager", "difference"))]
+        for name, row in content["tiny_branch_microseconds"].items()
+    ]
+    parts += [
+        "Each figure comes from a fresh process. *Without heap*: each block of 1 MiB and more mapped by "
+        "itself, so that what the C library keeps of freed tensors is not counted.",
+        "A branch with next to no work, microseconds for both passes:",
+        markdown(["branch", "plain", "eager", "difference"], tiny),
+    ]
+    return [*parts, _environment(content["environment"])]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -347,6 +382,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts += ["## Figures aimed at", targets(everything)]
     for suite, content in suites.items():
         parts += _section(suite, content, images)
+    eager = options.results / "eager.json"
+    if eager.exists():
+        parts += _eager_section(json.loads(eager.read_text()))
     (options.docs / "benchmarks.md").write_text("\n\n".join(parts) + "\n")
 
 

@@ -128,9 +128,16 @@ class Backpack(TorchFunctionMode):
                 print(f"  {graph.label(found)}: {found.layouts[0]}")
         graph.hold()
         keep = True
+
+        def restricted(leaves: Sequence[Tensor] | None) -> None:
+            if leaves is None:
+                return backward()
+            seeds = run.gradients if any(seed is not None for seed in run.gradients) else None
+            torch.autograd.backward(run.roots, seeds, run.keeps_graph, inputs=leaves)
+
         try:
             if run.wanted is None:
-                observation.run(backward)
+                observation.run(restricted)
             else:  # such a pass does not go through every node that is needed
                 observation.run(None)
                 backward()

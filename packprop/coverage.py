@@ -22,7 +22,7 @@ from packprop.graph import Graph, walk
 from packprop.losses import describe
 from packprop.structures import Dense, join
 from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, record
-from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Seed, tensors_in
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Seed, tensors_in
 from packprop.uses import Entry, random_state, set_random_state
 
 ASKED = "coverage(model, batch) was called."
@@ -386,7 +386,7 @@ def _layer(model: nn.Module, name: str) -> str:
 
 NAMES: dict[str, Callable[[set[Seed]], bool]] = {
     "gradients of samples": lambda seeds: seeds == {GRADIENT},
-    "GGN, exact": lambda seeds: seeds == {EXACT},
+    "GGN, exact": lambda seeds: seeds in ({EXACT}, {ENTRYWISE}),
     "GGN, sampled": lambda seeds: all(seed.mc_samples is not None for seed in seeds),
     "Kronecker factors": lambda seeds: INPUTS in seeds,
     "others": lambda seeds: True,

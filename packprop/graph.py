@@ -128,6 +128,32 @@ class Graph:
         """Every trainable leaf of a use, once."""
         return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
 
+    def without(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves that a pass can do without, out of ``given``, and all others that it goes to.
+
+        Every use must still be reached by a pass that is restricted to the others.
+        """
+        spared, leaves = {id(leaf): leaf for leaf in given}, {}
+        own = {node: found for found in self.found for node, _ in found.nodes.values()}
+        roots = [root.grad_fn for root in self.roots if root.grad_fn is not None]
+        reached: set[Node] = set()
+        upstream: dict[Node, list[Node]] = {}
+        for node, done in _depth_first(roots, _next, upstream):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+            if not done:
+                continue
+            if leaf is not None and id(leaf) in spared:
+                continue
+            if node in own and not any(up in reached for up in upstream[node]):
+                for site in own[node].sites:
+                    spared.pop(id(site.leaf), None)
+                reached.add(node)
+            elif leaf is not None or any(up in reached for up in upstream[node]):
+                reached.add(node)
+        return list(spared.values()), [leaf for key, leaf in leaves.items() if key not in spared]
+
     @property
     def entangled(self) -> bool:
         """Whether graphs of parameters alone must outlive the user's own pass, which frees them in part.
@@ -193,7 +219,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     order: list[Node] = []
     consumed: list[tuple[Tensor, Node]] = []
 
-    for node, done in _depth_first(starts, lambda node: stepped[node], stepped, found):
+    for node, done in _depth_first(starts, lambda node: _over_uses(node, found), stepped):
         if done:
             order.append(node)
             continue
@@ -232,16 +258,24 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
 
 
 def _depth_first(
-    starts: Iterable[Node],
-    upstream: Callable[[Node], list[Node]],
-    stepped: dict[Node, list[Node]],
-    found: dict[Use, Found],
+    starts: Iterable[Node], upstream: Callable[[Node], list[Node]], stepped: dict[Node, list[Node]]
 ) -> Iterator[tuple[Node, bool]]:
-    """Each node on the way down (``False``) and again when all upstream of it is done (``True``)."""
+    """Each node on the way down (``False``) and again when all upstream of it is done (``True``).
+
+    Args:
+        starts: Where to begin.
+        upstream: The neighbours that a node leads to.
+        stepped: Is filled with them.
+    """
+
+    def enter(node: Node) -> tuple[Node, Iterator[Node]]:
+        stepped[node] = upstream(node)
+        return node, iter(stepped[node])
+
     for start in starts:
         if start in stepped:
             continue
-        stack: list[tuple[Node, Iterator[Node]]] = [_enter(start, stepped, found)]
+        stack = [enter(start)]
         yield start, False
         while stack:
             node, remaining = stack[-1]
@@ -250,22 +284,25 @@ def _depth_first(
                 stack.pop()
                 yield node, True
             elif child not in stepped:
-                stack.append(_enter(child, stepped, found))
+                stack.append(enter(child))
                 yield child, False
 
 
-def _enter(node: Node, stepped: dict[Node, list[Node]], found: dict[Use, Found]) -> tuple[Node, Iterator[Node]]:
-    """Note a node's upstream neighbours, stepping over uses."""
+def _next(node: Node) -> list[Node]:
+    """A node's upstream neighbours."""
+    return [upstream for upstream, _ in node.next_functions if upstream is not None]
+
+
+def _over_uses(node: Node, found: dict[Use, Found]) -> list[Node]:
+    """A node's upstream neighbours, stepping over uses, which are noted."""
     marks = marks_of(node).get(USE)
     if marks is None:
-        neighbours = [upstream for upstream, _ in node.next_functions if upstream is not None]
-    else:
-        neighbours = []
-        for use, index, output in marks:
-            found.setdefault(use, Found(use)).nodes[index] = (node, output)
-            neighbours += [edge.node for edge in use.edges]
-    stepped[node] = neighbours
-    return node, iter(neighbours)
+        return _next(node)
+    neighbours = []
+    for use, index, output in marks:
+        found.setdefault(use, Found(use)).nodes[index] = (node, output)
+        neighbours += [edge.node for edge in use.edges]
+    return neighbours
 
 
 def _require_alive(graph: Graph) -> None:

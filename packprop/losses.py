@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.types import Layout
+from packprop.types import Layout, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Root:
         position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
         draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets: the mean of
             their outer products over draws is the Hessian. Not yet divided by ``sqrt(draws)``.
+        entrywise: A root with one column for each entry, where this one has fewer.
     """
 
     columns: int
     position: Callable[[int, int, int], Tensor]
     draw: Callable[[int, torch.Generator | None], Tensor]
+    entrywise: Root | None = None
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,18 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
-    """Of ``scale * (diag(p) - p p^T)``.
+    """Of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
 
-    Columns are ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``.
+    Columns are those of its Cholesky factor (Tanabe and Sagae 1992), with ``r_k`` the sum of ``p_j`` over
+    ``j >= k``: zero before k, ``sqrt(scale p_k r_{k+1} / r_k)`` at k, ``-p_j sqrt(scale p_k / (r_k r_{k+1}))``
+    behind. Entrywise ones are ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``.
     """
     log_p = logits.log_softmax(-1)
     p, sqrt_p = log_p.exp(), (0.5 * log_p).exp()  # the root stays differentiable where p underflows
     strength = scale.sqrt()
     classes = p.shape[-1]
 
-    def position(t: int, start: int, stop: int) -> Tensor:
+    def entrywise(t: int, start: int, stop: int) -> Tensor:
         unit = torch.eye(classes, dtype=p.dtype, device=p.device)[start:stop]
         columns = (unit[:, None, :] - p[None, :, t]) * sqrt_p[:, t, start:stop].T[..., None]
         return columns * strength[None, :, t, None]
@@ -138,7 +142,20 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         one_hot = F.one_hot(targets, classes).movedim(1, 0).reshape(draws, *p.shape)
         return (p - one_hot.to(p.dtype)) * strength[..., None]
 
-    return Root(classes, position, draw)
+    def position(t: int, start: int, stop: int) -> Tensor:
+        known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
+        rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
+        before, behind = rest[:, :-1], rest[:, 1:]
+        at = (0.5 * (known[:, :-1] + behind - before))[:, start:stop]
+        half = (0.5 * (known[:, :-1] - before - behind))[:, start:stop]
+        place = torch.arange(classes, device=p.device)
+        chosen, absent = place[start:stop, None], known.new_tensor(-torch.inf)
+        columns = torch.where(place == chosen, at[..., None], absent).exp()
+        columns = columns - torch.where(place > chosen, known[:, None, :] + half[..., None], absent).exp()
+        return (columns.movedim(1, 0) * strength[None, :, t, None]).to(p.dtype)
+
+    every = Root(classes, entrywise, draw)
+    return every if classes == 1 else Root(classes - 1, position, draw, every)
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,13 +26,18 @@ class Monoid:
         name: For messages and tables.
         merge: Associative; takes two partial results.
         result: Turns the partial result into the value.
-        grows: Whether the size of the value grows along the axis.
+        axis: The axis that the value grows along, if it does.
     """
 
     name: str
     merge: Callable[[Any, Any], Any]
     result: Callable[[Any], Any]
-    grows: bool
+    axis: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the size of the value grows along the axis."""
+        return self.axis is not None
 
     def __repr__(self) -> str:
         return self.name
@@ -59,12 +64,96 @@ def concatenate(axis: int) -> Monoid:
     def result(pieces: list[Tensor]) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
-    return Monoid(f"CAT({axis})", lambda a, b: a + b, result, grows=True)
+    return Monoid(f"CAT({axis})", lambda a, b: a + b, result, axis)
 
 
-SUM = Monoid("SUM", _add, lambda total: total, grows=False)
+SUM = Monoid("SUM", _add, lambda total: total)
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
-MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial, grows=False)
+MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
+
+
+class Extent(NamedTuple):
+    """A piece ``start`` to ``stop`` of an axis that is ``total`` long."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is all there is."""
+        return self.stop - self.start == self.total
+
+
+class Partial:
+    """What is there of a result while bites arrive: columns in order, and for each the samples in order.
+
+    A result that grows is allocated once and filled, and sums are added up in place, so that no bite leaves
+    behind anything larger than the result.
+
+    Args:
+        over_v: How results of disjoint columns merge.
+        over_n: How results of disjoint samples merge.
+    """
+
+    def __init__(self, over_v: Monoid, over_n: Monoid) -> None:
+        self._over_v, self._over_n = over_v, over_n
+        self._filled: Tensor | None = None
+        self._of_column, self._total = _Running(over_n), _Running(over_v)
+
+    def put(self, value: Any, columns: Extent, samples: Extent) -> None:
+        """Merge the value of some columns and samples."""
+        grows = self._over_v.grows or self._over_n.grows
+        if grows and not (columns.whole and samples.whole):
+            place = self._place(value, columns, samples)
+            first = (self._over_v.grows or columns.start == 0) and (self._over_n.grows or samples.start == 0)
+            place.copy_(value) if first else place.add_(value)
+            return
+        self._of_column.add(lift(self._over_n, value))
+        if samples.stop == samples.total:
+            self._total.add(lift(self._over_v, self._of_column.take()))
+
+    def result(self) -> Any:
+        """The value, once everything has arrived."""
+        return self._total.take() if self._filled is None else self._filled
+
+    def _place(self, value: Tensor, columns: Extent, samples: Extent) -> Tensor:
+        """Where in the whole result a value belongs."""
+        grown = [
+            (m.axis, e) for m, e in ((self._over_v, columns), (self._over_n, samples)) if m.axis is not None
+        ]
+        if self._filled is None:
+            shape = [*value.shape]
+            for axis, extent in grown:
+                shape[axis] = extent.total
+            self._filled = value.new_empty(shape)
+        place = self._filled
+        for axis, extent in grown:
+            place = place.narrow(axis, extent.start, extent.stop - extent.start)
+        return place
+
+
+class _Running:
+    """A merge of partial results so far; tensors that nobody else holds are added to in place."""
+
+    def __init__(self, monoid: Monoid) -> None:
+        self._monoid, self._value = monoid, cast(Any, None)
+        self._begun = self._own = False
+
+    def add(self, value: Any) -> None:
+        if self._own and value is not None:
+            self._value.add_(value)
+        elif self._begun:
+            self._own = self._monoid is SUM and isinstance(self._value, Tensor) and value is not None
+            self._value = self._monoid.merge(self._value, value)
+        else:
+            self._value, self._begun = value, True
+
+    def take(self) -> Any:
+        """The value; the next one begins anew."""
+        value, self._value = self._value, None
+        self._begun = self._own = False
+        return self._monoid.result(value)
 
 
 def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,27 +13,45 @@ from torch import Tensor
 
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Found, Graph, Site
-from packprop.monoid import lift
+from packprop.monoid import Extent, Partial
 from packprop.seeds import Columns, columns
+from packprop.statistics import forms_rows, summed_grad
 from packprop.structures import Dense, join
 from packprop.sweep import Watch, sweep
-from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Row, Seed, tensors_in
 
 SCRATCH = 8 * 2**20
 """Bytes of temporary memory that one bite of samples may take."""
 BATCHED_SIGNALS = 64 * 2**20
 """Bytes of signals that a vectorised sweep may hold."""
+WORTH_SUMMING = 2**24
+"""Multiplications of a weight's gradient from which on it is worth an effort not to compute it twice."""
 
-Results = dict[Extension, dict[Tensor, list[Any]]]
+ONE = Extent(0, 1, 1)
+"""The only column of the gradient, and of a sweep over inputs."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Task:
     """One row of one extension."""
 
     extension: Extension
     index: int
     row: Row
+
+
+class _Summed(Extension):
+    """The gradient itself, from per-sample ones."""
+
+    rows = (Row(GRADIENT, summed_grad),)
+
+
+SUMMED = _Summed()
+
+Part = tuple[Found, Site, list[Tensor | None]]
+"""A use of a leaf, and what arrived at its outputs."""
+Backward = Callable[[Sequence[Tensor] | None], None]
+"""Runs the user's own pass; restricted to some leaves if these are given."""
 
 
 @dataclass
@@ -50,20 +69,23 @@ class Observation:
     extensions: Sequence[Extension]
     create_graph: bool
     done: Callable[[Tensor, dict[Extension, list[Any]]], None]
-    _partial: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _finite: dict[int, Tensor] = field(default_factory=dict)
+    _gradients: dict[int, Tensor] = field(default_factory=dict)
 
-    def run(self, backward: Callable[[], None] | None) -> None:
+    def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
         with torch.set_grad_enabled(self.create_graph):
             self._run(backward)
         self._warn_if_not_finite()
 
-    def _run(self, backward: Callable[[], None] | None) -> None:
+    def _run(self, backward: Backward | None) -> None:
         tasks: dict[Seed, list[_Task]] = {}
         for extension in self.extensions:
             for index, row in enumerate(extension.rows):
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
+        if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
+            tasks[ENTRYWISE] += tasks.pop(EXACT)
         _check_subsampling(self.extensions, self.graph.samples)
         # everything that can be refused is refused before any work
         curved = {seed: columns(self.graph, seed, self.create_graph) for seed in tasks if seed.kind == "ggn"}
@@ -83,21 +105,21 @@ class Observation:
                 self._finish(leaf)
 
     def _inputs(self, tasks: list[_Task]) -> None:
-        parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
+        parts: dict[int, list[Part]] = {}
         for found in self.graph.found:
             for site in found.sites:
                 nothing: list[Tensor | None] = [None] * len(found.use.shapes)
                 parts.setdefault(id(site.leaf), []).append((found, site, nothing))
         for uses in parts.values():
-            self._consume(uses[0][1].leaf, uses, tasks)
+            self._consume(uses[0][1].leaf, uses, tasks, ONE)
 
-    def _gradient(self, tasks: list[_Task], backward: Callable[[], None] | None, last: bool) -> None:
-        collect = _Collector(self, self.graph.found, tasks, last)
+    def _gradient(self, tasks: list[_Task], backward: Backward | None, last: bool) -> None:
         if not tasks:
             if backward is not None:
-                backward()
+                backward(None)
             return
         if backward is None or self.graph.entangled:
+            collect = _Collector(self, self.graph.found, tasks, last, ONE)
             graph = self.graph
             edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
             seeds = [
@@ -106,35 +128,74 @@ class Observation:
             ]
             sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
             if backward is not None:
-                backward()
-        else:
-            watch = Watch(self.graph.found, collect.visit)
-            complete = False
-            try:
-                backward()
-                complete = True
-            finally:
-                watch.close(complete)
+                backward(None)
+            collect.flush()
+            return
+        summing, others = self._summing(tasks)
+        own = [_Task(SUMMED, 0, SUMMED.rows[0])]
+        collect = _Collector(self, self.graph.found, tasks, last, ONE, {id(leaf): own for leaf in summing})
+        watch = Watch(self.graph.found, collect.visit)
+        complete = False
+        try:
+            backward(others if summing else None)
+            complete = True
+        finally:
+            watch.close(complete)
         collect.flush()
+        made = [(leaf, self._gradients.pop(id(leaf))) for leaf in summing if id(leaf) in self._gradients]
+        if made:
+            torch.autograd.backward([leaf for leaf, _ in made], [gradient for _, gradient in made])
+
+    def _summing(self, tasks: list[_Task]) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves whose gradient is summed from per-sample ones, and the leaves that are left to autograd.
+
+        # NOTE [One product for two]
+        A weight that is shared over positions has per-sample gradients that cost as many multiplications as
+        the summed one. Where they are formed anyway autograd is kept from computing the sum again: its pass
+        is restricted to the other leaves, and these are given theirs at the end, through their own nodes, so
+        that hooks on them run.
+        """
+        if self.create_graph:
+            return [], []
+        statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
+        graph = self.graph
+        chosen: dict[int, Tensor] = {}
+        for found in graph.found:
+            if any(self._worth_summing(found, site, statistics) for site in found.sites):
+                # a bias, too: autograd computes gradients of weight and bias by one function
+                chosen |= {id(s.leaf): s.leaf for s in found.sites if s.direct and s.leaf.is_leaf}
+        return graph.without(list(chosen.values()))
+
+    def _worth_summing(self, found: Found, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
+        fans = site.entry.fans
+        if fans is None or not site.direct:
+            return False
+        positions = found.use.shapes[0].numel() // (self.graph.samples * fans.groups * fans.fan_out)
+        work = positions * site.leaf.numel() * self.graph.samples
+        return work >= WORTH_SUMMING and any(
+            forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
+        )
 
     def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool) -> None:
-        chunks = []
+        total = sum(group.count for group in groups)
+        before = 0
         for group in groups:
             step = self._columns_at_once(group)
-            chunks += [(group, start, min(group.count, start + step)) for start in range(0, group.count, step)]
-        for place, (group, start, stop) in enumerate(chunks):
-            seeds = group.chunk(start, stop)
-            batched = stop - start > 1
-            collect = _Collector(self, self.graph.found, tasks, last and place == len(chunks) - 1)
-            sweep(
-                group.edges,
-                seeds if batched else [seed[0] for seed in seeds],
-                self.graph.found,
-                collect.visit,
-                batched=batched,
-                create_graph=self.create_graph,
-            )
-            collect.flush(stop - start)
+            for start in range(0, group.count, step):
+                stop = min(group.count, start + step)
+                seeds = group.chunk(start, stop)
+                extent = Extent(before + start, before + stop, total)
+                collect = _Collector(self, self.graph.found, tasks, last and extent.stop == total, extent)
+                sweep(
+                    group.edges,
+                    seeds if stop - start > 1 else [seed[0] for seed in seeds],
+                    self.graph.found,
+                    collect.visit,
+                    batched=stop - start > 1,
+                    create_graph=self.create_graph,
+                )
+                collect.flush()
+            before += group.count
 
     def _columns_at_once(self, group: Columns) -> int:
         """A vectorised sweep pays where many columns go through a small graph."""
@@ -142,17 +203,11 @@ class Observation:
         fitting = BATCHED_SIGNALS // (8 * max(entries, 1))
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
 
-    def _consume(
-        self,
-        leaf: Tensor,
-        parts: list[tuple[Found, Site, list[Tensor | None]]],
-        tasks: list[_Task],
-    ) -> None:
+    def _consume(self, leaf: Tensor, parts: list[Part], tasks: list[_Task], columns: Extent) -> None:
         """Take the statistics of one leaf, bite by bite, and merge them into its partial results."""
         samples = self.graph.samples
         for chosen, group in _by_subsampling(tasks):
             count = samples if chosen is None else len(chosen)
-            pieces: dict[int, Any] = {}
             whole = any(task.row.whole for task in group)
             step = count if whole else self._samples_at_once(leaf, parts)
             for start in range(0, count, step):
@@ -162,56 +217,61 @@ class Observation:
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
                 structure = join([site.meet(signals, found.layouts, bite) for found, site, signals in parts])
-                for place, task in enumerate(group):
-                    value = lift(task.row.over_n, task.row.statistic(structure))
-                    pieces[place] = task.row.over_n.merge(pieces[place], value) if place in pieces else value
-            for place, task in enumerate(group):
-                self._merge(leaf, task, task.row.over_n.result(pieces[place]))
+                for task in group:
+                    value = task.row.statistic(structure)
+                    self._partial_of(leaf, task).put(value, columns, Extent(start, stop, count))
 
-    def _merge(self, leaf: Tensor, task: _Task, result: Any) -> None:
-        """Merge the result of some columns into what is there of others."""
-        over_v = task.row.over_v
-        value = lift(over_v, result)
+    def _partial_of(self, leaf: Tensor, task: _Task) -> Partial:
         key = (id(task.extension), task.index, id(leaf))
-        before = self._partial.get(key)
-        self._partial[key] = value if before is None else over_v.merge(before, value)
+        if key not in self._partial:
+            self._partial[key] = Partial(task.row.over_v, task.row.over_n)
+        return self._partial[key]
 
-    def vanish(self, leaf: Tensor, columns: int, tasks: list[_Task]) -> None:
+    def vanish(self, leaf: Tensor, columns: Extent, tasks: list[_Task]) -> None:
         """A leaf that a sweep has not reached: its gradients are zero."""
         for task in tasks:
             chosen = task.extension.subsampling
             count = self.graph.samples if chosen is None else len(chosen)
-            zeros = Dense(leaf.new_zeros(columns, count, *leaf.shape))
-            self._merge(leaf, task, task.row.over_n.result(lift(task.row.over_n, task.row.statistic(zeros))))
+            zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape))
+            self._partial_of(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
-    def _samples_at_once(self, leaf: Tensor, parts: list[tuple[Found, Site, list[Tensor | None]]]) -> int:
-        entries = 0
-        for _, site, signals in parts:
-            columns = next((signal.shape[0] for signal in signals if signal is not None), 1)
-            entries += max(site.entry.scratch, leaf.numel()) * columns
-        return max(1, min(self.graph.samples, SCRATCH // (entries * leaf.element_size() or 1)))
+    def _samples_at_once(self, leaf: Tensor, parts: list[Part]) -> int:
+        entries, room = 0, SCRATCH
+        for found, site, signals in parts:
+            columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
+            own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
+            each = max(site.entry.scratch, leaf.numel(), own)
+            if columns:
+                entries += each * columns
+            else:  # what comes of inputs alone is a matrix that each bite is added to
+                entries += site.entry.alone or each
+                fan_in = site.entry.fans.fan_in if site.entry.fans else 0
+                room = max(room, fan_in**2 * leaf.element_size())
+        return max(1, min(self.graph.samples, room // (entries * leaf.element_size() or 1)))
 
-    def note(self, leaf: Tensor, signals: list[Tensor | None]) -> None:
-        """Remember, without waiting for the device, whether signals are finite."""
-        for signal in signals:
-            if signal is not None and signal.numel():
-                if signal.is_complex():
-                    finite = signal.isfinite().all()
+    def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
+        """Remember, without waiting for the device, whether tensors are finite."""
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                if tensor.is_complex():
+                    finite = tensor.isfinite().all()
                 else:
-                    low, high = signal.detach().aminmax()
+                    low, high = tensor.detach().aminmax()
                     finite = low.isfinite() & high.isfinite()
                 before = self._finite.get(id(leaf))
                 self._finite[id(leaf)] = finite if before is None else before & finite
 
     def _finish(self, leaf: Tensor) -> None:
         results: dict[Extension, list[Any]] = {}
-        for extension in self.extensions:
-            values = []
-            for index, row in enumerate(extension.rows):
-                partial = self._partial.pop((id(extension), index, id(leaf)), None)
-                values.append(None if partial is None else row.over_v.result(partial))
-            if any(value is not None for value in values):
-                results[extension] = values
+        for extension in (*self.extensions, SUMMED):
+            found = [self._partial.pop((id(extension), i, id(leaf)), None) for i in range(len(extension.rows))]
+            if any(partial is not None for partial in found):
+                results[extension] = [None if partial is None else partial.result() for partial in found]
+        if SUMMED in results:
+            self._gradients[id(leaf)] = results.pop(SUMMED)[0].to(leaf.dtype)
+        if id(leaf) not in self._finite:
+            made = [*tensors_in([results, self._gradients.get(id(leaf))])]
+            self.note(leaf, [min(made, key=Tensor.numel)] if made else [])
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
@@ -229,40 +289,62 @@ class Observation:
 
 
 class _Collector:
-    """Waits until the signals of all uses of a leaf have arrived, then has them consumed."""
+    """Waits until the signals of all uses of a leaf have arrived, then has them consumed.
+
+    Args:
+        observation: What consumes them.
+        found: The uses.
+        tasks: What is asked of every leaf.
+        last: Whether all results are there after this sweep.
+        columns: The columns that are swept.
+        more: What is asked of some leaves before that.
+    """
 
     def __init__(
-        self, observation: Observation, found: Sequence[Found], tasks: list[_Task], last: bool
+        self,
+        observation: Observation,
+        found: Sequence[Found],
+        tasks: list[_Task],
+        last: bool,
+        columns: Extent,
+        more: Mapping[int, list[_Task]] = MappingProxyType({}),
     ) -> None:
-        self._observation, self._tasks, self._last = observation, tasks, last
-        self._parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
+        self._observation, self._tasks, self._more = observation, tasks, more
+        self._last, self._columns = last, columns
+        self._parts: dict[int, list[Part]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected: dict[int, int] = {}
         for f in found:
             for site in f.sites:
                 self._expected[id(site.leaf)] = self._expected.get(id(site.leaf), 0) + 1
+        self._adding = any(not (task.row.over_n.grows or task.row.over_v.grows) for task in tasks)
 
     def visit(self, found: Found, signals: list[Tensor | None]) -> None:
         """One use with its signals."""
         for site in found.sites:
             key = id(site.leaf)
-            self._observation.note(site.leaf, signals)
+            # NaN in a signal is NaN in what is computed from it: the smaller of the two is looked at
+            small = self._adding or key in self._more
+            entries = sum(signal.numel() for signal in signals if signal is not None)
+            if not small or entries < site.leaf.numel():
+                self._observation.note(site.leaf, signals)
             parts = self._parts.setdefault(key, [])
             parts.append((found, site, signals))
             if len(parts) == self._expected[key]:
                 self._consume(key)
 
-    def flush(self, columns: int = 1) -> None:
+    def flush(self) -> None:
         """End of the sweep: leaves that it has reached at some of their uses only, or at none."""
         for key in list(self._parts):
             self._consume(key)
         for leaf in list(self._leaves.values()):
-            self._observation.vanish(leaf, columns, self._tasks)
+            self._observation.vanish(leaf, self._columns, self._tasks)
             self._done(leaf)
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
-        self._observation._consume(leaf, self._parts.pop(key), self._tasks)
+        tasks = [*self._more.get(key, ()), *self._tasks]
+        self._observation._consume(leaf, self._parts.pop(key), tasks, self._columns)
         self._done(leaf)
 
     def _done(self, leaf: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.patches import as_tuple, patches, transposed_patches
-from packprop.structures import Dense, Lookup, Outer, Structure
+from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
+from packprop.structures import Dense, Later, Lookup, Outer, Structure
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import (
     Call,
     Entry,
+    Fans,
     Samples,
     Saved,
     Signals,
@@ -156,8 +158,9 @@ def _convolution(
     groups: int,
     fold: Callable[[torch.Size], Callable[[Tensor], Tensor]],
     unfold: Callable[[Tensor], Tensor],
+    moment: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Entry] | None:
-    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``."""
+    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``, and products of that."""
     if call.consumes(x):
         return None
     space = weight.dim() - 2
@@ -165,18 +168,22 @@ def _convolution(
     positions = call.shape[-space:].numel()
     rearrange = fold(weight.shape)
 
+    fan_in = weight.numel() // channels
+    fans = Fans(groups, fan_in, channels // groups)
+
     def build(signal: Tensor | None, x: Tensor) -> Structure:
-        rows = unfold(x.reshape(-1, *x.shape[-space - 1 :]))
-        rows = rows.reshape(x.shape[0], -1, *rows.shape[-2:])
+        images = x.reshape(-1, *x.shape[-space - 1 :])
+        shape = (x.shape[0], len(images) // len(x) * positions, groups, fan_in)
         if signal is not None:
             signal = signal.flatten(-space).transpose(-1, -2)
-            signal = signal.reshape(*signal.shape[:2], rows.shape[1], groups, channels // groups)
-        return Outer(rows, signal, rearrange)
+            signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
+        rows = Later(shape, lambda: unfold(images).reshape(shape))
+        return Outer(rows, signal, rearrange, None if moment is None else lambda: moment(images))
 
-    fan_in = weight.numel() * groups // channels
-    scratch = weight.numel() + positions * (fan_in + channels)
+    scratch = weight.numel() + positions * (groups * fan_in + channels)
+    alone = groups * positions * fan_in if moment is None else 3 * x.shape[-space - 1 :].numel()
     meet = rowwise(build, name_of(call.function), x)
-    found = [Entry(weight, "Outer", meet, scratch, admits=lambda axis: axis == 0)]
+    found = [Entry(weight, "Outer", meet, scratch, admits=lambda axis: axis == 0, alone=alone, fans=fans)]
     if bias is None:
         return found
     form = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
@@ -207,7 +214,11 @@ def _conv(
     def unfold(x: Tensor) -> Tensor:
         return patches(F.pad(x, widths) if any(widths) else x, kernel, steps, gaps, groups)
 
-    return _convolution(call, input, weight, bias, groups, fold_to, unfold)
+    def moment(x: Tensor) -> Tensor:
+        return patch_moment(x, kernel, gaps, sides, groups)
+
+    fewer = math.prod(kernel) > 1 and set(steps) == {1}
+    return _convolution(call, input, weight, bias, groups, fold_to, unfold, moment if fewer else None)
 
 
 @register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)

@@ -113,6 +113,8 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
         return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
+    if seed.entrywise and root.entrywise is not None:
+        root = root.entrywise
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
     return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])

@@ -8,13 +8,14 @@ for one structure; the law "fast cell equals default" is tested for each of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.monoid import Moments
+from packprop.products import squared_products, sum_of_squares
 from packprop.structures import Dense, Lookup, Outer, Structure, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]
@@ -52,10 +53,15 @@ def per_sample_grad(structure: Structure) -> Tensor:
     return rows(structure)
 
 
+def summed_grad(structure: Structure) -> Tensor:
+    """The gradient of one column, summed over samples, ``[*p]``."""
+    return rows(structure)[0].sum(0)
+
+
 def sum_sq(structure: Structure) -> Tensor:
     """Squares of per-sample gradients, summed over columns and samples, ``[*p]``."""
     fast = _fast("sum_sq", structure)
-    return rows(structure).square().sum((0, 1)) if fast is None else fast
+    return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
 
 
 def batch_sq(structure: Structure) -> Tensor:
@@ -83,7 +89,7 @@ def moments(structure: Structure) -> Moments:
     """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
     gradients = rows(structure)[0]
     mean = gradients.mean(0)
-    return Moments(gradients.shape[0], mean, (gradients - mean).square().sum(0))
+    return Moments(gradients.shape[0], mean, sum_of_squares(gradients - mean))
 
 
 def signal_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
@@ -123,9 +129,11 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     """
     if isinstance(structure, Dense):
         return None
-    _require_room(structure.entries if isinstance(structure, Lookup) else structure.x.shape[-1])
+    _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
     if isinstance(structure, Lookup):
         return _lookup_input_gram(structure, approximation)
+    if structure.moment is not None and approximation == "mixed":
+        return structure.moment()
     x = structure.x
     positions, groups = x.shape[1:3]
     if approximation == "reduce":
@@ -145,6 +153,24 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
     return total / index.shape[1] if approximation == "expand" else total
 
 
+def norms_by_products(positions: int, fan_in: int, fan_out: int) -> bool:
+    """Whether norms of per-sample gradients of an affine use are best had without forming these.
+
+    Products over pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. The latter
+    also add up to the summed gradient, which need not be computed again, so they win from half of that on.
+    """
+    return positions == 1 or 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+
+
+def forms_rows(statistic: Callable[..., Any], positions: int, fan_in: int, fan_out: int) -> bool:
+    """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
+    if positions == 1:
+        return False
+    if statistic is sq_norm:
+        return not norms_by_products(positions, fan_in, fan_out)
+    return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
+
+
 # Fast cells
 
 
@@ -152,8 +178,12 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
 def _outer_sum_sq(structure: Outer) -> Tensor | None:
     """Without shared positions the square of a product is the product of squares: one matrix product."""
     assert structure.signal is not None
-    if structure.signal.shape[2] != 1:
-        return None
+    columns, _, positions, groups, fan_out = structure.signal.shape
+    if positions != 1:
+        if structure.formed or groups != 1:
+            return None
+        total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
+        return structure.fold(total.unsqueeze(-3))
     squares = structure.signal[:, :, 0].square().sum(0)
     return structure.fold(torch.einsum("ngo,ngi->goi", squares, structure.x[:, 0].square()))
 
@@ -170,14 +200,15 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
-    """Inner products over positions need fewer products while ``s (o + i) <= o i`` (Goodfellow 2015)."""
-    signal, x = structure.signal, structure.x
+    """Inner products over positions, where these are few (Goodfellow 2015)."""
+    signal = structure.signal
     assert signal is not None
     positions = signal.shape[2]
+    if structure.formed or not norms_by_products(positions, structure.shape[3], signal.shape[4]):
+        return None
+    x = structure.x
     if positions == 1:
         return (signal[:, :, 0].square().sum((0, 3)) * x[:, 0].square().sum(2)).sum(1)
-    if positions * (signal.shape[4] + x.shape[3]) > signal.shape[4] * x.shape[3]:
-        return None
     inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
     signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)
     return (inputs * signals).sum((1, 2, 3))

@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packprop.products import outer_products
+
 Fold = Callable[[Tensor], Tensor]
+
+
+class Later(NamedTuple):
+    """A tensor that is made when it is needed, and its shape."""
+
+    shape: Sequence[int]
+    make: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,14 +31,31 @@ class Outer:
     """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
 
     Args:
-        x: Inputs ``[n, s, g, i]``.
+        given: Inputs ``[n, s, g, i]``, there already or made when they are needed.
         signal: Signal at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
+        moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
     """
 
-    x: Tensor
+    given: Tensor | Later
     signal: Tensor | None
     fold: Fold
+    moment: Callable[[], Tensor] | None = None
+
+    @cached_property
+    def x(self) -> Tensor:
+        """Inputs ``[n, s, g, i]``."""
+        return self.given if isinstance(self.given, Tensor) else self.given.make()
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the inputs, which need not be made for it."""
+        return self.given.shape
+
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients are there already."""
+        return "rows" in vars(self)
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -38,9 +65,17 @@ class Outer:
             return None
         if signal.shape[2] == 1:
             return self.fold(signal[:, :, 0, ..., None] * x[:, 0, :, None, :])
-        if signal.shape[0] == 1:
-            return self.fold(torch.einsum("nsgo,nsgi->ngoi", signal[0], x)[None])
-        return self.fold(torch.einsum("vnsgo,nsgi->vngoi", signal, x))
+        products = outer_products(*self.matrices)
+        columns, samples, _, groups, fan_out = signal.shape
+        return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
+
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Signals ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
+        assert self.signal is not None
+        columns, samples, positions, groups, fan_out = self.signal.shape
+        left = self.signal.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
+        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, -1, positions)
 
 
 @dataclass(frozen=True)
@@ -98,7 +133,7 @@ def join(parts: Sequence[Structure]) -> Structure:
         return first
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(outers) == len(parts):
-        same = all(part.fold is outers[0].fold and part.x.shape[2:] == outers[0].x.shape[2:] for part in outers)
+        same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
         if same:
             signals = [part.signal for part in outers if part.signal is not None]
             return Outer(

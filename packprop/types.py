@@ -124,15 +124,18 @@ class Seed:
         kind: ``"gradient"``, ``"ggn"``, or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
+        entrywise: Whether there shall be one column for each entry of the output, where fewer would do.
     """
 
     kind: str
     mc_samples: int | None = None
     generator: torch.Generator | None = field(default=None, compare=True)
+    entrywise: bool = False
 
 
 GRADIENT = Seed("gradient")
 EXACT = Seed("ggn")
+ENTRYWISE = Seed("ggn", entrywise=True)
 INPUTS = Seed("none")
 
 

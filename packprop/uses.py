@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ Signals = Sequence[Tensor | None]
 Meet = Callable[[Signals, Sequence[Layout], Samples], Structure]
 
 
+class Fans(NamedTuple):
+    """Groups of an affine map, and how many entries of each go in and come out."""
+
+    groups: int
+    fan_in: int
+    fan_out: int
+
+
 @dataclass(frozen=True)
 class Entry:
     """How one parameter enters one call.
@@ -34,9 +42,12 @@ class Entry:
         structure: Name of the structure, for tables and messages.
         meet: From signals at the outputs ``[v, *y]`` (``None``: inputs only, or an output that nothing
             reaches), their layouts, and a choice of samples, to a structure.
-        scratch: Entries of temporary memory for one sample and one column.
+        scratch: Entries of temporary memory for one sample and one column, where these are more than
+            the entries of the parameter and those of a sample's output.
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
+        alone: Entries of temporary memory for one sample where only inputs are asked for.
+        fans: Groups and extents of an affine map.
     """
 
     parameter: Tensor
@@ -45,6 +56,8 @@ class Entry:
     scratch: int = 0
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
+    alone: int = 0
+    fans: Fans | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +193,8 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
 
     meet = rowwise(build, name_of(call.function), x)
     last = len(call.shape) - 1
-    return Entry(weight, "Outer", meet, weight.numel(), admits=lambda axis: axis != last)
+    fans = Fans(1, fan_in, weight.numel() // fan_in)
+    return Entry(weight, "Outer", meet, admits=lambda axis: axis != last, alone=fan_in, fans=fans)
 
 
 def scaled(
@@ -223,7 +237,7 @@ def scaled(
     def admits(axis: int) -> bool:
         return window is None or axis != window[0]
 
-    return Entry(parameter, "Scale", meet, call.shape.numel(), admits=admits)
+    return Entry(parameter, "Scale", meet, admits=admits)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:

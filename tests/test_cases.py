@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import packprop
+import packprop.observe
+import packprop.products
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.running import (
@@ -67,6 +71,20 @@ def test_everything_in_one_backward_pass(case: Case, size: int, reduction: str |
 )
 def test_single_precision(case: Case) -> None:
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if not c.refuses and "float64-only" not in c.tags],
+    ids=lambda c: c.name,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Gradients summed from per-sample ones, and products one at a time, however small they are."""
+    monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(packprop.products, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(packprop.products, "SHORT", 0)
+    check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

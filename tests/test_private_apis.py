@@ -30,6 +30,7 @@ PRIVATE = {
     "_backward_hooks": {"eager/reach.py"},
     "_version": {"uses.py", "tape.py", "seeds.py", "eager/pieces.py"},
     "_pytree": {"eager/pieces.py"},
+    "_linear_pointwise": {"products.py"},
 }
 # The modules on the way to them, and one function of Python's own.
 ON_THE_WAY = {"_C", "_autograd", "_getframe"}
@@ -198,6 +199,17 @@ def test_what_packprop_does_with_it() -> None:
 
 
 # The others, and public ones that are barely documented
+
+
+def test_one_dnn_multiplies_matrices_by_rows_and_by_columns() -> None:
+    """Without the operator products are as right and slower; if it changes, this says so."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this build of PyTorch has no oneDNN")
+    left, right = torch.randn(5, 7), torch.randn(6, 7)
+    for a in (left, left.T.contiguous().T):
+        for b in (right, right.T.contiguous().T):
+            product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+            torch.testing.assert_close(product, left @ right.T)
 
 
 def test_versions_count_changes_in_place() -> None:

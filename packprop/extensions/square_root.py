@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from packprop.extensions.sampled import Sampled
 from packprop.monoid import CAT
 from packprop.statistics import per_sample_grad
-from packprop.types import EXACT, Extension, Row
+from packprop.types import ENTRYWISE, Extension, Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class SqrtGGNExact(Extension):
 
     subsampling: Sequence[int] | None = None
     savefield = "sqrt_ggn_exact"
-    rows = (Row(EXACT, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
+    rows = (Row(ENTRYWISE, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,76 @@
+"""Batches of matrix products, by the fastest kernel that PyTorch has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORTH_A_CALL = 2**20
+"""Multiplications from which on one product is worth a call of its own."""
+SHORT = 32
+"""Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
+
+
+def outer_products(left: Tensor, right: Tensor) -> Tensor:
+    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``."""
+    kernel = _kernel_for(left, right)
+    if kernel is None:
+        return torch.bmm(left, right.mT)
+    out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
+    left, right = _plain(left), _plain(right)
+    for place, one, other in zip(out, left, right, strict=True):
+        place.copy_(kernel(one, other))
+    return out
+
+
+def squared_products(left: Tensor, right: Tensor) -> Tensor:
+    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``; none outlives its turn."""
+    kernel = _kernel_for(left, right)
+    if kernel is None:
+        return sum_of_squares(torch.bmm(left, right.mT))
+    total = left.new_zeros(left.shape[1], right.shape[1])
+    left, right = _plain(left), _plain(right)
+    for one, other in zip(left, right, strict=True):
+        product = kernel(one, other)
+        total.addcmul_(product, product)
+    return total
+
+
+def sum_of_squares(rows: Tensor) -> Tensor:
+    """Squares of entries, summed over the leading axis."""
+    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or len(rows) > 64:
+        return rows.square().sum(0)
+    total = torch.zeros_like(rows[0])
+    for row in rows:  # each is read once, and nothing as large as all of them is written
+        total.addcmul_(row, row)
+    return total
+
+
+def _plain(matrices: Tensor) -> Tensor:
+    """Matrices without gaps, by rows or by columns: for others oneDNN falls back to a loop over entries."""
+    _, rows, columns = matrices.shape
+    fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
+    return matrices if fits else matrices.contiguous()
+
+
+def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster by itself than in a batch.
+
+    The one private operator that is called: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in compiled
+    models. Public products go to MKL, which takes a slower path on processors that Intel did not make, at
+    half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without the operator
+    everything works by ``torch.bmm``.
+    """
+    library: Any = torch.ops.mkldnn
+    fits = (
+        left.device.type == right.device.type == "cpu"
+        and left.dtype == right.dtype == torch.float32
+        and left.shape[1] * left.shape[2] * right.shape[1] >= WORTH_A_CALL
+        and left.shape[2] >= SHORT
+        and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
+        and hasattr(library, "_linear_pointwise")
+    )
+    return (lambda a, b: library._linear_pointwise(a, b, None, "none", [], "")) if fits else None

@@ -11,6 +11,7 @@ from packprop.dataset import Result, compute
 from packprop.eager import eager_backward
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.losses import register_loss
+from packprop.plan import Plan, plan
 from packprop.profile import Profile, profile
 from packprop.tape import disable, extend, record, restore
 from packprop.uses import register_use
@@ -20,6 +21,7 @@ __all__ = [
     "Coverage",
     "PackpropError",
     "PackpropWarning",
+    "Plan",
     "Profile",
     "Result",
     "backpack",
@@ -29,6 +31,7 @@ __all__ = [
     "eager_backward",
     "extend",
     "extensions",
+    "plan",
     "profile",
     "record",
     "register_loss",

@@ -194,6 +194,12 @@ def _parser() -> argparse.ArgumentParser:
         help="CPU threads of torch (default: torch's own choice; 1 for the built-in example, whose "
         "tensors are too small to share)",
     )
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; bites of "
+        "samples are small anyway)",
+    )
     add("--no-progress", action="store_true", help="show no progress bar")
     add("--debug", action="store_true", help="show errors with their tracebacks")
     return parser
@@ -235,6 +241,7 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         evaluation=not options.keep_mode,
         seed=options.seed,
         progress=not options.no_progress,
+        memory=options.memory,
     )
     paths = found.save(options.output)
     console = Console()

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.graph import Graph, require_complete, walk
-from packprop.observe import Observation
-from packprop.samples import settle
+from packprop.errors import BadInput, PackpropWarning
+from packprop.graph import Graph, walk
+from packprop.memory import is_dry
+from packprop.observe import Bites, Observation
+from packprop.plan import Plan, budget_of, plan_again
+from packprop.samples import check_graph
 from packprop.tape import drop_stale_recording
 from packprop.types import Extension, map_tensors
 
@@ -32,7 +34,7 @@ _local = _Local()
 def backpack(
     *extensions: Extension,
     extension_hook: Hook | None = None,
-    memory: int | str | None = None,
+    memory: int | str | Plan | None = None,
     retain_graph: bool = False,
     debug: bool = False,
 ) -> Backpack:
@@ -42,12 +44,16 @@ def backpack(
         extensions: Instances from ``packprop.extensions``; each saves its value on every trainable parameter
             under its ``savefield``, overwriting what an earlier pass left there.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
-        memory: Bytes that the pass may take; not available yet.
+        memory: The most bytes of tensor storage that may be alive at once in a step, with parameters,
+            activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget the model is run once
+            more for each new shape, without data, to find the bites that fit.
         retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
         debug: Print what the pass goes through.
 
     Raises:
-        BadInput: For a class instead of an instance, or anything that is no extension.
+        BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
+            number of bytes. In the backward pass, before any work: for a budget that nothing fits, or a plan
+            that was made for something else.
     """
     return Backpack(extensions, extension_hook, memory, debug)
 
@@ -56,7 +62,7 @@ class Backpack(TorchFunctionMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
     def __init__(
-        self, extensions: Sequence[Any], hook: Hook | None, memory: int | str | None, debug: bool
+        self, extensions: Sequence[Any], hook: Hook | None, memory: int | str | Plan | None, debug: bool
     ) -> None:
         super().__init__()
         self.extensions = check_extensions("backpack(...) was entered.", extensions)
@@ -67,13 +73,8 @@ class Backpack(TorchFunctionMode):
                 "it cannot be called",
                 "give a function of one module",
             )
-        if memory is not None:
-            raise BadInput(
-                "backpack(memory=...) was entered.",
-                f"memory={memory!r}",
-                "this version does not plan memory yet",
-                "leave it out; bites of samples keep temporary memory small by default",
-            )
+        self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
+        self._plans: dict[int, Plan] = {}
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
 
     def __enter__(self) -> Backpack:
@@ -107,7 +108,7 @@ class Backpack(TorchFunctionMode):
             run = _of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
             run = _of_function(*args, **kwargs)
-        if run is None or self._running or _local.active[-1] is not self:
+        if run is None or self._running or is_dry() or _local.active[-1] is not self:
             return func(*args, **kwargs)
         self._running = self._seen = True
         try:
@@ -121,7 +122,7 @@ class Backpack(TorchFunctionMode):
         graph = walk(run.roots, run.gradients, run.wanted)
         check_graph(graph)
         attach = _Attach(graph, self._hook)
-        observation = Observation(graph, self.extensions, run.create_graph, attach)
+        observation = Observation(graph, self.extensions, run.create_graph, attach, self._bites(graph))
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
             for found in graph.found:
@@ -144,6 +145,18 @@ class Backpack(TorchFunctionMode):
             keep = run.keeps_graph
         finally:
             graph.let_go(keep)
+
+    def _bites(self, graph: Graph) -> Bites:
+        """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
+        if self._memory is None:
+            return Bites()
+        if isinstance(self._memory, Plan):
+            self._memory.require_fit(graph, self.extensions)
+            return self._memory.bites
+        key = graph.signature
+        if key not in self._plans:
+            self._plans[key] = plan_again(graph, self.extensions, self._memory)
+        return self._plans[key].bites
 
 
 class _Pass:
@@ -217,21 +230,6 @@ def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, 
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
     return tuple(extensions)
-
-
-def check_graph(graph: Graph) -> None:
-    """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
-    if not graph.found:
-        raise PackpropError(
-            "A backward pass with extensions was started.",
-            "the tensor that backward() was called on",
-            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            "extended, under packprop.disable(), or before extend() was called",
-            "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
-        )
-    require_complete(graph)
-    if graph.leaves():
-        settle(graph)
 
 
 class _Attach:

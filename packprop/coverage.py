@@ -16,10 +16,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from packprop import extensions as catalogue
-from packprop.context import check_graph
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
 from packprop.losses import describe
+from packprop.samples import check_graph
 from packprop.structures import Dense, join
 from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, record
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Seed, tensors_in

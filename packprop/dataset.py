@@ -21,12 +21,14 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from packprop.context import check_extensions, check_graph
+from packprop.context import check_extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Graph, walk
 from packprop.losses import describe
 from packprop.monoid import SUM, Moments, lift, rescale
-from packprop.observe import Observation
+from packprop.observe import Bites, Observation
+from packprop.plan import bites_over_data
+from packprop.samples import check_graph
 from packprop.tape import extend, is_extended, record, restore
 from packprop.types import Extension, map_tensors, tensors_in
 
@@ -312,6 +314,7 @@ def compute(
     batch_size: int | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
+    memory: int | str | None = None,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -331,6 +334,8 @@ def compute(
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         progress: Show a progress bar on standard error.
         device: Where batches are moved to; by default where the model's parameters are.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations of a batch and results. Planned by the first batch.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or no data.
@@ -361,13 +366,14 @@ def compute(
     state = _State(chosen)
     kept = [module for module in model.modules() if is_extended(module)]
     borrowed = [module for module in model.modules() if not is_extended(module)]
+    bites = bites_over_data(model, loss, batches.first(), chosen, memory, where)
     extend(model)
     try:
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained():
             for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                _add_batch(state, model, loss, batch, where, names)
+                _add_batch(state, model, loss, batch, where, names, bites)
     finally:
         for module in borrowed:
             restore(module)
@@ -384,6 +390,7 @@ def _add_batch(
     batch: tuple[Any, Any],
     device: torch.device | str,
     names: dict[int, str],
+    bites: Bites,
 ) -> None:
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.enable_grad(), record():
@@ -404,7 +411,7 @@ def _add_batch(
     with warnings.catch_warnings():
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)
-        Observation(graph, state.extensions, create_graph=False, done=done).run(None)
+        Observation(graph, state.extensions, create_graph=False, done=done, bites=bites).run(None)
     graph.let_go(keep=False)
     state.count(graph.samples, terms, value.detach(), reduction)
 

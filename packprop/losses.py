@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.errors import PackpropError
+from packprop.memory import found_fault
 from packprop.types import Layout, accumulation_dtype
 
 
@@ -189,7 +190,7 @@ def matrix_root(hessian: Tensor) -> Root:
     values, vectors = torch.linalg.eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
     tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
-    if bool((values < -tolerance).any()):
+    if found_fault((values < -tolerance).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "the loss function",

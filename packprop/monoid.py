@@ -117,6 +117,12 @@ class Partial:
         """The value, once everything has arrived."""
         return self._total.take() if self._filled is None else self._filled
 
+    def tensors(self) -> list[Tensor]:
+        """What is kept."""
+        kept = [self._filled, self._of_column.value, self._total.value]
+        flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
+        return [item for item in flat if isinstance(item, Tensor)]
+
     def _place(self, value: Tensor, columns: Extent, samples: Extent) -> Tensor:
         """Where in the whole result a value belongs."""
         grown = [
@@ -137,21 +143,21 @@ class _Running:
     """A merge of partial results so far; tensors that nobody else holds are added to in place."""
 
     def __init__(self, monoid: Monoid) -> None:
-        self._monoid, self._value = monoid, cast(Any, None)
+        self._monoid, self.value = monoid, cast(Any, None)
         self._begun = self._own = False
 
     def add(self, value: Any) -> None:
         if self._own and value is not None:
-            self._value.add_(value)
+            self.value.add_(value)
         elif self._begun:
-            self._own = self._monoid is SUM and isinstance(self._value, Tensor) and value is not None
-            self._value = self._monoid.merge(self._value, value)
+            self._own = self._monoid is SUM and isinstance(self.value, Tensor) and value is not None
+            self.value = self._monoid.merge(self.value, value)
         else:
-            self._value, self._begun = value, True
+            self.value, self._begun = value, True
 
     def take(self) -> Any:
         """The value; the next one begins anew."""
-        value, self._value = self._value, None
+        value, self.value = self.value, None
         self._begun = self._own = False
         return self._monoid.result(value)
 

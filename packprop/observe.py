@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Found, Graph, Site
+from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
 from packprop.seeds import Columns, columns
 from packprop.statistics import forms_rows, summed_grad
-from packprop.structures import Dense, join
+from packprop.structures import Dense, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Row, Seed, tensors_in
 
-SCRATCH = 8 * 2**20
-"""Bytes of temporary memory that one bite of samples may take."""
-BATCHED_SIGNALS = 64 * 2**20
-"""Bytes of signals that a vectorised sweep may hold."""
 WORTH_SUMMING = 2**24
 """Multiplications of a weight's gradient from which on it is worth an effort not to compute it twice."""
+
+
+class Bites(NamedTuple):
+    """How much may be taken at once.
+
+    Args:
+        scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
+        signals: Bytes of signals that a vectorised sweep may hold; with less than it takes to hold a few
+            columns, columns are swept one at a time.
+    """
+
+    scratch: int = 8 * 2**20
+    signals: int = 64 * 2**20
+
 
 ONE = Extent(0, 1, 1)
 """The only column of the gradient, and of a sweep over inputs."""
@@ -63,14 +74,19 @@ class Observation:
         extensions: What was asked for.
         create_graph: Whether results shall be differentiable.
         done: Called with a leaf when all of its partial results are there.
+        bites: How much is taken at once.
+        log: Called with what is taken of a leaf: uses, tasks, structure, samples in a bite.
     """
 
     graph: Graph
     extensions: Sequence[Extension]
     create_graph: bool
     done: Callable[[Tensor, dict[Extension, list[Any]]], None]
+    bites: Bites = field(default_factory=lambda: Bites())
+    log: Callable[[Tensor, Sequence[Found], Structure, int], None] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _finite: dict[int, Tensor] = field(default_factory=dict)
+    _most: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, backward: Backward | None) -> None:
@@ -181,7 +197,7 @@ class Observation:
         before = 0
         for group in groups:
             step = self._columns_at_once(group)
-            for start in range(0, group.count, step):
+            for start in _steps(group.count, step):
                 stop = min(group.count, start + step)
                 seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
@@ -200,7 +216,7 @@ class Observation:
     def _columns_at_once(self, group: Columns) -> int:
         """A vectorised sweep pays where many columns go through a small graph."""
         entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
-        fitting = BATCHED_SIGNALS // (8 * max(entries, 1))
+        fitting = self.bites.signals // (8 * max(entries, 1))
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
 
     def _consume(self, leaf: Tensor, parts: list[Part], tasks: list[_Task], columns: Extent) -> None:
@@ -209,17 +225,44 @@ class Observation:
         for chosen, group in _by_subsampling(tasks):
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            step = count if whole else self._samples_at_once(leaf, parts)
-            for start in range(0, count, step):
+            step = count if whole else min(self._samples_at_once(leaf, parts), self._most.get(id(leaf), count))
+            start = 0
+            while start < count:
                 stop = min(count, start + step)
                 if chosen is None:
                     bite: slice | Tensor = slice(None) if step >= count else slice(start, stop)
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
-                structure = join([site.meet(signals, found.layouts, bite) for found, site, signals in parts])
-                for task in group:
-                    value = task.row.statistic(structure)
+                structure: Structure | None = None
+                try:
+                    structure = join([site.meet(signals, f.layouts, bite) for f, site, signals in parts])
+                    values = [task.row.statistic(structure) for task in group]
+                except torch.OutOfMemoryError:
+                    if whole or stop - start == 1:
+                        raise
+                    step = self._most[id(leaf)] = (stop - start) // 2
+                    self._warn_of_halving(leaf, step)
+                    continue
+                for task, value in zip(group, values, strict=True):
                     self._partial_of(leaf, task).put(value, columns, Extent(start, stop, count))
+                if self.log is not None:
+                    self.log(leaf, [f for f, _, _ in parts], structure, step)
+                del structure, values
+                start = _after(start, step, count)
+
+    def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
+        warnings.warn(
+            f"The device ran out of memory at parameter {self.graph.name(leaf)!r}; what is finished is kept, "
+            f"and the work goes on with {step} samples at a time.",
+            PackpropWarning,
+            stacklevel=2,
+        )
+
+    def partial_results(self) -> Iterator[Tensor]:
+        """Tensors of results that are not finished yet."""
+        for partial in self._partial.values():
+            yield from partial.tensors()
+        yield from self._gradients.values()
 
     def _partial_of(self, leaf: Tensor, task: _Task) -> Partial:
         key = (id(task.extension), task.index, id(leaf))
@@ -236,7 +279,7 @@ class Observation:
             self._partial_of(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
     def _samples_at_once(self, leaf: Tensor, parts: list[Part]) -> int:
-        entries, room = 0, SCRATCH
+        entries, room = 0, self.bites.scratch
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
@@ -275,7 +318,7 @@ class Observation:
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
-        if not self._finite or bool(torch.stack(list(self._finite.values())).all()):
+        if is_dry() or not self._finite or bool(torch.stack(list(self._finite.values())).all()):
             return
         for leaf in self.graph.leaves():
             if id(leaf) in self._finite and not bool(self._finite[id(leaf)]):
@@ -351,6 +394,20 @@ class _Collector:
         del self._leaves[id(leaf)]
         if self._last:
             self._observation._finish(leaf)
+
+
+def _steps(count: int, step: int) -> list[int]:
+    """Where chunks begin; without data, those that the others are like: two, and the last."""
+    starts = [*range(0, count, step)]
+    return [*starts[:2], starts[-1]] if is_dry() and len(starts) > 3 else starts
+
+
+def _after(start: int, step: int, count: int) -> int:
+    """Where the next bite begins: as in ``_steps``."""
+    following = start + step
+    if is_dry() and start > 0 and following < count:
+        return max(following, (count - 1) // step * step)
+    return following
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

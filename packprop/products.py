@@ -59,10 +59,10 @@ def _plain(matrices: Tensor) -> Tensor:
 def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster by itself than in a batch.
 
-    The one private operator that is called: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in compiled
-    models. Public products go to MKL, which takes a slower path on processors that Intel did not make, at
-    half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without the operator
-    everything works by ``torch.bmm``.
+    The one private operator that is called: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses
+    in compiled models. Public products go to MKL, which takes a slower path on processors that Intel did
+    not make, at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without
+    the operator everything works by ``torch.bmm``.
     """
     library: Any = torch.ops.mkldnn
     fits = (

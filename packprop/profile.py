@@ -208,6 +208,7 @@ def profile(
     evaluation: bool = True,
     seed: int = 0,
     progress: bool = True,
+    memory: int | str | None = None,
 ) -> Profile:
     """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
@@ -232,6 +233,7 @@ def profile(
             and batch normalisation does not mix samples.
         seed: Of the Monte Carlo draws.
         progress: Whether to show a progress bar on standard error, if that is a terminal.
+        memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
 
     Raises:
         BadInput: For anything else than the above, no data, or a batch that the model or the loss
@@ -255,7 +257,7 @@ def profile(
         if curvature and exact:
             asked["exact"] = _SampleGGNTrace(EXACT)
         try:
-            result = compute(model, loss, batches, list(asked.values()), progress=progress)
+            result = compute(model, loss, batches, list(asked.values()), progress=progress, memory=memory)
         except PackpropError as error:
             if not error.asked.startswith("A generalized Gauss-Newton quantity"):
                 raise

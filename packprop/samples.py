@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
-from packprop.graph import Found, Graph
+from packprop.graph import Found, Graph, require_complete
 from packprop.losses import describe, number_of_samples
+from packprop.memory import is_dry
 from packprop.sweep import sweep
 from packprop.types import Layout, layouts
 
@@ -57,6 +58,21 @@ class _Source:
         return len(self.shape) == 1 and self.class_axis == 0
 
 
+def check_graph(graph: Graph) -> None:
+    """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
+    if not graph.found:
+        raise PackpropError(
+            "A backward pass with extensions was started.",
+            "the tensor that backward() was called on",
+            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
+            "extended, under packprop.disable(), or before extend() was called",
+            "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
+        )
+    require_complete(graph)
+    if graph.leaves():
+        settle(graph)
+
+
 def settle(graph: Graph) -> None:
     """Find the number of samples and the layout of every use and loss.
 
@@ -66,6 +82,8 @@ def settle(graph: Graph) -> None:
     modules = graph.modules
     kept = _VERDICTS.setdefault(modules[0], {}) if modules else {}
     verdict = kept.get(graph.signature)
+    if verdict is None and is_dry():
+        verdict = _assumed(graph)
     if verdict is None:
         verdict = _find(graph)
         if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
@@ -75,6 +93,27 @@ def settle(graph: Graph) -> None:
         loss.layout = layout
     for found, where in zip(graph.found, verdict.uses, strict=True):
         found.layouts = where
+
+
+def same_verdicts(copy: nn.Module, original: nn.Module) -> None:
+    """What was found out of passes through a module holds for its copy."""
+    _VERDICTS[copy] = dict(_VERDICTS.get(original, {}))
+
+
+def _assumed(graph: Graph) -> _Verdict:
+    """Where the samples are if they are where they usually are: nothing can be fed in without data."""
+    sources = _sources(graph)
+    if not sources or any(source.samples == 0 for source in sources):
+        _raise_empty(graph, sources)
+    samples, leading = next(iter(_candidates(graph, sources)))
+    chosen = [(_ways(source, samples, leading) or [Layout(None, 1)])[0] for source in sources]
+    uses = []
+    for found in graph.found:
+        ways = [[way for way in layouts(shape, samples) if _admitted(found, way)] for shape in found.use.shapes]
+        if not all(ways):
+            raise _mixed(graph, found)
+        uses.append([way[0] for way in ways])
+    return _Verdict(samples, chosen if graph.losses else [], uses, False)
 
 
 def _sources(graph: Graph) -> list[_Source]:

@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput
 from packprop.losses import LOSSES, input_of
+from packprop.memory import Spec, is_dry
 from packprop.rules import EXPANSIONS, MIXERS, REORDERINGS
-from packprop.types import tensors_in
+from packprop.types import map_tensors, tensors_in
 from packprop.uses import RULES, Call, Entry, entries_of, name_of, random_state
 
 USE, LOSS, OUTPUT, MIXES = (f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes"))
@@ -58,12 +59,14 @@ class Forward:
         sizes: Shapes of the tensors that went in.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         reordered: Whether data may have decided on the order of rows.
+        arguments: What went in, tensors without their data.
     """
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
     reordered: bool = False
+    arguments: list[Any] = field(default_factory=list)
 
     @property
     def has_parameters(self) -> bool:
@@ -175,6 +178,7 @@ class Recorder(TorchFunctionMode):
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
+        self.forward.arguments.append(map_tensors(Spec.of, inputs))
         for tensor in tensors_in(inputs):
             if isinstance(tensor, nn.Parameter) and self._is_own(tensor):
                 continue
@@ -303,7 +307,7 @@ class Recorder(TorchFunctionMode):
         kept = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             kept = (args[0].clone(), *args[1:])
-        state = None if func in RULES else random_state()
+        state = None if func in RULES or is_dry() else random_state()
         out = func(*args, **kwargs)
         if state is not None and all(map(torch.equal, state, random_state())):
             state = None

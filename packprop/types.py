@@ -32,7 +32,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nesting with ``function`` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)

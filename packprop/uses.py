@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
+from packprop.memory import is_dry
 from packprop.structures import Dense, Outer, Structure
 from packprop.types import Layout, accumulation_dtype, map_tensors
 
@@ -310,10 +311,17 @@ def pulled_samplewise(
             parameter,
             [_only(signal, layout, sample) for _, signal, layout in pairs],
         )
-        for sample in torch.arange(count)[samples].tolist()
+        for sample in _listed(samples, count)
     ]
     stacked = torch.stack(found, 1)
     return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+
+
+def _listed(samples: Samples, count: int) -> Sequence[int]:
+    """The indices of the samples that were chosen."""
+    if isinstance(samples, slice):
+        return range(count)[samples]
+    return range(len(samples)) if is_dry() else samples.tolist()
 
 
 def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ import pytest
 
 # Lowest first, as in docs/design.md. A file may import its own floor and those below it.
 FLOORS = (
-    ("errors", "monoid", "types"),
+    ("errors", "monoid", "types", "memory"),
     ("structures", "statistics", "patches", "products"),
     ("uses", "rules", "recurrent", "losses"),
     ("tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
@@ -35,6 +35,7 @@ AUTOGRAD = {
     "sweep": "pulls the columns back to the uses",
     "graph": "walks the graph from the loss",
     "samples": "feeds numbers in at the loss to see where the samples are",
+    "plan": "runs a step without data",
     "observe": "sweeps the gradient where no pass of the user's does",
     "context": "takes over the backward pass of the user",
     "eager": "takes the gradient of a branch at once",

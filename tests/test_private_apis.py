@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
 from packprop.tape import Use
@@ -31,6 +32,8 @@ PRIVATE = {
     "_version": {"uses.py", "tape.py", "seeds.py", "eager/pieces.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"products.py"},
+    "_subclasses": {"plan.py"},
+    "_python_dispatch": {"plan.py"},
 }
 # The modules on the way to them, and one function of Python's own.
 ON_THE_WAY = {"_C", "_autograd", "_getframe"}
@@ -210,6 +213,22 @@ def test_one_dnn_multiplies_matrices_by_rows_and_by_columns() -> None:
         for b in (right, right.T.contiguous().T):
             product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
             torch.testing.assert_close(product, left @ right.T)
+
+
+def test_tensors_without_data_know_the_size_of_their_storage() -> None:
+    """`FakeTensorMode` and `TorchDispatchMode` have no public names; what is used of them is this."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2**20, 2**20)  # 4 TiB
+        y = (x[:5].t() + 1).detach()
+        assert x.untyped_storage().nbytes() == 2**42
+        assert y.untyped_storage().nbytes() == 5 * 2**22
+        wrapper = id(x.untyped_storage())
+        gone: list[int] = []
+        weakref.finalize(x.untyped_storage(), gone.append, 1)
+        assert id(x[0].untyped_storage()) == wrapper
+        assert not gone
+        del x
+        assert gone
 
 
 def test_versions_count_changes_in_place() -> None:

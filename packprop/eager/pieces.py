@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.autograd import graph
 from torch.utils import _pytree
 
 from packprop.errors import BadInput
+from packprop.memory import byte_count as memory_bytes
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
 Hook = Callable[..., Tensor | Sequence[Tensor] | None]
@@ -67,11 +67,10 @@ def look_over(choices: Choices) -> None:
 
 def byte_count(memory: int | str) -> int:
     """Bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
-    if isinstance(memory, bool) or found is None:
+    count = memory_bytes(memory)
+    if count is None:
         raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
-    number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+    return count
 
 
 @dataclass

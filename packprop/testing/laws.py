@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.context import backpack, check_extensions, check_graph
+from packprop.context import backpack, check_extensions
 from packprop.dataset import compute
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
 from packprop.monoid import lift, rescale
 from packprop.observe import Observation
+from packprop.samples import check_graph
 from packprop.seeds import columns
 from packprop.testing.loops import (
     Loops,

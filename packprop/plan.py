@@ -1,0 +1,579 @@
+"""A budget in bytes -> bites: one step is run on tensors without data, and what it would take is counted.
+
+# NOTE [Dry runs]
+A dry run is the real code, under fake tensors, with a count of the storage that is alive: model, loss, walk,
+sweeps and statistics are those of the real pass, so that the count is, too. What repeats itself (bites of
+samples, chunks of columns) is run three times at most. Samples are taken to be where they usually are, unless
+a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from packprop.errors import BadInput, PackpropError
+from packprop.graph import Found, Graph, walk
+from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
+from packprop.observe import Bites, Observation
+from packprop.samples import check_graph, same_verdicts
+from packprop.structures import Outer, Structure
+from packprop.tape import extend, record
+from packprop.types import Extension, map_tensors, tensors_in
+
+ASKED = "A plan was asked for."
+CUDA_BLOCK = 512
+"""Bytes that CUDA's allocator rounds to."""
+KIB = 1024
+# Least time first: what is tried until the peak fits. Smaller bites cost calls, fewer columns at once sweeps.
+CHOICES = (
+    Bites(),
+    Bites(signals=16 * KIB**2),
+    Bites(signals=4 * KIB**2),
+    Bites(signals=0),
+    Bites(2 * KIB**2, 0),
+    Bites(KIB**2 // 2, 0),
+    Bites(0, 0),
+)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensor storage that are alive, ``now`` and at the ``peak``.
+
+    Storages are counted once they are seen: those made while it is on, and those given to ``own``.
+
+    Args:
+        block: What each storage is rounded up to.
+        at_peak: Called at each new peak that is higher than the last by a noticeable part.
+    """
+
+    def __init__(self, block: int = 1, at_peak: Callable[[], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.now = self.peak = 0
+        self.phase = ""
+        self.labels: dict[int, tuple[str, str]] = {}
+        self.sizes: dict[int, int] = {}
+        self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry()
+
+    def own(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Count tensors that have been there before."""
+        for tensor in tensors:
+            self._meet(tensor, label, str([*tensor.shape]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_dry() != self._dry:  # a dry run inside of what is counted takes nothing
+            return out
+        for tensor in tensors_in(out):
+            self._meet(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
+        if self.now > self.peak:
+            self.peak = self.now
+            if self._at_peak is not None and self.now > self._told:
+                self._told = 1.002 * self.now
+                self._at_peak()
+        return out
+
+    def _meet(self, tensor: Tensor, label: str, detail: str) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # the wrapper of a storage lives as long as the storage
+        size = -(-storage.nbytes() // self._block) * self._block
+        if key not in self.sizes:
+            self.labels[key] = (label, detail)
+            weakref.finalize(storage, self._part, key)
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+
+    def _part(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+        del self.labels[key]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is done for one parameter.
+
+    Args:
+        parameter: Its name.
+        use: Functions that it enters.
+        structure: How it enters them.
+        algorithm: Whether its per-sample gradients are formed.
+        samples: Samples in a bite.
+        count: Samples in all.
+        bytes: Bytes of the per-sample gradients of a bite.
+    """
+
+    parameter: str
+    use: str
+    structure: str
+    algorithm: str
+    samples: int
+    count: int
+    bytes: int
+
+    @property
+    def bites(self) -> int:
+        """Number of bites of samples."""
+        return -(-self.count // self.samples)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step will take, and the bites that it is done in; prints as two tables.
+
+    Args:
+        peak: Most bytes of tensor storage alive at once, in forward and backward pass.
+        memory: The budget in bytes; ``None`` if there is none.
+        device: The type of device it is made for.
+        bites: How much is taken at once.
+        lines: One for each parameter.
+        parts: What the peak is made of: kind -> bytes, the largest first.
+        items: The largest single tensors at the peak: (description, bytes).
+        samples: Samples in the batch.
+        results: Bytes of all results.
+        extensions: Names of what was asked for.
+        shapes: Uses and the shapes of their outputs, by which a pass is known again.
+    """
+
+    peak: int
+    memory: int | None
+    device: str
+    bites: Bites
+    lines: tuple[Line, ...]
+    parts: dict[str, int]
+    items: tuple[tuple[str, int], ...]
+    samples: int
+    results: int
+    extensions: tuple[str, ...]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+
+    def require_fit(self, graph: Graph, extensions: Sequence[Extension]) -> None:
+        """Refuse a pass that the plan was not made for.
+
+        Raises:
+            BadInput: With the first difference.
+        """
+        theirs = _shapes(graph)
+        names = tuple(extension.name for extension in extensions)
+        device = next((leaf.device.type for leaf in graph.leaves()), self.device)
+        difference = None
+        if names != self.extensions:
+            difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
+        elif device != self.device:
+            difference = f"parameters on {device}; planned was {self.device}"
+        elif len(theirs) != len(self.shapes):
+            difference = f"{len(theirs)} uses of parameters; planned were {len(self.shapes)}"
+        else:
+            for (use, shape), (planned_use, planned_shape) in zip(theirs, self.shapes, strict=True):
+                if (use, shape) != (planned_use, planned_shape):
+                    difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
+                    break
+        if difference is not None:
+            raise BadInput(
+                "A backward pass with a plan was started.",
+                difference,
+                "the plan was made for another model, batch or device: its peak says nothing of this one",
+                "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
+            )
+
+    def __str__(self) -> str:
+        console = Console(width=112, file=io.StringIO(), record=True)
+        console.print(self._table(), self._sum())
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+    def _table(self) -> Table:
+        table = Table("parameter", "use", "structure", "algorithm", "bites of samples", "a bite", box=None)
+        for line in self.lines:
+            bites = f"{line.bites} of {line.samples}" if line.bites > 1 else f"1 of {line.count}"
+            cells = (line.parameter, line.use, line.structure, line.algorithm, bites, byte_text(line.bytes))
+            table.add_row(*cells)
+        return table
+
+    def _sum(self) -> Table:
+        budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
+        table = Table("", "", title=f"peak {byte_text(self.peak)} on {self.device}, {budget}", box=None)
+        for kind, size in self.parts.items():
+            table.add_row(kind, byte_text(size))
+        table.add_section()
+        table.add_row("largest at the peak", "")
+        for name, size in self.items:
+            table.add_row(f"  {name}", byte_text(size))
+        return table
+
+
+def plan(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    memory: int | str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    gradients: bool = True,
+) -> Plan:
+    """What one step with extensions will take, and the bites that keep it inside a budget.
+
+    Nothing is allocated and nothing of the model is changed: it is copied without its data. It may itself
+    have none (``with torch.device("meta"):``), and ``device`` may be one that is not there.
+
+    Args:
+        model: Any module.
+        loss: Loss module or function, called as ``loss(outputs, targets)``.
+        batch: Inputs (a tensor, a tuple or a dictionary of arguments) and targets; their data do not matter.
+        extensions: Instances from ``packprop.extensions``.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations and results; ``None`` to be told what the default takes.
+        device: Where the step will run; by default where the parameters are.
+        gradients: Whether ``.grad`` is computed along, as by ``backward()``; ``compute`` does not.
+
+    Raises:
+        BadInput: If the budget is no number of bytes, or less than any choice of bites takes.
+        PackpropError: If the forward pass decides on data.
+    """
+    budget = budget_of(memory)
+    parameter = next(model.parameters(), None)
+    here = parameter.device if parameter is not None else torch.device("cpu")
+    where = torch.device(device) if device is not None else here
+    inputs, targets = batch
+
+    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given = fake(map_tensors(Spec.of, inputs))
+        target = fake(map_tensors(Spec.of, targets))
+        extend(copied)
+        judge = _copied(loss, fake) if isinstance(loss, nn.Module) else loss
+        with record():
+            if isinstance(given, dict):
+                return judge(copied(**given), target)
+            return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
+
+    return _choose(model, step, tuple(extensions), budget, where, gradients)
+
+
+def bites_over_data(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    memory: int | str | None,
+    device: torch.device | str,
+) -> Bites:
+    """The bites of one batch of many, whose results are merged into those of the batches before."""
+    budget = budget_of(memory)
+    if budget is None:
+        return Bites()
+    one = plan(model, loss, batch, extensions, None, device, gradients=False)
+    if one.peak + one.results <= budget:
+        return one.bites
+    return plan(model, loss, batch, extensions, max(1, budget - one.results), device, gradients=False).bites
+
+
+def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
+    """The plan of a pass whose forward part has been run: the model is run once more, without data.
+
+    Raises:
+        BadInput: If the pass is not one call of one model followed by one loss, or nothing fits.
+    """
+    calls = [forward for forward in graph.forwards if forward.has_parameters]
+    model = calls[0].module() if len(calls) == 1 else None
+    alone = len(graph.losses) == len(graph.roots) == 1
+    if model is None or len(calls[0].arguments) != 1 or not alone:
+        raise BadInput(
+            "backpack(memory=...) was entered.",
+            f"a backward pass through {len(calls)} calls of models and {len(graph.losses)} recorded losses",
+            "a budget alone suffices for one call of one model followed by one loss",
+            "make a plan of the step, packprop.plan(...), and give that as memory",
+        )
+    args, kwargs = calls[0].arguments[0]
+    call = graph.losses[0].call
+    rest = map_tensors(Spec.of, (call.args, call.kwargs))
+
+    ends = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
+    inside = graph.roots[0].grad_fn in ends
+
+    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given, named = fake(args), fake(kwargs)
+        others, options = fake(rest[0]), fake(rest[1])
+        with record():
+            outputs = list(tensors_in(copied(*given, **named)))
+            if inside:  # the model returns its loss
+                return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
+            output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
+            if others:
+                value = call.function(output, *others[1:], **options)
+            else:
+                value = call.function(**{**options, "input": output})
+        total: Tensor = value.sum()
+        return total
+
+    between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
+    left = None if budget is None else max(1, budget - between)
+    chosen = _choose(model, step, tuple(extensions), left, graph.leaves()[0].device, True)
+    if not between:
+        return chosen
+    parts = {**chosen.parts, "between model and loss": between}
+    return replace(chosen, peak=chosen.peak + between, memory=budget, parts=parts)
+
+
+def _between(start: Node, ends: set[Node]) -> int:
+    """Tensors like the loss's input that may be made between the model's output and there, and back."""
+    stack, seen = [start], set()
+    while stack:
+        node = stack.pop()
+        if node not in ends and node not in seen:
+            seen.add(node)
+            stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
+    return 2 * len(seen)
+
+
+def budget_of(memory: int | str | None) -> int | None:
+    """Bytes of a budget.
+
+    Raises:
+        BadInput: If it is no positive number of bytes.
+    """
+    if memory is None:
+        return None
+    budget = byte_count(memory) if isinstance(memory, (int, str)) else None
+    if not budget:
+        raise BadInput(
+            "A budget of memory was given.",
+            f"memory={memory!r}",
+            "it is no positive number of bytes",
+            "give a number, a text such as '600MiB' or '2GiB', or a Plan",
+        )
+    return budget
+
+
+Step = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
+"""From a model and what makes tensors without data to the loss."""
+
+
+def _choose(
+    model: nn.Module,
+    step: Step,
+    extensions: tuple[Extension, ...],
+    budget: int | None,
+    device: torch.device,
+    gradients: bool,
+) -> Plan:
+    """The first of the choices that fits.
+
+    Raises:
+        BadInput: If none does.
+    """
+
+    def tried(number: int) -> Plan:
+        return _DryRun(model, extensions, device, CHOICES[number]).plan(step, budget, gradients)
+
+    first = tried(0)
+    if budget is None or first.peak <= budget:
+        return first
+    best = tried(len(CHOICES) - 1)
+    if best.peak > budget:
+        raise _impossible(best, budget)
+    low, high = 0, len(CHOICES) - 1  # the peak falls along the choices: the first that fits lies between
+    while high - low > 1:
+        middle = (low + high) // 2
+        between = tried(middle)
+        if between.peak <= budget:
+            high, best = middle, between
+        else:
+            low = middle
+    return best
+
+
+INSTEAD = {
+    "BatchGrad": "BatchL2Grad or SumGradSquared",
+    "SqrtGGNExact": "SqrtGGNMC",
+    "DiagGGNExact": "DiagGGNMC",
+    "BatchDiagGGNExact": "DiagGGNExact",
+    "KFAC": "DiagGGNMC",
+    "KFLR": "DiagGGNExact",
+}
+"""What takes less."""
+
+
+def _impossible(floor: Plan, budget: int) -> BadInput:
+    largest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in list(floor.parts.items())[:3])
+    fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients"))
+    fitting = int((budget - fixed) / (floor.peak - fixed) * floor.samples) if floor.peak > fixed else 0
+    advice = []
+    if 0 < fitting < floor.samples:
+        advice.append(f"a batch of {fitting} samples instead of {floor.samples}")
+    if any(name.startswith(("Batch", "Sqrt")) for name in floor.extensions):
+        advice.append("an extension hook that reduces and deletes each parameter's value")
+    advice += [f"{INSTEAD[name]} in place of {name}" for name in floor.extensions if name in INSTEAD]
+    advice.append("requires_grad=False on parameters that do not matter, or checkpointing")
+    return BadInput(
+        "A budget of memory was given.",
+        f"memory={byte_text(budget)} on {floor.device}",
+        f"with the smallest bites the step still takes {byte_text(floor.peak)}: {largest}",
+        "; or ".join(advice),
+    )
+
+
+class _DryRun:
+    """One step without data: see NOTE [Dry runs]."""
+
+    def __init__(
+        self, model: nn.Module, extensions: tuple[Extension, ...], device: torch.device, bites: Bites
+    ) -> None:
+        self._model, self._extensions, self._device, self._bites = model, extensions, device, bites
+        # autograd cannot even name a device that is not there: kernels are those of the CPU then
+        there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
+        self._place = device if there else torch.device("cpu")
+        with pretending():
+            self._counted = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
+        self._lines: dict[str, Line] = {}
+        self._parts: dict[str, int] = {}
+        self._items: list[tuple[str, int]] = []
+        self._attached: set[int] = set()
+        self._results = 0
+        self._observation: Observation | None = None
+        self._copied = model
+
+    def plan(self, step: Step, budget: int | None, gradients: bool) -> Plan:
+        """Run it."""
+        with ExitStack() as stack:
+            stack.enter_context(pretending())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            self._copied = _copied(self._model, lambda value: _made(value, self._place))
+            same_verdicts(self._copied, self._model)
+            stack.enter_context(self._counted)
+            stack.enter_context(torch.enable_grad())
+            self._counted.own(self._copied.parameters(), "parameters")
+            self._counted.own(self._copied.buffers(), "buffers")
+            self._counted.phase = "activations"
+            value = self._forward(step)
+            self._counted.phase = "temporary"
+            graph = walk([value], [None], None)
+            check_graph(graph)
+            self._observation = Observation(
+                graph,
+                self._extensions,
+                False,
+                lambda leaf, results: self._attach(graph, leaf, results),
+                self._bites,
+                lambda leaf, uses, structure, samples: self._note(graph, leaf, uses, structure, samples),
+            )
+
+            def backward(leaves: Sequence[Tensor] | None) -> None:
+                torch.autograd.backward([value], inputs=leaves)
+
+            self._observation.run(backward if gradients else None)
+            shapes = _shapes(graph)
+        order = [name for name, _ in self._copied.named_parameters() if name in self._lines]
+        return Plan(
+            self._counted.peak,
+            budget,
+            self._device.type,
+            self._bites,
+            tuple(self._lines[name] for name in dict.fromkeys([*order, *self._lines])),
+            dict(sorted(self._parts.items(), key=lambda part: -part[1])),
+            tuple(self._items),
+            graph.samples,
+            self._results,
+            tuple(extension.name for extension in self._extensions),
+            shapes,
+        )
+
+    def _forward(self, step: Step) -> Tensor:
+        def noted(value: Any) -> Any:
+            made = _made(value, self._place)
+            self._counted.own(tensors_in(made), "batch")
+            return made
+
+        try:
+            return step(self._copied, noted)
+        except PackpropError:
+            raise
+        except Exception as error:
+            said = next(iter(str(error).strip().splitlines()), "")
+            raise PackpropError(
+                ASKED,
+                f"the forward pass of {type(self._model).__name__}, or its loss",
+                f"it cannot be run without data: {type(error).__name__}: {said}",
+                "plan a part of it that does not decide on data, or leave the budget out",
+            ) from error
+
+    def _look(self) -> None:
+        """At a new peak: what is alive, and what of it is largest."""
+        kinds = {key: label for key, (label, _) in self._counted.labels.items()}
+        kinds |= dict.fromkeys(self._attached & kinds.keys(), "results")
+        if self._observation is not None:
+            kinds |= dict.fromkeys(map(_key, self._observation.partial_results()), "results")
+        gradients = [p.grad for p in self._copied.parameters() if p.grad is not None]
+        kinds |= dict.fromkeys(map(_key, gradients), "gradients")
+        sizes = self._counted.sizes
+        self._parts = {}
+        for key, size in sizes.items():
+            self._parts[kinds[key]] = self._parts.get(kinds[key], 0) + size
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+        self._items = [(f"{kinds[key]}: {self._counted.labels[key][1]}", sizes[key]) for key in largest]
+
+    def _attach(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        for extension, values in results.items():
+            value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
+            self._attached.update(map(_key, tensors_in(value)))
+            self._results += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+            setattr(leaf, extension.savefield, value)
+
+    def _note(
+        self, graph: Graph, leaf: Tensor, uses: Sequence[Found], structure: Structure, samples: int
+    ) -> None:
+        name = graph.name(leaf)
+        formed = not isinstance(structure, Outer) or structure.formed
+        known = self._lines.get(name)
+        if known is None or samples < known.samples or formed:
+            self._lines[name] = Line(
+                name,
+                " + ".join(found.use.name for found in uses),
+                type(structure).__name__,
+                "per-sample gradients" if formed else "signals and inputs alone",
+                min(samples, graph.samples),
+                graph.samples,
+                leaf.numel() * leaf.element_size() * min(samples, graph.samples),
+            )
+
+
+def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((found.use.name, tuple(shape)) for found in graph.found for shape in found.use.shapes)
+
+
+def _key(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
+
+
+def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
+    """A copy of a module whose tensors have no data."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in tensors_in(list(vars(module).values())):
+            made = fake(Spec.of(tensor))
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
+    return copy.deepcopy(model, memo)
+
+
+def _made(value: Any, device: torch.device) -> Any:
+    """The same nesting with tensors in place of their descriptions."""
+    if isinstance(value, Spec):
+        return value.make(device)
+    if isinstance(value, dict):
+        return {key: _made(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_made(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

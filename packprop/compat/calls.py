@@ -71,10 +71,11 @@ class ModuleCall(Use):
         """Forget the tensors when a backward pass frees the graph that they belong to."""
         super().release(_)
         if self.entries is None:
-            self.forget()
+            self.drop()
 
-    def forget(self) -> None:
-        """Drop what the module has kept of this call."""
+    def drop(self) -> None:
+        """Forget the tensors: no pass will come back to them."""
+        self.entries = None
         module = self.module
         if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
             forget_call(module)
@@ -131,7 +132,7 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         node.register_prehook(call.release)
 
 
-def calls_below(roots: Sequence[Tensor]) -> list[Found]:
+def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, Found]:
     """Every marked call between the roots of a backward pass and the leaves, the last one first."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, found = set(stack), dict[ModuleCall, Found]()
@@ -143,7 +144,7 @@ def calls_below(roots: Sequence[Tensor]) -> list[Found]:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)
                 stack.append(upstream)
-    return [found[call] for call in sorted(found, key=lambda call: -call.order)]
+    return {call: found[call] for call in sorted(found, key=lambda call: -call.order)}
 
 
 def require_kept(call: ModuleCall) -> None:

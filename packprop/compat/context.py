@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from packprop import context, tape
-from packprop.compat.calls import forget_call, unwatch_calls, watch_calls
+from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
 from packprop.compat.own import BackpropExtension, Overrides, run_on_modules
 from packprop.context import Backpack, Hook
 from packprop.types import Extension
@@ -101,13 +101,16 @@ class backpack(Backpack):  # noqa: N801
         return [ext for ext in found if ext.module_extensions or not isinstance(ext, Extension)]
 
     def _backward(self, run: Any, backward: Callable[[], None]) -> None:
-        if not self._own or run.is_refused_by_torch:
+        if run.is_refused_by_torch or not are_calls_kept():
             super()._backward(run, backward)
             return
-        done = None if self.extensions else self.extension_hook
-        found, self._overrides = run_on_modules(run.roots, run.gradients, self._own, run.create_graph, done)
-        for each in found:
-            each.use.held = True
+        if self._own:
+            done = None if self.extensions else self.extension_hook
+            calls, self._overrides = run_on_modules(run.roots, run.gradients, self._own, run.create_graph, done)
+        else:  # hooks look at kept tensors, too
+            calls = list(calls_below(run.roots))
+        for call in calls:
+            call.held = True
         keep = True
         try:
             super()._backward(run, backward)
@@ -115,10 +118,10 @@ class backpack(Backpack):  # noqa: N801
             keep = run.keeps_graph
         finally:
             self._overrides = []
-            for each in found:
-                each.use.held = False
+            for call in calls:
+                call.held = False
                 if not keep:
-                    each.use.release()
+                    call.drop()
 
     def _done(self, module: nn.Module) -> None:
         """A module has all values that packprop finds."""

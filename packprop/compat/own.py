@@ -385,7 +385,7 @@ def run_on_modules(
     extensions: Sequence[BackpropExtension],
     create_graph: bool,
     done: Callable[[nn.Module], Any] | None,
-) -> tuple[list[Found], Overrides]:
+) -> tuple[list[ModuleCall], Overrides]:
     """Run extensions on every call of a module that a backward pass will reach, before it does.
 
     Args:
@@ -401,8 +401,9 @@ def run_on_modules(
     Raises:
         PackpropError: If no call was kept.
     """
-    found = calls_below(roots)
-    if not found:
+    calls = calls_below(roots)
+    found = list(calls.values())
+    if not calls:
         raise PackpropError(
             "A backward pass with extensions for single modules was started.",
             "the tensor that backward() was called on",
@@ -421,13 +422,12 @@ def run_on_modules(
             extension.__dict__["saved_quantities"] = SavedQuantities(given)
             extension.__dict__["_saved"] = []
         try:
-            for each in found:
-                module = each.use.forward.module()
+            for call, each in calls.items():
+                module = call.module
                 if module is None or each not in arrived:
                     continue
                 g_out = tuple(None if signal is None else signal[0] for signal in arrived.pop(each))
-                assert isinstance(each.use, ModuleCall)
-                g_inp = InputGradients(each.use, g_out)
+                g_inp = InputGradients(call, g_out)
                 for extension in extensions:
                     if type(extension).__call__ is not BackpropExtension.__call__:
                         g_inp.require_kept()
@@ -444,7 +444,7 @@ def run_on_modules(
             for extension in extensions:
                 extension.__dict__["saved_quantities"] = SavedQuantities()
                 extension.__dict__["_saved"] = []
-    return found, overrides
+    return list(calls), overrides
 
 
 def _columns_for(

@@ -9,7 +9,9 @@ the tensors of their last call, but only from the moment at which such an extens
 The tensors are kept on the module, as such extensions expect, so that there is room for one call. The node of
 the graph that the call made holds a mark without tensors. A mark that a pass finds and that is not the module's
 last one tells of a module that was called again since: its values would be those of the wrong call, or of one
-call out of several. That is refused.
+call out of several. That is refused. Marks do not keep modules alive: a node, its module and the module's
+output would keep each other, and a graph that no pass frees would stay for good. The module that was called
+last is kept, so that a loss can be made in the line that calls it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ TRANSPARENT = (nn.Sequential, Branch, Parallel, ReduceTuple, fx.GraphModule)
 
 _number = itertools.count()
 _keeping = False
+_latest: list[nn.Module] = []
 
 
 def keep_calls() -> None:
@@ -58,9 +61,11 @@ class ModuleCall(Use):
 
     Args:
         order: Later calls have larger numbers.
+        kind: The class of the module.
     """
 
     order: int = 0
+    kind: type[nn.Module] = nn.Module
 
     @property
     def module(self) -> nn.Module | None:
@@ -121,7 +126,8 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not outputs or hasattr(module, "output"):  # a module may have a part of this name
         return
     shapes = [tensor.shape for tensor in outputs]
-    call = ModuleCall(type(module).__name__, [], [], shapes, Forward(weakref.ref(module)), order=next(_number))
+    forward = Forward(weakref.ref(module))
+    call = ModuleCall(type(module).__name__, [], [], shapes, forward, order=next(_number), kind=type(module))
     attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
     saved = [Saved(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)]
     module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
@@ -130,6 +136,7 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert node is not None
         marks_of(node).setdefault(CALL, []).append((call, index, tensor.output_nr))
         node.register_prehook(call.release)
+    _latest[:] = [module]
 
 
 def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, Found]:

@@ -424,6 +424,8 @@ def run_on_modules(
         try:
             for call, each in calls.items():
                 module = call.module
+                if module is None:
+                    _require_unneeded(call, extensions)
                 if module is None or each not in arrived:
                     continue
                 g_out = tuple(None if signal is None else signal[0] for signal in arrived.pop(each))
@@ -445,6 +447,17 @@ def run_on_modules(
                 extension.__dict__["saved_quantities"] = SavedQuantities()
                 extension.__dict__["_saved"] = []
     return list(calls), overrides
+
+
+def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension]) -> None:
+    """Refuse to go on without a module that is no longer there, if an extension has something to do on it."""
+    if any(call.kind in extension.module_extensions for extension in extensions):
+        raise PackpropError(
+            f"An extension of your own for {call.name} was to run.",
+            f"a module of type {call.name}",
+            "nothing refers to it any more",
+            "keep it in a variable until backward() is done",
+        )
 
 
 def _columns_for(

@@ -25,6 +25,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import loss
 
 from packprop.custom_module.branching import Branch, Parallel
 from packprop.custom_module.reduce_tuple import ReduceTuple
@@ -42,6 +43,11 @@ TRANSPARENT = (nn.Sequential, Branch, Parallel, ReduceTuple, fx.GraphModule)
 _number = itertools.count()
 _keeping = False
 _latest: list[nn.Module] = []
+
+
+def is_loss_class(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's losses, or derived from one."""
+    return any(base.__module__ == loss.__name__ for base in kind.__mro__)
 
 
 def keep_calls() -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
-from torch.nn.modules.loss import _Loss
 
 from packprop import examples, hessianfree
 from packprop.compat import context, helpers, options, own
-from packprop.compat.calls import TRANSPARENT
+from packprop.compat.calls import TRANSPARENT, is_loss_class
 from packprop.custom_module.branching import Branch, Parallel, SumModule
 from packprop.custom_module.pad import Pad
 from packprop.custom_module.permute import Permute
@@ -31,7 +30,7 @@ class BackpackTracer(fx.Tracer):
 
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is one of torch's losses."""
-    return isinstance(module, _Loss)
+    return is_loss_class(type(module))
 
 
 def is_nll(module: nn.Module) -> bool:

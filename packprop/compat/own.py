@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
-from packprop.compat.calls import InputGradients, ModuleCall, are_calls_kept, calls_below, edge_key, keep_calls
+from packprop.compat.calls import (
+    InputGradients,
+    ModuleCall,
+    are_calls_kept,
+    calls_below,
+    edge_key,
+    is_loss_class,
+    keep_calls,
+)
 from packprop.context import check_graph
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, walk
@@ -128,7 +135,7 @@ class ModuleExtension:
         quantities, arrived = extension.saved_quantities, None
         if extension.expects_backpropagation_quantities():
             arrived = quantities.retrieve_quantity(edge_key(_kept(module, "output")), True)
-            if arrived is None and not isinstance(module, _Loss):
+            if arrived is None and not is_loss_class(type(module)):
                 raise PackpropError(
                     f"{type(extension).__name__} was to run on a module.",
                     f"a module of type {type(module).__name__}",
@@ -475,7 +482,7 @@ def _columns_for(
         return None
     known = extension.module_extensions
     modules = {each: each.use.forward.module() for each in found}
-    if not isinstance(extension, Catalogued) and any(issubclass(loss, _Loss) for loss in known):
+    if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
     meant = [each for each, module in modules.items() if type(module) in known and 0 in each.nodes]
     graph = walk(roots, gradients, None)

@@ -904,6 +904,8 @@ def test_a_module_with_a_part_called_output() -> None:
     run(model, x, y, Fourth())
     assert model.output is part
     assert part.weight.fourth.shape == (3, 4)
+    with pytest.raises(PackpropError, match="rename the part"):
+        run(model, x, y, BackpropExtension("nothing", {Block: ModuleExtension()}, fail_mode="SILENT"))
 
 
 @installed

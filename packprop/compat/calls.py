@@ -68,10 +68,12 @@ class ModuleCall(Use):
     Args:
         order: Later calls have larger numbers.
         kind: The class of the module.
+        taken: A name that its tensors should be kept under, but that the module has a use of its own for.
     """
 
     order: int = 0
     kind: type[nn.Module] = nn.Module
+    taken: str | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -129,14 +131,17 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         return
     forget_call(module)
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    if not outputs or hasattr(module, "output"):  # a module may have a part of this name
+    if not outputs:
         return
+    attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
+    taken = next((name for name in attributes if hasattr(module, name)), None)
     shapes = [tensor.shape for tensor in outputs]
     forward = Forward(weakref.ref(module))
-    call = ModuleCall(type(module).__name__, [], [], shapes, forward, order=next(_number), kind=type(module))
-    attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
-    saved = [Saved(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)]
-    module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
+    kind = type(module)
+    call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
+    if taken is None:
+        saved = [Saved(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)]
+        module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn
         assert node is not None
@@ -164,10 +169,18 @@ def require_kept(call: ModuleCall) -> None:
     """Refuse a call whose tensors are no longer, or not any more as they were, on its module."""
     module = call.module
     kept = None if module is None else module.__dict__.get(KEPT)
+    asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
+    if call.taken is not None:
+        raise PackpropError(
+            asked,
+            where,
+            f"it has a part of its own called {call.taken!r}, where extensions look for a tensor of its call",
+            "rename the part, or ask for an extension of packprop, which looks at functions",
+        )
     if kept is None or kept.call is not call:
         raise PackpropError(
-            f"An extension of your own for {call.name} was to run.",
-            f"a module of type {call.name}",
+            asked,
+            where,
             "it was called again since, or more than once in this graph, and keeps the tensors of one call",
             "call the module once before backward(), or give each place in the model a module of its own",
         )

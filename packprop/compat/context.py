@@ -76,6 +76,7 @@ class backpack(Backpack):  # noqa: N801
             parameters, and, where only extensions for single modules run, with all.
         debug: Print what the pass goes through.
         retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
+        memory: As for ``packprop.backpack``.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; a ``ValueError``.
@@ -87,9 +88,10 @@ class backpack(Backpack):  # noqa: N801
         extension_hook: Hook | None = None,
         debug: bool = False,
         retain_graph: bool = False,
+        memory: int | str | None = None,
     ) -> None:
         ours = [ext for ext in exts if isinstance(ext, Extension) or not isinstance(ext, BackpropExtension)]
-        super().__init__(ours, None if extension_hook is None else self._done, None, debug)
+        super().__init__(ours, None if extension_hook is None else self._done, memory, debug)
         self.exts, self.debug = exts, debug
         self.extension_hook, self.retain_graph = extension_hook, retain_graph
         self._overrides: Overrides = []

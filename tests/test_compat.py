@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import importlib.util
 import pickle
 import re
 import sys
@@ -252,6 +253,19 @@ def test_an_installed_one_is_left_alone() -> None:
     import backpack
 
     assert backpack.who == "the other"
+
+
+def test_where_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "backpack"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    try:
+        assert compat.install()
+        from backpack.extensions import BatchGrad
+
+        assert issubclass(BatchGrad, packprop.extensions.BatchGrad)
+    finally:
+        compat.uninstall()
+        sys.modules.update(before)
 
 
 @pytest.mark.usefixtures("_other")

@@ -31,6 +31,11 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def innermost() -> Backpack | None:
+    """The context that is in force in this thread."""
+    return _local.active[-1] if _local.active else None
+
+
 def backpack(
     *extensions: Extension,
     extension_hook: Hook | None = None,

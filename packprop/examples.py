@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
+import math
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from packprop.errors import PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+
+MNIST_FOLDER = "PACKPROP_MNIST"
+"""Environment variable that names a folder with the IDX files of MNIST."""
+MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
+"""Of the grey values of the training images, from 0 to 1."""
 
 
 class ResidualBlock(nn.Module):
@@ -83,6 +95,126 @@ def load_digits() -> tuple[Tensor, Tensor]:
     digits: Any = datasets.load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     return images, torch.tensor(digits.target)
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """A file in the IDX format of MNIST (LeCun, Cortes and Burges, 1998), plain or compressed with gzip.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its bytes, in the shape that it states; the format's other types are refused.
+
+    Raises:
+        BadInput: If it is no IDX file of bytes, or shorter or longer than it says.
+    """
+    path = Path(path)
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        content = gzip.decompress(content)
+    axes = content[3] if len(content) > 3 else 0
+    head = 4 + 4 * axes
+    shape = numpy.frombuffer(content[4:head], ">i4").tolist() if axes and len(content) >= head else []
+    if content[:3] != b"\x00\x00\x08" or not shape or len(content) != head + math.prod(shape):
+        raise BadInput(
+            "A file in the IDX format was to be read.",
+            str(path),
+            "it does not begin like one of bytes, or its length is not what it says",
+            "fetch the file again; MNIST comes as train-images-idx3-ubyte and train-labels-idx1-ubyte",
+        )
+    return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=head).reshape(shape).copy())
+
+
+def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
+    """The training images of MNIST; where they cannot be had, scikit-learn's digits in their format.
+
+    Looked for in this order: the IDX files in ``root``, in the folder that the environment variable
+    ``PACKPROP_MNIST`` names, in ``./data/MNIST/raw``; a download by torchvision to ``./data``, where it is
+    installed; the digits, enlarged to 20 x 20 inside 28 x 28, with one warning.
+
+    Args:
+        root: Folder with the IDX files.
+
+    Returns:
+        Grey values from 0 to 255 ``[n, 28, 28]`` as bytes, classes from 0 to 9 ``[n]``.
+
+    Raises:
+        BadInput: If ``root`` is given and does not hold the files.
+        PackpropError: If there is neither MNIST nor scikit-learn.
+    """
+    named = root if root is not None else os.environ.get(MNIST_FOLDER)
+    folder = Path("data/MNIST/raw" if named is None else named)
+    images, labels = (_idx_file(folder, f"train-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    if images is not None and labels is not None:
+        return read_idx(images), read_idx(labels).long()
+    if named is not None:
+        raise BadInput(
+            "MNIST was asked for.",
+            f"the folder {str(named)!r}",
+            "it does not hold train-images-idx3-ubyte and train-labels-idx1-ubyte, plain or as .gz",
+            f"put them there, or leave out root and {MNIST_FOLDER}",
+        )
+    return _downloaded_mnist()
+
+
+def _idx_file(folder: Path, name: str) -> Path | None:
+    found = (path for path in (folder / name, folder / f"{name}.gz") if path.is_file())
+    return next(found, None)
+
+
+@functools.cache
+def _downloaded_mnist() -> tuple[Tensor, Tensor]:
+    """MNIST by torchvision, or the digits instead: decided, and warned of, once."""
+    try:
+        from torchvision.datasets import MNIST
+
+        found = MNIST("./data", train=True, download=True)
+        return found.data, found.targets
+    except (ImportError, OSError, RuntimeError) as error:  # not installed, no network, no mirror that answers
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    images, classes = load_digits()
+    large = F.interpolate(images, size=(20, 20), mode="bilinear", align_corners=False)
+    warnings.warn(
+        f"MNIST is not at hand ({reason}): the digits of scikit-learn take its place, enlarged to 28 x 28. "
+        f"For the real one, name a folder with its IDX files in the environment variable {MNIST_FOLDER}.",
+        PackpropWarning,
+        stacklevel=5,
+    )
+    return (F.pad(large, (4, 4, 4, 4)).squeeze(1) * 255).round().to(torch.uint8), classes
+
+
+def load_one_batch_mnist(
+    batch_size: int = 64, shuffle: bool = True, flat: bool = False, root: str | Path | None = None
+) -> tuple[Tensor, Tensor]:
+    """One batch of MNIST's training images, shifted and scaled to mean 0 and standard deviation 1.
+
+    Drawn by a ``DataLoader`` from the global random state, so that a seed chooses the batch. ``load_mnist``
+    says where the images come from.
+
+    Args:
+        batch_size: Samples.
+        shuffle: Whether samples are drawn at random; else the first ones.
+        flat: Whether the pixels of an image shall be on one axis.
+        root: Folder with the IDX files of MNIST.
+
+    Returns:
+        Images ``[n, 1, 28, 28]``, or ``[n, 784]`` if ``flat``; classes ``[n]``.
+    """
+    images, classes = next(iter(mnist_loader(batch_size, shuffle, root)))
+    return images.flatten(1) if flat else images, classes
+
+
+def mnist_loader(
+    batch_size: int = 64, shuffle: bool = True, root: str | Path | None = None
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Batches of MNIST's training images and classes, in the form of ``load_one_batch_mnist``."""
+    return DataLoader(TensorDataset(*load_mnist(root)), batch_size, shuffle, collate_fn=_normalised)
+
+
+def _normalised(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    images = torch.stack([image for image, _ in samples]).unsqueeze(1)
+    return (images / 255 - MNIST_MEAN) / MNIST_DEVIATION, torch.stack([label for _, label in samples])
 
 
 def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Module, nn.Module, TensorDataset]:

@@ -529,3 +529,8 @@ def disable() -> Iterator[None]:
         yield
     finally:
         _local.disabled = before
+
+
+def is_recording_disabled() -> bool:
+    """Whether this is inside of ``disable()``."""
+    return _local.disabled

@@ -23,8 +23,11 @@ FLOORS = (
     ("uses", "rules", "recurrent", "losses"),
     ("tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
     ("extensions/*",),
-    ("context", "dataset", "eager", "eager/*"),
-    ("testing", "testing/*", "coverage", "examples", "cli", "profile", "report/*", "compat"),
+    ("context", "dataset", "eager", "eager/*", "hessianfree"),
+    (
+        *("testing", "testing/*", "coverage", "examples", "cli", "profile", "report/*", "compat/*"),
+        "custom_module/*",
+    ),
     ("__init__",),
 )
 
@@ -38,6 +41,8 @@ AUTOGRAD = {
     "plan": "runs a step without data",
     "observe": "sweeps the gradient where no pass of the user's does",
     "context": "takes over the backward pass of the user",
+    "hessianfree": "is autograd, twice",
+    "compat/*": "hands gradients at modules to extensions written for them",
     "eager": "takes the gradient of a branch at once",
     "eager/*": "takes the gradient of a branch at once",
     "testing/*": "is the loop that results are compared with",

@@ -1,0 +1,146 @@
+"""Code written for BackPACK runs on packprop: after ``install()``, ``import backpack`` finds packprop.
+
+Every documented name is there, by every module path that leads to it; docs/compat.md lists them, and where
+numbers differ because the older library's were wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from packprop.compat import catalogue
+from packprop.compat.calls import keep_calls
+from packprop.compat.names import TABLE, Catalogue
+from packprop.errors import PackpropError, PackpropWarning
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+ROOT = "backpack"
+
+
+class Missing(PackpropError, ModuleNotFoundError):
+    """A module or name of BackPACK that has no counterpart here; an ``ImportError``."""
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Makes the modules of the table, and says of others that they are not there."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != ROOT:
+            return None
+        if fullname not in TABLE:
+            raise Missing(
+                f"import {fullname} was asked for, and resolves to packprop.",
+                fullname,
+                "it belongs to the inner parts of BackPACK: packprop has rules for functions, not for layers",
+                "use an extension, a rule of your own (packprop.register_use) or a module extension; "
+                "docs/compat.md lists the modules that are there",
+            )
+        return ModuleSpec(fullname, self, is_package=any(name.startswith(f"{fullname}.") for name in TABLE))
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        module.__doc__ = f"{name} of BackPACK, as far as it is documented, made of packprop."
+
+        def look_up(wanted: str) -> Any:
+            found = _resolve(name, wanted)
+            module.__dict__[wanted] = found
+            return found
+
+        for known, value in TABLE[name].items():
+            if not isinstance(value, Catalogue) or catalogue.is_available(value.name):
+                look_up(known)
+        module.__dict__["__all__"] = [known for known in TABLE[name] if not known.startswith("_")]
+        module.__dict__["__getattr__"] = look_up
+
+
+def _resolve(module: str, name: str) -> Any:
+    """What a name of a module is here.
+
+    Raises:
+        Missing: If it is documented, but packprop does not have it.
+        AttributeError: If there is no such name.
+    """
+    if f"{module}.{name}" in TABLE:
+        return importlib.import_module(f"{module}.{name}")
+    value = TABLE[module].get(name)
+    if value is None and module == f"{ROOT}.extensions" and catalogue.is_available(name):
+        value = Catalogue(name)  # what packprop has in addition
+    if isinstance(value, Catalogue):
+        if not catalogue.is_available(value.name):
+            raise Missing(
+                f"{name} of {module} was asked for, and resolves to packprop.",
+                f"packprop.extensions.{value.name}",
+                "this version of packprop does not have it",
+                "choose from " + ", ".join(sorted(filter(catalogue.is_available, TABLE[f"{ROOT}.extensions"]))),
+            )
+        return getattr(catalogue, value.name)
+    if value is None:
+        raise AttributeError(f"module {module!r} (packprop.compat) has no attribute {name!r}")
+    return value
+
+
+_finder = _Finder()
+_shadowed: dict[str, ModuleType] = {}
+
+
+def install(replace: bool = False, keep_module_io: bool = False) -> bool:
+    """Let ``import backpack`` resolve to packprop in this process.
+
+    An installed BackPACK is left alone, with a warning, unless it is to be replaced.
+
+    Args:
+        replace: Put packprop in the place of an installed BackPACK, also of one that was imported; names that
+            others have imported from it stay what they are.
+        keep_module_io: Let extended modules keep ``input0``, ``output`` at once; by default they do so from the
+            moment at which an extension for single modules is defined.
+
+    Returns:
+        Whether ``import backpack`` finds packprop now.
+    """
+    if keep_module_io:
+        keep_calls()
+    if is_installed():
+        return True
+    there = ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None
+    if there and not replace:
+        warnings.warn(
+            "BackPACK is installed and stays what `import backpack` finds; to put packprop in its place, call "
+            "packprop.compat.install(replace=True).",
+            PackpropWarning,
+            stacklevel=2,
+        )
+        return False
+    _shadowed.update({name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_by_name(name)})
+    sys.meta_path.insert(0, _finder)
+    return True
+
+
+def uninstall() -> None:
+    """Undo ``install``: an installed BackPACK is found again, as it was."""
+    if not is_installed():
+        return
+    sys.meta_path.remove(_finder)
+    for name in [name for name in sys.modules if _is_ours_by_name(name)]:
+        del sys.modules[name]
+    sys.modules.update(_shadowed)
+    _shadowed.clear()
+
+
+def is_installed() -> bool:
+    """Whether ``import backpack`` finds packprop."""
+    return _finder in sys.meta_path
+
+
+def _is_ours_by_name(name: str) -> bool:
+    return name.partition(".")[0] == ROOT

@@ -1,0 +1,265 @@
+"""Calls of modules: what went in, what came out, and the gradients that arrive there.
+
+packprop itself watches functions and keeps nothing on modules. Extensions that were written for single modules
+look at ``module.input0``, ``module.output`` and the gradients at both. So that they can, extended modules keep
+the tensors of their last call, but only from the moment at which such an extension is first defined
+(``keep_calls``): programs that define none pay nothing.
+
+# NOTE [One call of a module]
+The tensors are kept on the module, as such extensions expect, so that there is room for one call. The node of
+the graph that the call made holds a mark without tensors. A mark that a pass finds and that is not the module's
+last one tells of a module that was called again since: its values would be those of the wrong call, or of one
+call out of several. That is refused. Marks do not keep modules alive: a node, its module and the module's
+output would keep each other, and a graph that no pass frees would stay for good. The module that was called
+last is kept, so that a loss can be made in the line that calls it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import loss
+
+from packprop.custom_module.branching import Branch, Parallel
+from packprop.custom_module.reduce_tuple import ReduceTuple
+from packprop.errors import PackpropError
+from packprop.graph import Found
+from packprop.tape import Forward, Use, is_recording_disabled, marks_of
+from packprop.types import tensors_in
+from packprop.uses import Saved
+
+CALL = "packprop.call"
+KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"
+TRANSPARENT = (nn.Sequential, Branch, Parallel, ReduceTuple, fx.GraphModule)
+"""Modules that only pass tensors on: extensions for modules never see them."""
+
+_number = itertools.count()
+_keeping = False
+_latest: list[nn.Module] = []
+
+
+def is_loss_class(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's losses, or derived from one."""
+    return any(base.__module__ == loss.__name__ for base in kind.__mro__)
+
+
+def keep_calls() -> None:
+    """From now on, extended modules keep the inputs and the output of their last call."""
+    global _keeping
+    _keeping = True
+
+
+def are_calls_kept() -> bool:
+    """Whether ``keep_calls`` was called."""
+    return _keeping
+
+
+@dataclass(eq=False)
+class ModuleCall(Use):
+    """One call of an extended module, hung on the nodes that made its outputs.
+
+    Args:
+        order: Later calls have larger numbers.
+        kind: The class of the module.
+        taken: A name that its tensors should be kept under, but that the module has a use of its own for.
+    """
+
+    order: int = 0
+    kind: type[nn.Module] = nn.Module
+    taken: str | None = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, as long as it lives."""
+        return self.forward.module()
+
+    def release(self, _: Any = None) -> None:
+        """Forget the tensors when a backward pass frees the graph that they belong to."""
+        super().release(_)
+        if self.entries is None:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the tensors: no pass will come back to them."""
+        self.entries = None
+        module = self.module
+        if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
+            forget_call(module)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What a module keeps of its last call: the mark, attributes that were set, versions of their tensors."""
+
+    call: ModuleCall
+    names: list[str]
+    saved: list[Saved]
+
+
+def watch_calls(module: nn.Module) -> None:
+    """Let a module and its submodules keep calls, once ``keep_calls`` was called."""
+    for child in module.modules():
+        if HANDLE not in child.__dict__ and not isinstance(child, TRANSPARENT):
+            child.__dict__[HANDLE] = child.register_forward_hook(_keep)
+
+
+def unwatch_calls(module: nn.Module) -> None:
+    """Undo ``watch_calls``."""
+    for child in module.modules():
+        handle = child.__dict__.pop(HANDLE, None)
+        if handle is not None:
+            handle.remove()
+            forget_call(child)
+
+
+def forget_call(module: nn.Module) -> None:
+    """Drop the tensors that a module has kept of its last call; those of its submodules stay."""
+    kept = module.__dict__.pop(KEPT, None)
+    for name in kept.names if kept is not None else ():
+        module.__dict__.pop(name, None)
+
+
+def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not _keeping or not torch.is_grad_enabled() or is_recording_disabled():
+        return
+    forget_call(module)
+    outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    if not outputs:
+        return
+    attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
+    taken = next((name for name in attributes if hasattr(module, name)), None)
+    shapes = [tensor.shape for tensor in outputs]
+    forward = Forward(weakref.ref(module))
+    kind = type(module)
+    call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
+    if taken is None:
+        saved = [Saved(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)]
+        module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
+    for index, tensor in enumerate(outputs):
+        node = tensor.grad_fn
+        assert node is not None
+        marks_of(node).setdefault(CALL, []).append((call, index, tensor.output_nr))
+        node.register_prehook(call.release)
+    _latest[:] = [module]
+
+
+def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, Found]:
+    """Every marked call between the roots of a backward pass and the leaves, the last one first."""
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(stack), dict[ModuleCall, Found]()
+    while stack:
+        node = stack.pop()
+        for call, index, output in marks_of(node).get(CALL, ()):
+            found.setdefault(call, Found(call, first=True)).nodes[index] = (node, output)
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                stack.append(upstream)
+    return {call: found[call] for call in sorted(found, key=lambda call: -call.order)}
+
+
+def require_kept(call: ModuleCall) -> None:
+    """Refuse a call whose tensors are no longer, or not any more as they were, on its module."""
+    module = call.module
+    kept = None if module is None else module.__dict__.get(KEPT)
+    asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
+    if call.taken is not None:
+        raise PackpropError(
+            asked,
+            where,
+            f"it has a part of its own called {call.taken!r}, where extensions look for a tensor of its call",
+            "rename the part, or ask for an extension of packprop, which looks at functions",
+        )
+    if kept is None or kept.call is not call:
+        raise PackpropError(
+            asked,
+            where,
+            "it was called again since, or more than once in this graph, and keeps the tensors of one call",
+            "call the module once before backward(), or give each place in the model a module of its own",
+        )
+    for saved in kept.saved:
+        saved()
+
+
+def edge_key(tensor: Tensor) -> tuple[Any, int]:
+    """What tells tensors of a graph apart, whatever object holds them."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class InputGradients(Sequence["Tensor | None"]):
+    """Gradients of the loss in a module's inputs, as far as they come through this module.
+
+    They are computed when they are first looked at, by a pass from the module's output to its inputs.
+
+    Args:
+        call: The call.
+        gradients: Gradients at its outputs.
+    """
+
+    def __init__(self, call: ModuleCall, gradients: Sequence[Tensor | None]) -> None:
+        self.call, self._gradients = call, gradients
+        self._found: tuple[Tensor | None, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._inputs())
+
+    def require_kept(self) -> None:
+        """Refuse a call whose tensors are no longer there."""
+        require_kept(self.call)
+
+    def _inputs(self) -> list[Any]:
+        self.require_kept()
+        kept = vars(self.call.module)
+        return [kept[name] for name in kept[KEPT].names[:-1]]
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Tensor | None, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Tensor | tuple[Tensor | None, ...] | None:
+        if self._found is None:
+            self._found = self._compute()
+        return self._found[place]
+
+    def _compute(self) -> tuple[Tensor | None, ...]:
+        found = self._inputs()
+        wanted = [place for place, x in enumerate(found) if isinstance(x, Tensor) and x.requires_grad]
+        edges = [get_gradient_edge(found[place]) for place in wanted]
+        if len({edge_key(found[place]) for place in wanted}) < len(wanted):
+            raise PackpropError(
+                "The gradients at the inputs of a module were asked for.",
+                f"a module of type {self.call.name}",
+                "one tensor enters it more than once, so that its gradients cannot be told apart",
+                "pass a clone of the tensor for each input",
+            )
+        # an input may have been computed from another one: nothing shall flow on through it
+        walls = [edge.node.register_prehook(_stop) for edge in edges] if len(edges) > 1 else []
+        gradients: Sequence[Tensor | None] = ()
+        try:
+            if edges:
+                gradients = torch.autograd.grad(
+                    vars(self.call.module)["output"],
+                    edges,
+                    self._gradients[0],
+                    retain_graph=True,
+                    create_graph=torch.is_grad_enabled(),
+                    allow_unused=True,
+                )
+        finally:
+            for wall in walls:
+                wall.remove()
+        at = dict(zip(wanted, gradients, strict=True))
+        return tuple(at.get(place) for place in range(len(found)))
+
+
+def _stop(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

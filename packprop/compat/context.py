@@ -1,0 +1,195 @@
+"""What BackPACK's front door does, on top of packprop's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop import context, tape
+from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
+from packprop.compat.own import BackpropExtension, Overrides, run_on_modules
+from packprop.context import Backpack, Hook
+from packprop.types import Extension
+
+
+def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) -> nn.Module:
+    """``packprop.extend``, with the arguments in BackPACK's order; modules can keep calls for extensions.
+
+    Args:
+        module: Any module, or a loss module.
+        debug: Accepted for existing code.
+        use_converter: Accepted for existing code; nothing needs to be converted.
+
+    Raises:
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
+    """
+    tape.extend(module)
+    watch_calls(module)
+    return module
+
+
+def memory_cleanup(module: nn.Module) -> None:
+    """Drop ``input0``, ``input1``, ..., ``output`` that a module has kept of its last call."""
+    forget_call(module)
+
+
+def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> nn.Module:
+    """The module as it is: functions, branches and in-place operations need no conversion.
+
+    Args:
+        module: Any module.
+        debug: Accepted for existing code.
+    """
+    return module
+
+
+class disable:  # noqa: N801  # the older library's name
+    """``packprop.disable`` as a class."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(tape.disable())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @staticmethod
+    def should_store_io() -> bool:
+        """Whether forward passes are recorded."""
+        return not tape.is_recording_disabled()
+
+
+class backpack(Backpack):  # noqa: N801
+    """``packprop.backpack``, which also runs extensions that were written for single modules.
+
+    Args:
+        exts: Instances of extensions.
+        extension_hook: Called with each module as soon as all its values are saved: with those that own
+            parameters, and, where only extensions for single modules run, with all.
+        debug: Print what the pass goes through.
+        retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
+        memory: As for ``packprop.backpack``.
+
+    Raises:
+        BadInput: For a class instead of an instance, or anything that is no extension; a ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        *exts: Any,
+        extension_hook: Hook | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+        memory: int | str | None = None,
+    ) -> None:
+        ours = [ext for ext in exts if isinstance(ext, Extension) or not isinstance(ext, BackpropExtension)]
+        super().__init__(ours, None if extension_hook is None else self._done, memory, debug)
+        self.exts, self.debug = exts, debug
+        self.extension_hook, self.retain_graph = extension_hook, retain_graph
+        self._overrides: Overrides = []
+
+    @property
+    def _own(self) -> list[BackpropExtension]:
+        """Extensions that look at single modules."""
+        found = [ext for ext in self.exts if isinstance(ext, BackpropExtension)]
+        return [ext for ext in found if ext.module_extensions or not isinstance(ext, Extension)]
+
+    def _backward(self, run: Any, backward: Callable[[], None]) -> None:
+        if run.is_refused_by_torch or not are_calls_kept():
+            super()._backward(run, backward)
+            return
+        if self._own:
+            done = None if self.extensions else self.extension_hook
+            calls, self._overrides = run_on_modules(run.roots, run.gradients, self._own, run.create_graph, done)
+        else:  # hooks look at kept tensors, too
+            calls = list(calls_below(run.roots))
+        for call in calls:
+            call.held = True
+        keep = True
+        try:
+            super()._backward(run, backward)
+            self._replace(None)
+            keep = run.keeps_graph
+        finally:
+            self._overrides = []
+            for call in calls:
+                call.held = False
+                if not keep:
+                    call.drop()
+
+    def _done(self, module: nn.Module) -> None:
+        """A module has all values that packprop finds."""
+        self._replace({id(parameter) for parameter in module.parameters(recurse=False)})
+        if self.extension_hook is not None:
+            self.extension_hook(module)
+
+    def _replace(self, parameters: set[int] | None) -> None:
+        """Put values of module extensions in the place of packprop's, on some parameters or on all."""
+        later: Overrides = []
+        for parameter, field, value in self._overrides:
+            if parameters is None or id(parameter) in parameters:
+                setattr(parameter, field, value)
+            else:
+                later.append((parameter, field, value))
+        self._overrides = later
+
+
+class CTX:
+    """What is in force."""
+
+    @staticmethod
+    def get_active_exts() -> tuple[Any, ...]:
+        """The extensions of the innermost context."""
+        inner = context.innermost()
+        return () if inner is None else getattr(inner, "exts", inner.extensions)
+
+    @staticmethod
+    def is_extension_active(*extension_classes: type) -> bool:
+        """Whether an extension of one of these classes is in force."""
+        return any(isinstance(ext, extension_classes) for ext in CTX.get_active_exts())
+
+    @staticmethod
+    def get_extension_hook() -> Hook:
+        """The innermost context's hook; a function that does nothing if there is none."""
+        hook = getattr(context.innermost(), "extension_hook", None)
+        return no_op if hook is None else hook
+
+    @staticmethod
+    def get_debug() -> bool:
+        """Whether the innermost context prints."""
+        return bool(getattr(context.innermost(), "debug", False))
+
+    @staticmethod
+    def get_retain_graph() -> bool:
+        """Whether the innermost context was told that the graph is kept."""
+        return bool(getattr(context.innermost(), "retain_graph", False))
+
+    @staticmethod
+    def remove_hooks() -> None:
+        """Take back every ``extend``."""
+        for module in list(tape.EXTENDED):
+            unwatch_calls(module)
+            tape.restore(module)
+
+
+def no_op(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+def subsample(tensor: Tensor, dim: int = 0, subsampling: list[int] | None = None) -> Tensor:
+    """Some samples of a tensor, in the order of the list.
+
+    Args:
+        tensor: Any tensor.
+        dim: Axis that holds the samples.
+        subsampling: Indices; nothing for all.
+    """
+    return tensor if subsampling is None else tensor[(slice(None),) * dim + (subsampling,)]

@@ -1,0 +1,176 @@
+"""Names of options, as BackPACK spells them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from packprop.errors import BadInput
+
+
+class _Choice:
+    """Names to choose from."""
+
+    CHOICES: ClassVar[list[str]]
+
+    @classmethod
+    def check_exists(cls, strategy: Any) -> None:
+        """Refuse what is none of the names.
+
+        Raises:
+            BadInput: A ``ValueError``.
+        """
+        if strategy not in cls.CHOICES:
+            raise BadInput(
+                f"{cls.__name__} {strategy!r} was asked for.",
+                cls.__name__,
+                "it is not one of those that are known",
+                f"choose from {', '.join(map(repr, cls.CHOICES))}",
+            )
+
+
+class LossHessianStrategy(_Choice):
+    """How the Hessian of the loss in the model's output is represented."""
+
+    EXACT, SAMPLING, SUM = "exact", "sampling", "sum"
+    CHOICES: ClassVar[list[str]] = [EXACT, SAMPLING, SUM]
+
+
+class BackpropStrategy(_Choice):
+    """What is propagated back: a root of each sample's matrix, or the average matrix."""
+
+    SQRT, BATCH_AVERAGE = "sqrt", "average"
+    CHOICES: ClassVar[list[str]] = [BATCH_AVERAGE, SQRT]
+
+    @classmethod
+    def is_batch_average(cls, strategy: str) -> bool:
+        """Whether the average matrix is."""
+        cls.check_exists(strategy)
+        return strategy == cls.BATCH_AVERAGE
+
+    @classmethod
+    def is_sqrt(cls, strategy: str) -> bool:
+        """Whether roots are."""
+        cls.check_exists(strategy)
+        return strategy == cls.SQRT
+
+
+class ExpectationApproximation(_Choice):
+    """Where means over samples are taken."""
+
+    BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
+    CHOICES: ClassVar[list[str]] = [BOTEV_MARTENS, CHEN]
+
+    @classmethod
+    def should_average_param_jac(cls, strategy: str) -> bool:
+        """Whether Jacobians in the parameters are averaged, too."""
+        cls.check_exists(strategy)
+        return strategy == cls.CHEN
+
+
+class ResidualModifications:
+    """What becomes of second derivatives of a layer."""
+
+    @staticmethod
+    def nothing(res: Tensor) -> Tensor:
+        """They stay."""
+        return res
+
+    @staticmethod
+    def to_zero(res: Tensor) -> None:
+        """They are dropped."""
+
+    @staticmethod
+    def remove_negative_values(res: Tensor) -> Tensor:
+        """Negative ones are set to zero."""
+        return res.clamp(min=0)
+
+    @staticmethod
+    def to_abs(res: Tensor) -> Tensor:
+        """Their signs are dropped."""
+        return res.abs()
+
+
+class Curvature(_Choice):
+    """Which matrix: the Hessian, the GGN, or a Hessian with residuals made positive."""
+
+    HESSIAN, GGN, PCH_ABS, PCH_CLIP = "hessian", "ggn", "pch-abs", "pch-clip"
+    CHOICES: ClassVar[list[str]] = [HESSIAN, GGN, PCH_CLIP, PCH_ABS]
+    REQUIRE_PSD_LOSS_HESSIAN: ClassVar[dict[str, bool]] = {
+        HESSIAN: False,
+        GGN: True,
+        PCH_ABS: True,
+        PCH_CLIP: True,
+    }
+    REQUIRE_RESIDUAL: ClassVar[dict[str, bool]] = {HESSIAN: True, GGN: False, PCH_ABS: True, PCH_CLIP: True}
+    RESIDUAL_MODS: ClassVar[dict[str, Any]] = {
+        HESSIAN: ResidualModifications.nothing,
+        GGN: ResidualModifications.to_zero,
+        PCH_ABS: ResidualModifications.to_abs,
+        PCH_CLIP: ResidualModifications.remove_negative_values,
+    }
+
+    @classmethod
+    def require_residual(cls, curv_type: str) -> bool:
+        """Whether second derivatives of layers enter."""
+        cls.check_exists(curv_type)
+        return cls.REQUIRE_RESIDUAL[curv_type]
+
+    @classmethod
+    def is_pch(cls, curv_type: str) -> bool:
+        """Whether residuals are made positive (Chen et al. 2019)."""
+        cls.check_exists(curv_type)
+        return curv_type in (cls.PCH_ABS, cls.PCH_CLIP)
+
+    @classmethod
+    def modify_residual(cls, residual: Tensor | None, curv_type: str) -> Tensor | None:
+        """What this matrix makes of the second derivatives of a layer."""
+        if residual is None:
+            return None
+        cls.check_exists(curv_type)
+        modified: Tensor | None = cls.RESIDUAL_MODS[curv_type](residual)
+        return modified
+
+    @classmethod
+    def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str) -> None:
+        """Refuse a loss that is not convex in the model's output where that is needed.
+
+        Raises:
+            BadInput: A ``ValueError``.
+        """
+        cls.check_exists(curv_type)
+        if cls.REQUIRE_PSD_LOSS_HESSIAN[curv_type] and not loss_hessian_is_psd:
+            raise BadInput(
+                f"The curvature {curv_type!r} was asked for.",
+                "the loss",
+                "its Hessian in the model's output is not positive semi-definite",
+                f"use a loss that is convex in the model's output, or {cls.HESSIAN!r}",
+            )
+
+
+class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
+    """A choice of algorithm for weights of convolutions that nothing hangs on: values are equal either way.
+
+    packprop takes samples in bites that bound temporary memory, whatever is chosen.
+
+    Args:
+        save_memory: What ``is_saving`` says inside.
+    """
+
+    _SAVE_MEMORY = False
+
+    def __init__(self, save_memory: bool = True) -> None:
+        self._chosen, self._before = save_memory, False
+
+    def __enter__(self) -> None:
+        self._before = weight_jac_t_save_memory._SAVE_MEMORY
+        weight_jac_t_save_memory._SAVE_MEMORY = self._chosen
+
+    def __exit__(self, *_: Any) -> None:
+        weight_jac_t_save_memory._SAVE_MEMORY = self._before
+
+    @staticmethod
+    def is_saving() -> bool:
+        """What was chosen last."""
+        return weight_jac_t_save_memory._SAVE_MEMORY

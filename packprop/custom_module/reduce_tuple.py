@@ -1,0 +1,23 @@
+"""Choice from a tuple as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class ReduceTuple(nn.Module):
+    """One element of a tuple, such as the outputs of a recurrent layer without its last states.
+
+    Args:
+        index: Which.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, input: tuple[Any, ...]) -> Any:
+        """The element."""
+        return input[self.index]

@@ -1,0 +1,157 @@
+"""Products with curvature matrices and Jacobians against dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from packprop.errors import BadInput, PackpropError
+from packprop.hessianfree import (
+    L_op,
+    R_op,
+    ggn_vector_product,
+    ggn_vector_product_from_plist,
+    hessian_vector_product,
+    jacobian_vector_product,
+    transposed_jacobian_vector_product,
+)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def flat(tensors: object) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])  # type: ignore[attr-defined]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(0, (2, 3)).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).flatten(0, 1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)),
+    "batch norm in training mode": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)),
+    "attention": Attention,
+}
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, list[Tensor]]:
+    model = MODELS[name]().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    with sdpa_kernel(SDPBackend.MATH):
+        output = model(x)
+    return model, output, F.cross_entropy(output, y), y, list(model.parameters())
+
+
+def rows(outputs: Tensor, inputs: list[Tensor], **options: bool) -> Tensor:
+    """The Jacobian of ``outputs``, a backward pass for each row."""
+    found = [
+        flat(torch.autograd.grad(entry, inputs, retain_graph=True, materialize_grads=True, **options))
+        for entry in outputs.reshape(-1)
+    ]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("given", [False, True])
+def test_hessian(name: str, given: bool) -> None:
+    _, _, loss, _, parameters = problem(name)
+    slope = torch.autograd.grad(loss, parameters, create_graph=True)
+    hessian = rows(flat(slope), parameters)
+    vectors = [torch.randn_like(p) for p in parameters]
+    found = hessian_vector_product(loss, parameters, vectors, grad_params=slope if given else None)
+    near(flat(found), hessian @ flat(vectors))
+    assert not any(tensor.requires_grad for tensor in found)
+    (part,) = hessian_vector_product(loss, parameters[0], vectors[0])
+    size = parameters[0].numel()
+    near(part.flatten(), hessian[:size, :size] @ vectors[0].flatten())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generalized_gauss_newton(name: str) -> None:
+    """Of the whole batch: where samples are mixed, too."""
+    model, output, loss, _, parameters = problem(name)
+    jacobian = rows(output, parameters)
+    slope = torch.autograd.grad(loss, output, create_graph=True)[0]
+    matrix = jacobian.T @ rows(slope, [output]) @ jacobian
+    vectors = [torch.randn_like(p) for p in parameters]
+    near(flat(ggn_vector_product(loss, output, model, vectors)), matrix @ flat(vectors))
+    size = parameters[0].numel()
+    (part,) = ggn_vector_product_from_plist(loss, output, parameters[:1], vectors[:1])
+    near(part.flatten(), matrix[:size, :size] @ vectors[0].flatten())
+    parameters[0].requires_grad_(False)
+    found = ggn_vector_product(loss, output, model, vectors[1:])
+    near(flat(found), matrix[size:, size:] @ flat(vectors[1:]))
+
+
+def test_jacobians() -> None:
+    _, output, _, _, parameters = problem("layer norm")
+    jacobian = rows(output, parameters)
+    vectors, columns = [torch.randn_like(p) for p in parameters], torch.randn_like(output)
+    for multiply in (R_op, jacobian_vector_product):
+        (found,) = multiply(output, parameters, vectors)
+        near(found.flatten(), jacobian @ flat(vectors))
+    for multiply in (L_op, transposed_jacobian_vector_product):
+        near(flat(multiply([output], parameters, [columns])), columns.flatten() @ jacobian)
+
+
+def test_differentiable_products() -> None:
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(4, dtype=torch.float64)
+    (found,) = hessian_vector_product((x**4).sum(), x, v, detach=False)
+    near(torch.autograd.grad(found.sum(), x)[0], 24 * x.detach() * v)
+    (found,) = L_op(x**3, x, v, detach=False)
+    near(torch.autograd.grad(found.sum(), x)[0], 6 * x.detach() * v)
+    (found,) = R_op(x**3, x, v, detach=False)
+    near(torch.autograd.grad(found.sum(), x)[0], 6 * x.detach() * v)
+
+
+def test_what_does_not_depend_is_zero() -> None:
+    x, other = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
+    ones = [torch.ones(3), torch.ones(2)]
+    for product in hessian_vector_product(x.sum() + other.sum(), [x, other], ones):
+        assert not product.any()
+    constant, moving = R_op([torch.ones(2), 2 * x], [x], [torch.ones(3)])
+    assert not constant.any()
+    assert torch.equal(moving, torch.full((3,), 2.0))
+
+
+def test_shapes_that_do_not_match() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(BadInput, match=r"hessian_vector_product\(f, params, v\) was called") as error:
+        hessian_vector_product(x.square().sum(), [x], [torch.ones(2)])
+    assert "vectors of shapes [(2,)]" in str(error.value)
+    with pytest.raises(BadInput, match=r"they do not match \[\(3,\)\]"):
+        R_op(2 * x, [x], [torch.ones(3), torch.ones(3)])
+    with pytest.raises(BadInput, match="generalized Gauss-Newton"):
+        ggn_vector_product_from_plist(x.square().sum(), 2 * x, [x], [])
+
+
+def test_a_fused_kernel_that_cannot_be_differentiated_twice() -> None:
+    q = torch.randn(2, 2, 5, 4, requires_grad=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        value = F.scaled_dot_product_attention(q, q, q).square().sum()
+    with pytest.raises(PackpropError) as error:
+        hessian_vector_product(value, q, torch.ones_like(q))
+    assert "scaled_dot_product" in error.value.why
+    assert "SDPBackend.MATH" in error.value.instead
+
+
+def test_other_errors_of_torch_stay() -> None:
+    x = torch.randn(3, requires_grad=True)
+    value = x.square().sum()
+    value.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        hessian_vector_product(value, x, torch.ones(3))

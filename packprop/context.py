@@ -126,7 +126,7 @@ class Backpack(TorchFunctionMode):
             print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
             for found in graph.found:
                 print(f"  {graph.label(found)}: {found.layouts[0]}")
-        graph.hold()
+        graph.hold(run.keeps_graph)
         keep = True
         try:
             if run.wanted is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.monoid import lift
+from packprop.regions import opened
 from packprop.seeds import Columns, columns
 from packprop.structures import Dense, join
 from packprop.sweep import Watch, sweep
@@ -84,18 +85,20 @@ class Observation:
 
     def _inputs(self, tasks: list[_Task]) -> None:
         parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
-        for found in self.graph.found:
-            for site in found.sites:
-                nothing: list[Tensor | None] = [None] * len(found.use.shapes)
-                parts.setdefault(id(site.leaf), []).append((found, site, nothing))
-        for uses in parts.values():
-            self._consume(uses[0][1].leaf, uses, tasks)
+        left = _uses_by_leaf(self.graph.found)
+        with opened((found.use.source for found in self.graph.found), self.create_graph):
+            for found in self.graph.found:
+                for site in found.take():
+                    nothing: list[Tensor | None] = [None] * len(found.use.shapes)
+                    parts.setdefault(id(site.leaf), []).append((found, site, nothing))
+                    left[id(site.leaf)] -= 1
+                    if left[id(site.leaf)] == 0:
+                        self._consume(site.leaf, parts.pop(id(site.leaf)), tasks)
 
     def _gradient(self, tasks: list[_Task], backward: Callable[[], None] | None, last: bool) -> None:
         collect = _Collector(self, self.graph.found, tasks, last)
         if not tasks:
-            if backward is not None:
-                backward()
+            self._last_pass(backward)
             return
         if backward is None or self.graph.entangled:
             graph = self.graph
@@ -105,17 +108,32 @@ class Observation:
                 for root, given in zip(graph.roots, graph.gradients, strict=True)
             ]
             sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
-            if backward is not None:
-                backward()
+            self._last_pass(backward)
         else:
-            watch = Watch(self.graph.found, collect.visit)
-            complete = False
-            try:
-                backward()
-                complete = True
-            finally:
-                watch.close(complete)
+
+            def visit(found: Found, signals: list[Tensor | None]) -> None:
+                collect.visit(found, signals)
+                if not self.graph.kept:
+                    found.release()
+
+            with opened((found.use.source for found in self.graph.found), self.create_graph):
+                watch = Watch(self.graph.found, visit)
+                complete = False
+                try:
+                    backward()
+                    complete = True
+                finally:
+                    watch.close(complete)
         collect.flush()
+
+    def _last_pass(self, backward: Callable[[], None] | None) -> None:
+        """The user's own pass, when all that was asked for is there."""
+        if backward is None:
+            return
+        if not self.graph.kept:
+            for found in self.graph.found:
+                found.release()
+        backward()
 
     def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool) -> None:
         chunks = []
@@ -137,7 +155,9 @@ class Observation:
             collect.flush(stop - start)
 
     def _columns_at_once(self, group: Columns) -> int:
-        """A vectorised sweep pays where many columns go through a small graph."""
+        """A vectorised sweep pays where many columns go through a small graph, all of which is there."""
+        if not self.graph.holds_inputs:
+            return 1
         entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
         fitting = BATCHED_SIGNALS // (8 * max(entries, 1))
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
@@ -237,14 +257,11 @@ class _Collector:
         self._observation, self._tasks, self._last = observation, tasks, last
         self._parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
-        self._expected: dict[int, int] = {}
-        for f in found:
-            for site in f.sites:
-                self._expected[id(site.leaf)] = self._expected.get(id(site.leaf), 0) + 1
+        self._expected = _uses_by_leaf(found)
 
     def visit(self, found: Found, signals: list[Tensor | None]) -> None:
         """One use with its signals."""
-        for site in found.sites:
+        for site in found.take():
             key = id(site.leaf)
             self._observation.note(site.leaf, signals)
             parts = self._parts.setdefault(key, [])
@@ -269,6 +286,15 @@ class _Collector:
         del self._leaves[id(leaf)]
         if self._last:
             self._observation._finish(leaf)
+
+
+def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:
+    """How many times each leaf enters the uses, by identity."""
+    times: dict[int, int] = {}
+    for each in found:
+        for site in each.sites:
+            times[id(site.leaf)] = times.get(id(site.leaf), 0) + 1
+    return times
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

@@ -359,3 +359,41 @@ def test_in_place_changes_are_noticed() -> None:
     loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(2, 4)), torch.tensor([0, 1]))
     with pytest.raises(PackpropError, match="changed in place"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("way", ["checkpoint", "nested", "save_on_cpu", "copied"])
+def test_values_are_differentiable(way: str) -> None:
+    """The gradient of a function of each extension's value is that without checkpointing."""
+
+    def slopes(wrap: Wrap) -> dict[str, list[Tensor]]:
+        torch.manual_seed(0)
+        model = packprop.extend(Net(wrap).double())
+        x, y = torch.randn(3, 6, dtype=torch.float64), torch.randint(3, (3,))
+        torch.manual_seed(1)
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward(create_graph=True)
+        found: dict[str, list[Tensor]] = {}
+        parameters = list(model.parameters())
+        for row in ROWS:
+            values = [v for p in parameters for v in as_tensors(getattr(p, row.attribute))]
+            total = sum(
+                (torch.cos(torch.arange(v.numel()).double()) * v.square().flatten()).sum() for v in values
+            )
+            found[row.attribute] = list(
+                torch.autograd.grad(
+                    total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+            )
+        for parameter in parameters:
+            parameter.grad = None
+            for row in ROWS:
+                delattr(parameter, row.attribute)
+        return found
+
+    found, expected = slopes(WAYS[way]), slopes(plain)
+    for attribute, values in expected.items():
+        assert any(bool(value.abs().max() > 0) for value in values), attribute
+        for mine, other in zip(found[attribute], values, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-9, atol=1e-12), attribute

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,11 +28,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.contestants import CONTESTANTS, QUANTITIES, Call, Gap, Quantity, Results
 from benchmarks.problems import PROBLEMS, Task
+from benchmarks.tracked import TensorBytes, size_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -144,56 +142,6 @@ def _turn(call: Call, repeats: int) -> float:
 # grouped and three-dimensional convolutions do, to which the peers' individual gradients come down.
 
 
-class TensorBytes(TorchDispatchMode):
-    """Counts bytes of tensor storage created while it is on: ``now``, and at the ``peak``.
-
-    >>> with TensorBytes() as counted:
-    ...     x = torch.ones(1000)
-    ...     y = x + 1
-    ...     del x
-    ...     z = y.view(10, 100)[2:]
-    >>> counted.peak, counted.now
-    (8000, 4000)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What goes in and was never seen before has been there before the start.
-        for storage in _storages((args, kwargs)):
-            self._meet(storage, born=False)
-        out = func(*args, **(kwargs or {}))
-        for storage in _storages((args, kwargs, out)):
-            self._meet(storage, born=True)
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _meet(self, storage: torch.UntypedStorage, *, born: bool) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            weakref.finalize(storage, self._part, key)
-            self._sizes[key] = 0 if born else -1
-        # Storages grow and shrink under ``out=`` and ``resize_``; -1 marks those of others.
-        known = self._sizes[key]
-        if known >= 0:
-            self.now += storage.nbytes() - known
-            self._sizes[key] = storage.nbytes()
-
-    def _part(self, key: int) -> None:
-        self.now -= max(0, self._sizes.pop(key))
-
-
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in tree_leaves(tree):
-        # A library's dry run under fake tensors takes no memory.
-        if isinstance(leaf, Tensor) and leaf.untyped_storage().device.type != "meta":
-            yield leaf.untyped_storage()
-
-
 def allocated(call: Call) -> int:
     """Return the peak of PyTorch's CPU allocator in bytes; right once in a process.
 
@@ -273,11 +221,6 @@ def _peak_here(problem: str, quantity: str, contestant: str, kinds: str) -> dict
     with TensorBytes() as tracked:
         call()
     return answer | {"tracked": tracked.peak}
-
-
-def size_of(results: Results) -> int:
-    """Return the bytes of all results, those that share storage once."""
-    return sum({storage._cdata: storage.nbytes() for storage in _storages(results)}.values())
 
 
 def _settle() -> None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Graph, walk
 from packprop.memory import is_dry
-from packprop.observe import Bites, Observation
+from packprop.observe import Bites, Observation, default_bites
 from packprop.plan import Plan, budget_of, plan_again
 from packprop.samples import check_graph
 from packprop.tape import drop_stale_recording
@@ -132,7 +132,7 @@ class Backpack(TorchFunctionMode):
             print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
             for found in graph.found:
                 print(f"  {graph.label(found)}: {found.layouts[0]}")
-        graph.hold()
+        graph.hold(run.keeps_graph)
         keep = True
 
         def restricted(leaves: Sequence[Tensor] | None) -> None:
@@ -154,7 +154,7 @@ class Backpack(TorchFunctionMode):
     def _bites(self, graph: Graph) -> Bites:
         """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
         if self._memory is None:
-            return Bites()
+            return default_bites()
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions)
             return self._memory.bites

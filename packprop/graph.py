@@ -16,6 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
+from packprop.regions import differs
 from packprop.structures import Dense, Structure, rows
 from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
@@ -33,6 +34,15 @@ class Site:
 
     entry: Entry
     leaf: Tensor
+
+    def of(self, entries: Sequence[Entry], found: Sequence[Entry]) -> Site:
+        """The same site among entries that were made again."""
+        place = next(number for number, entry in enumerate(entries) if entry is self.entry)
+        again = found[place].parameter if place < len(found) else None
+        same = again is self.leaf if self.direct else again is not None and not again.is_leaf
+        if not same:
+            raise differs("a function", "it consumed other parameters")
+        return Site(found[place], self.leaf)
 
     @property
     def direct(self) -> bool:
@@ -73,6 +83,25 @@ class Found:
     first: bool = False
     layouts: list[Layout] = field(default_factory=list)
 
+    def is_ready(self) -> bool:
+        """Whether the inputs are at hand."""
+        return self.use.source is None or self.use.source.ready() is not None
+
+    def take(self) -> list[Site]:
+        """The sites with their inputs, which nobody else holds from now on if the use does not."""
+        source, entries = self.use.source, self.use.entries
+        if source is None or entries is None:
+            return self.sites
+        found = source.fetch()
+        source.taken()
+        return [site.of(entries, found) for site in self.sites]
+
+    def release(self) -> None:
+        """Let go of what the inputs are computed from, as the graph does in its last pass."""
+        if self.use.source is not None:
+            self.use.source.release()
+            self.use.drop()
+
 
 @dataclass(eq=False)
 class FoundLoss:
@@ -97,6 +126,7 @@ class Graph:
         unlosed: Names of uses that a path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, and the nodes that consume them.
+        kept: Whether there may be another pass through the same graph.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are settled.
     """
@@ -109,6 +139,7 @@ class Graph:
     unlosed: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
+    kept: bool = True
     signature: int = 0
     samples: int = 0
 
@@ -155,6 +186,11 @@ class Graph:
         return list(spared.values()), [leaf for key, leaf in leaves.items() if key not in spared]
 
     @property
+    def holds_inputs(self) -> bool:
+        """Whether every use holds its inputs: nothing is computed again to get at them."""
+        return all(found.use.source is None for found in self.found)
+
+    @property
     def entangled(self) -> bool:
         """Whether graphs of parameters alone must outlive the user's own pass, which frees them in part.
 
@@ -179,8 +215,13 @@ class Graph:
         names = ", ".join(repr(self.name(site.leaf)) for site in found.sites)
         return f"{found.use.name} of {names}"
 
-    def hold(self) -> None:
-        """Keep what uses saved while this pass runs, whatever happens to the graph."""
+    def hold(self, keep: bool) -> None:
+        """Keep what uses saved while this pass runs, whatever happens to the graph.
+
+        Args:
+            keep: Whether the graph is retained after it.
+        """
+        self.kept = keep
         for record in self._records():
             record.held = True
 
@@ -190,7 +231,7 @@ class Graph:
             record.held = False
             if not keep:
                 if isinstance(record, Use):
-                    record.entries = None
+                    record.drop()
                 else:
                     record.args, record.kwargs, record.released = (), {}, True
 

@@ -15,6 +15,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
+from packprop.regions import opened
 from packprop.seeds import Columns, columns
 from packprop.statistics import forms_rows, summed_grad
 from packprop.structures import Dense, Structure, join
@@ -34,8 +35,17 @@ class Bites(NamedTuple):
             columns, columns are swept one at a time.
     """
 
-    scratch: int = 8 * 2**20
-    signals: int = 64 * 2**20
+    scratch: int
+    signals: int
+
+
+SCRATCH = 8 * 2**20
+SIGNALS = 64 * 2**20
+
+
+def default_bites() -> Bites:
+    """What is taken at once where there is no budget: small enough to stay in caches."""
+    return Bites(SCRATCH, SIGNALS)
 
 
 ONE = Extent(0, 1, 1)
@@ -82,7 +92,7 @@ class Observation:
     extensions: Sequence[Extension]
     create_graph: bool
     done: Callable[[Tensor, dict[Extension, list[Any]]], None]
-    bites: Bites = field(default_factory=lambda: Bites())
+    bites: Bites = field(default_factory=default_bites)
     log: Callable[[Tensor, Sequence[Found], Structure, int], None] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _finite: dict[int, Tensor] = field(default_factory=dict)
@@ -122,17 +132,19 @@ class Observation:
 
     def _inputs(self, tasks: list[_Task]) -> None:
         parts: dict[int, list[Part]] = {}
-        for found in self.graph.found:
-            for site in found.sites:
-                nothing: list[Tensor | None] = [None] * len(found.use.shapes)
-                parts.setdefault(id(site.leaf), []).append((found, site, nothing))
-        for uses in parts.values():
-            self._consume(uses[0][1].leaf, uses, tasks, ONE)
+        left = _uses_by_leaf(self.graph.found)
+        with opened((found.use.source for found in self.graph.found), self.create_graph):
+            for found in self.graph.found:
+                for site in found.take():
+                    nothing: list[Tensor | None] = [None] * len(found.use.shapes)
+                    parts.setdefault(id(site.leaf), []).append((found, site, nothing))
+                    left[id(site.leaf)] -= 1
+                    if left[id(site.leaf)] == 0:
+                        self._consume(site.leaf, parts.pop(id(site.leaf)), tasks, ONE)
 
     def _gradient(self, tasks: list[_Task], backward: Backward | None, last: bool) -> None:
         if not tasks:
-            if backward is not None:
-                backward(None)
+            self._last_pass(backward)
             return
         if backward is None or self.graph.entangled:
             collect = _Collector(self, self.graph.found, tasks, last, ONE)
@@ -143,20 +155,26 @@ class Observation:
                 for root, given in zip(graph.roots, graph.gradients, strict=True)
             ]
             sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
-            if backward is not None:
-                backward(None)
+            self._last_pass(backward)
             collect.flush()
             return
         summing, others = self._summing(tasks)
         own = [_Task(SUMMED, 0, SUMMED.rows[0])]
         collect = _Collector(self, self.graph.found, tasks, last, ONE, {id(leaf): own for leaf in summing})
-        watch = Watch(self.graph.found, collect.visit)
-        complete = False
-        try:
-            backward(others if summing else None)
-            complete = True
-        finally:
-            watch.close(complete)
+
+        def visit(found: Found, signals: list[Tensor | None]) -> None:
+            collect.visit(found, signals)
+            if not self.graph.kept:
+                found.release()
+
+        with opened((found.use.source for found in self.graph.found), self.create_graph):
+            watch = Watch(self.graph.found, visit)
+            complete = False
+            try:
+                backward(others if summing else None)
+                complete = True
+            finally:
+                watch.close(complete)
         collect.flush()
         made = [(leaf, self._gradients.pop(id(leaf))) for leaf in summing if id(leaf) in self._gradients]
         if made:
@@ -192,6 +210,15 @@ class Observation:
             forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
         )
 
+    def _last_pass(self, backward: Backward | None) -> None:
+        """The user's own pass, when all that was asked for is there."""
+        if backward is None:
+            return
+        if not self.graph.kept:
+            for found in self.graph.found:
+                found.release()
+        backward(None)
+
     def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool) -> None:
         total = sum(group.count for group in groups)
         before = 0
@@ -214,7 +241,9 @@ class Observation:
             before += group.count
 
     def _columns_at_once(self, group: Columns) -> int:
-        """A vectorised sweep pays where many columns go through a small graph."""
+        """A vectorised sweep pays where many columns go through a small graph, all of which is there."""
+        if not self.graph.holds_inputs:
+            return 1
         entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
         fitting = self.bites.signals // (8 * max(entries, 1))
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
@@ -356,15 +385,12 @@ class _Collector:
         self._last, self._columns = last, columns
         self._parts: dict[int, list[Part]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
-        self._expected: dict[int, int] = {}
-        for f in found:
-            for site in f.sites:
-                self._expected[id(site.leaf)] = self._expected.get(id(site.leaf), 0) + 1
+        self._expected = _uses_by_leaf(found)
         self._adding = any(not (task.row.over_n.grows or task.row.over_v.grows) for task in tasks)
 
     def visit(self, found: Found, signals: list[Tensor | None]) -> None:
         """One use with its signals."""
-        for site in found.sites:
+        for site in found.take():
             key = id(site.leaf)
             # NaN in a signal is NaN in what is computed from it: the smaller of the two is looked at
             small = self._adding or key in self._more
@@ -408,6 +434,15 @@ def _after(start: int, step: int, count: int) -> int:
     if is_dry() and start > 0 and following < count:
         return max(following, (count - 1) // step * step)
     return following
+
+
+def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:
+    """How many times each leaf enters the uses, by identity."""
+    times: dict[int, int] = {}
+    for each in found:
+        for site in each.sites:
+            times[id(site.leaf)] = times.get(id(site.leaf), 0) + 1
+    return times
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, Graph, walk
 from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
-from packprop.observe import Bites, Observation
+from packprop.observe import SCRATCH, Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Outer, Structure
 from packprop.tape import extend, record
@@ -40,10 +40,10 @@ CUDA_BLOCK = 512
 KIB = 1024
 # Least time first: what is tried until the peak fits. Smaller bites cost calls, fewer columns at once sweeps.
 CHOICES = (
-    Bites(),
-    Bites(signals=16 * KIB**2),
-    Bites(signals=4 * KIB**2),
-    Bites(signals=0),
+    default_bites(),
+    Bites(SCRATCH, 16 * KIB**2),
+    Bites(SCRATCH, 4 * KIB**2),
+    Bites(SCRATCH, 0),
     Bites(2 * KIB**2, 0),
     Bites(KIB**2 // 2, 0),
     Bites(0, 0),
@@ -272,7 +272,7 @@ def bites_over_data(
     """The bites of one batch of many, whose results are merged into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
-        return Bites()
+        return default_bites()
     one = plan(model, loss, batch, extensions, None, device, gradients=False)
     if one.peak + one.results <= budget:
         return one.bites

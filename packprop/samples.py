@@ -249,7 +249,7 @@ def _probe(
             factors = torch.exp2(exponents)[way.sample_of(exponents.device)]
             form = [-1 if axis == way.axis else 1 for axis in range(random.dim())]
             seeds.append((random * factors.view(form)).to(source.device, source.dtype))
-        sweep([source.edge for source in sources], seeds, graph.found, visit)
+        sweep([source.edge for source in sources], seeds, graph.found, visit, inputs=False)
     tolerance = max(torch.finfo(source.dtype).eps for source in sources) ** 0.5
     for (found, index, way), up in sizes[0].items():
         down = sizes[1].get((found, index, way), up)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.graph import Found
+from packprop.regions import opened
 
 Visit = Callable[[Found, list[Tensor | None]], None]
 
@@ -20,10 +21,12 @@ class Watch:
     Args:
         found: Uses to watch.
         visit: Called with a use and the signals at its outputs ``[1, *y]``, as soon as all have arrived.
+        inputs: Whether a visit needs the inputs of the use: it waits for those that are computed again.
     """
 
-    def __init__(self, found: Sequence[Found], visit: Visit) -> None:
-        self._visit = visit
+    def __init__(self, found: Sequence[Found], visit: Visit, inputs: bool = True) -> None:
+        self._visit, self._inputs = visit, inputs
+        self._late: dict[Found, list[Tensor | None]] = {}
         self._pending: dict[Found, list[Tensor | None]] = {}
         self._waiting: dict[Found, int] = {}
         self._visiting = False
@@ -32,11 +35,19 @@ class Watch:
             for f in found
             for index, (node, output) in f.nodes.items()
         ]
+        if inputs:  # the node's own function may be what has the inputs computed again
+            self._handles += [
+                node.register_hook(lambda *_: self._catch_up())
+                for f in found
+                if f.use.source is not None
+                for node, _ in f.nodes.values()
+            ]
 
     def _hook(self, found: Found, index: int, output: int) -> Callable[[Any], None]:
         def arrived(gradients: Sequence[Tensor | None]) -> None:
             if self._visiting:  # a visit pulls back through this very node
                 return
+            self._catch_up()
             signal = gradients[output]
             self.arrived(found, index, None if signal is None else signal.unsqueeze(0))
 
@@ -55,6 +66,19 @@ class Watch:
         del self._waiting[found]
         if all(signal is None for signal in signals):
             return
+        if self._inputs and not found.is_ready():
+            self._late[found] = signals
+        else:
+            self._call(found, signals)
+
+    def _catch_up(self) -> None:
+        """Visit uses whose inputs were still missing, and are there by now."""
+        if self._visiting:
+            return
+        for found in [found for found in self._late if found.is_ready()]:
+            self._call(found, self._late.pop(found))
+
+    def _call(self, found: Found, signals: list[Tensor | None]) -> None:
         self._visiting = True
         try:
             self._visit(found, signals)
@@ -68,6 +92,8 @@ class Watch:
         if complete:
             for found in list(self._pending):
                 self._finish(found)
+            for found in list(self._late):
+                self._call(found, self._late.pop(found))
 
 
 def sweep(
@@ -78,6 +104,7 @@ def sweep(
     *,
     batched: bool = False,
     create_graph: bool = False,
+    inputs: bool = True,
 ) -> None:
     """Pull one seed (or many) back from ``outputs`` to every use in ``found`` that it reaches.
 
@@ -88,7 +115,21 @@ def sweep(
         visit: Called as ``visit(found, signals)``; signals have a leading axis of columns.
         batched: Pull all columns back in one vectorised pass, which holds all signals at once.
         create_graph: Whether the signals shall be differentiable.
+        inputs: Whether visits need the inputs of uses.
     """
+    with opened((f.use.source for f in found), create_graph, inputs):
+        _sweep(outputs, seeds, found, visit, batched, create_graph, inputs)
+
+
+def _sweep(
+    outputs: Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    found: Sequence[Found],
+    visit: Visit,
+    batched: bool,
+    create_graph: bool,
+    inputs: bool,
+) -> None:
     watched = [] if batched else [f for f in found if not f.first]
     ends = [
         (f, index, GradientEdge(node, output))
@@ -96,7 +137,7 @@ def sweep(
         if batched or f.first
         for index, (node, output) in f.nodes.items()
     ]
-    watch = Watch(watched, visit)
+    watch = Watch(watched, visit, inputs)
     complete = False
     try:
         signals = torch.autograd.grad(

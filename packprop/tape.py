@@ -29,6 +29,18 @@ from torch.overrides import TorchFunctionMode
 from packprop.errors import BadInput
 from packprop.losses import LOSSES, input_of
 from packprop.memory import Spec, is_dry
+from packprop.regions import (
+    Hooks,
+    Moved,
+    Recipe,
+    Source,
+    hooks_in_force,
+    is_checkpoint,
+    is_counted,
+    region_under,
+    replay,
+    without_inputs,
+)
 from packprop.rules import EXPANSIONS, MIXERS, REORDERINGS
 from packprop.types import map_tensors, tensors_in
 from packprop.uses import RULES, Call, Entry, entries_of, name_of, random_state
@@ -85,6 +97,7 @@ class Use:
         edges: Where the inputs that depend on samples came from.
         shapes: Shapes of its outputs.
         forward: The outermost call that it was recorded in.
+        source: Where its inputs are found, if it does not hold them.
     """
 
     name: str
@@ -92,12 +105,17 @@ class Use:
     edges: list[GradientEdge]
     shapes: list[torch.Size]
     forward: Forward
+    source: Source | None = None
     held: bool = False
 
     def release(self, _: Any = None) -> None:
         """Drop the inputs when a backward pass frees the graph that they belong to."""
         if not self.held and not _graph_is_kept():
-            self.entries = None
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the inputs."""
+        self.entries = self.source = None
 
 
 @dataclass(eq=False)
@@ -205,6 +223,10 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        hooks = hooks_in_force()
+        region = None if hooks is None else region_under(hooks)
+        if region is not None and is_counted(func, (args, kwargs)):
+            region.calls += 1
         if _local.disabled:
             return func(*args, **kwargs)
         if isinstance(func, MethodWrapperType):  # an attribute: shape, device, T, data, ...
@@ -214,7 +236,7 @@ class Recorder(TorchFunctionMode):
             return out
         samples, parameters = self._sort(args, kwargs)
         if samples and parameters and torch.is_grad_enabled():
-            return self._record(func, args, kwargs, samples, parameters)
+            return self._record(func, args, kwargs, samples, parameters, hooks)
         out = func(*args, **kwargs)
         if out is None:
             if samples and func is Tensor.__setitem__:
@@ -299,6 +321,7 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         samples: list[Tensor],
         parameters: list[Tensor],
+        hooks: Hooks | None,
     ) -> Any:
         """Call a function that consumes parameters, and hang a use on the nodes that it makes."""
         edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
@@ -326,7 +349,11 @@ class Recorder(TorchFunctionMode):
             return out
         call = Call(func, kept, kwargs, tuple(parameters), outputs[0].shape, self._unexpanded, state)
         shapes = [tensor.shape for tensor in outputs]
-        use = Use(name, entries_of(call), edges, shapes, self.forward)
+        entries = entries_of(call)
+        source = None if hooks is None else _source(call, in_place, hooks)
+        if source is not None:
+            entries = without_inputs(entries, source)
+        use = Use(name, entries, edges, shapes, self.forward, source)
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             assert node is not None
@@ -349,6 +376,14 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_in(out):
             if tensor.grad_fn is not None:
                 marks_of(tensor.grad_fn)[MIXES] = name
+
+
+def _source(call: Call, in_place: bool, hooks: Hooks) -> Source | None:
+    """Where a use shall find its inputs, given the hooks that autograd's own go through."""
+    if not is_checkpoint(hooks):
+        return Moved(call, in_place)
+    region = region_under(hooks)
+    return None if region is None else region.place(Recipe.of(call, in_place))
 
 
 def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -417,6 +452,9 @@ def is_extended(module: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     drop_stale_recording()
+    if (again := replay()) is not None:
+        again.begin()
+        return
     recorder = _local.recorder
     if recorder is None:
         if _local.disabled or not torch.is_grad_enabled():
@@ -430,6 +468,9 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if (again := replay()) is not None:
+        again.end()
+        return
     recorder = _local.recorder
     if recorder is None or recorder.depth == 0:
         return
@@ -445,7 +486,7 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
 
 def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     """A module without parameters that turns a model's output into a scalar is a loss of the user's own."""
-    if not isinstance(out, Tensor) or out.dim() > 0 or out.grad_fn is None:
+    if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
         return
     if len(args) + len(kwargs) < 2 or any(True for _ in module.parameters()):
         return
@@ -483,6 +524,10 @@ def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
 
 def _start(module: nn.Module | None, owner: FrameType | None) -> Recorder:
     recorder = Recorder(module, owner)
+    hooks = hooks_in_force()
+    region = None if hooks is None else region_under(hooks)
+    if region is not None:
+        region.begin()
     recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
     _local.recorder = recorder
     return recorder
@@ -509,6 +554,13 @@ def record(*inputs: Any) -> Iterator[None]:
         inputs: Tensors that carry samples and enter by other ways than as arguments of an extended module.
     """
     drop_stale_recording()
+    if (again := replay()) is not None:
+        again.begin()
+        try:
+            yield
+        finally:
+            again.end()
+        return
     if _local.recorder is not None:
         _local.recorder.feed(inputs)
         yield

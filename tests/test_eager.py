@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from packprop import regions
 from packprop.eager import eager_backward, pieces, reach
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 
@@ -1336,9 +1337,9 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     assert pieces.put_together(*map(list, pieces_of({"a": (leaf, 1)})))[0] == {"a": (leaf, 1)}
     if needs_question.args[0]:
         return
-    assert not pieces._saved_tensors_are_hooked()  # _top_saved_tensors_default_hooks
+    assert regions.hooks_in_force() is None  # _top_saved_tensors_default_hooks
     with torch.autograd.graph.save_on_cpu():
-        assert pieces._saved_tensors_are_hooked()
+        assert regions.hooks_in_force() is not None
 
 
 def pieces_of(argument: Any) -> tuple[list[Any], list[Any]]:

@@ -21,7 +21,7 @@ FLOORS = (
     ("errors", "monoid", "types", "memory"),
     ("structures", "statistics", "patches", "products"),
     ("uses", "rules", "recurrent", "losses"),
-    ("tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
+    ("regions", "tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
     ("extensions/*",),
     ("context", "dataset", "eager", "eager/*", "hessianfree"),
     (
@@ -33,6 +33,7 @@ FLOORS = (
 
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {
+    "regions": "gets at what hooks on saved tensors have moved or a checkpoint computes again",
     "tape": "records uses on the nodes of the graph and finds them again",
     "seeds": "feeds columns in at the node of the loss",
     "sweep": "pulls the columns back to the uses",

@@ -29,7 +29,7 @@ PRIVATE = {
     "_input_metadata": {"graph.py"},
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py"},
-    "_version": {"uses.py", "tape.py", "seeds.py", "eager/pieces.py"},
+    "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "eager/pieces.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"products.py"},
     "_subclasses": {"plan.py"},
@@ -315,3 +315,44 @@ def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
     del uses, stack, node, loss
     gc.collect()
     assert alive() is None
+
+
+# Hooks on saved tensors, and the frames of torch.utils.checkpoint
+
+
+def test_hooks_in_force_are_known() -> None:
+    from packprop.regions import hooks_in_force
+
+    assert hooks_in_force() is None
+    with torch.autograd.graph.save_on_cpu():
+        found = hooks_in_force()
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        assert found is not None
+        assert len(found) == 2
+    assert hooks_in_force() is None
+
+
+def test_a_checkpoint_is_known_by_its_hooks_the_first_time_and_again() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from packprop import regions
+
+    seen: list[tuple[bool, Any, bool]] = []
+
+    def function(x: Tensor) -> Tensor:
+        hooks = regions.hooks_in_force()
+        assert hooks is not None
+        seen.append((regions.is_checkpoint(hooks), *regions.frame_of(hooks)))
+        return torch.sin(x).exp()
+
+    y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
+    frame = seen[0][1]
+    ran: list[int] = []
+    original = frame.recompute_fn
+    frame.recompute_fn = lambda *args: (ran.append(len(frame.recomputed)), original(*args))
+    assert [tuple(x.shape) for x in frame.get_inputs()] == [(2,)]
+    y.sum().backward(retain_graph=True)
+    assert ran == [0]
+    assert [(known, again) for known, _, again in seen] == [(True, False), (True, True)]
+    assert seen[1][1] is frame
+    assert all(len(tensors) == 0 for tensors in frame.recomputed.values())

@@ -23,9 +23,9 @@ from packprop.compat.calls import (
     is_loss_class,
     keep_calls,
 )
-from packprop.context import check_graph
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, walk
+from packprop.samples import check_graph
 from packprop.seeds import columns
 from packprop.sweep import sweep
 from packprop.types import EXACT, Extension, Seed

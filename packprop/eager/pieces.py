@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from packprop.errors import BadInput
 from packprop.memory import byte_count as memory_bytes
+from packprop.regions import hooks_in_force
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
 Hook = Callable[..., Tensor | Sequence[Tensor] | None]
@@ -297,7 +298,9 @@ def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextM
         for kind, enabled, dtype in autocast
         if enabled or torch.is_autocast_enabled(kind)
     ]
-    if _saved_tensors_are_hooked():
+    # Under hooks, even ones that do nothing, PyTorch no longer notices that a saved tensor was changed,
+    # so they are set only where there are others. In 2.6 a branch inside a checkpoint is evaluated once more.
+    if hooks_in_force() is not None:
         contexts.append(graph.saved_tensors_hooks(_same, _same))
     if not contexts:
         return NOTHING
@@ -309,14 +312,6 @@ def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextM
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _saved_tensors_are_hooked() -> bool:
-    # Private, and asked for a reason: under hooks, even ones that do nothing, PyTorch no longer
-    # notices that a saved tensor was changed, so they are set only where there are others. PyTorch
-    # 2.6 cannot be asked: there, a branch inside a checkpoint is evaluated once more.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
 
 
 def random_states(leaves: list[Any]) -> dict[torch.device, Tensor]:

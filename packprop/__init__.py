@@ -5,6 +5,7 @@ an extension says how numbers merge; the plan says how big the bites are.
 """
 
 from packprop import extensions
+from packprop.algorithms import algorithms
 from packprop.context import backpack
 from packprop.coverage import Coverage, coverage
 from packprop.dataset import Result, compute
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Result",
+    "algorithms",
     "backpack",
     "compute",
     "coverage",

@@ -15,7 +15,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Graph, walk
 from packprop.memory import is_dry
 from packprop.observe import Bites, Observation, default_bites
-from packprop.plan import Plan, budget_of, plan_again
+from packprop.plan import Plan, bites_again, budget_of
 from packprop.samples import check_graph
 from packprop.tape import drop_stale_recording
 from packprop.types import Extension, map_tensors
@@ -79,7 +79,6 @@ class Backpack(TorchFunctionMode):
                 "give a function of one module",
             )
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
-        self._plans: dict[int, Plan] = {}
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
 
     def __enter__(self) -> Backpack:
@@ -158,10 +157,7 @@ class Backpack(TorchFunctionMode):
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions)
             return self._memory.bites
-        key = graph.signature
-        if key not in self._plans:
-            self._plans[key] = plan_again(graph, self.extensions, self._memory)
-        return self._plans[key].bites
+        return bites_again(graph, self.extensions, self._memory)
 
 
 class _Pass:

@@ -30,7 +30,7 @@ from packprop.graph import Found, Graph, walk
 from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
 from packprop.observe import SCRATCH, Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
-from packprop.structures import Outer, Structure
+from packprop.structures import Dense, Structure
 from packprop.tape import extend, record
 from packprop.types import Extension, map_tensors, tensors_in
 
@@ -99,6 +99,12 @@ class LiveBytes(TorchDispatchMode):
     def _part(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
         del self.labels[key]
+
+
+class BudgetTooSmall(BadInput):
+    """A budget is less than any choice of bites takes; ``floor`` is the least, in bytes."""
+
+    floor: int = 0
 
 
 @dataclass(frozen=True)
@@ -337,6 +343,26 @@ def _between(start: Node, ends: set[Node]) -> int:
     return 2 * len(seen)
 
 
+def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> Bites:
+    """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
+    kept = _CHOSEN.setdefault(graph.modules[0], {})
+    asked = tuple(
+        (
+            type(extension),
+            tuple(extension.subsampling or ()),
+            tuple((row.seed.kind, row.seed.mc_samples) for row in extension.rows),
+        )
+        for extension in extensions
+    )
+    key = (graph.signature, asked, budget)
+    if key not in kept:
+        kept[key] = plan_again(graph, extensions, budget).bites
+    return kept[key]
+
+
+_CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Bites]] = weakref.WeakKeyDictionary()
+
+
 def budget_of(memory: int | str | None) -> int | None:
     """Bytes of a budget.
 
@@ -405,7 +431,7 @@ INSTEAD = {
 """What takes less."""
 
 
-def _impossible(floor: Plan, budget: int) -> BadInput:
+def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     largest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in list(floor.parts.items())[:3])
     fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients"))
     fitting = int((budget - fixed) / (floor.peak - fixed) * floor.samples) if floor.peak > fixed else 0
@@ -416,12 +442,14 @@ def _impossible(floor: Plan, budget: int) -> BadInput:
         advice.append("an extension hook that reduces and deletes each parameter's value")
     advice += [f"{INSTEAD[name]} in place of {name}" for name in floor.extensions if name in INSTEAD]
     advice.append("requires_grad=False on parameters that do not matter, or checkpointing")
-    return BadInput(
+    error = BudgetTooSmall(
         "A budget of memory was given.",
         f"memory={byte_text(budget)} on {floor.device}",
         f"with the smallest bites the step still takes {byte_text(floor.peak)}: {largest}",
         "; or ".join(advice),
     )
+    error.floor = floor.peak
+    return error
 
 
 class _DryRun:
@@ -534,7 +562,7 @@ class _DryRun:
         self, graph: Graph, leaf: Tensor, uses: Sequence[Found], structure: Structure, samples: int
     ) -> None:
         name = graph.name(leaf)
-        formed = not isinstance(structure, Outer) or structure.formed
+        formed = isinstance(structure, Dense) or structure.formed
         known = self._lines.get(name)
         if known is None or samples < known.samples or formed:
             self._lines[name] = Line(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.algorithms import forced
+
 WORTH_A_CALL = 2**20
 """Multiplications from which on one product is worth a call of its own."""
 SHORT = 32
@@ -68,8 +70,11 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     fits = (
         left.device.type == right.device.type == "cpu"
         and left.dtype == right.dtype == torch.float32
-        and left.shape[1] * left.shape[2] * right.shape[1] >= WORTH_A_CALL
-        and left.shape[2] >= SHORT
+        and forced("products") != "batched"
+        and (
+            forced("products") == "single"
+            or (left.shape[1] * left.shape[2] * right.shape[1] >= WORTH_A_CALL and left.shape[2] >= SHORT)
+        )
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
         and hasattr(library, "_linear_pointwise")
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from packprop.algorithms import forced
 from packprop.errors import PackpropError
 from packprop.monoid import Moments
 from packprop.products import squared_products, sum_of_squares
@@ -132,7 +133,7 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
     if isinstance(structure, Lookup):
         return _lookup_input_gram(structure, approximation)
-    if structure.moment is not None and approximation == "mixed":
+    if structure.moment is not None and approximation == "mixed" and forced("factors") != "patches":
         return structure.moment()
     x = structure.x
     positions, groups = x.shape[1:3]
@@ -159,7 +160,9 @@ def norms_by_products(positions: int, fan_in: int, fan_out: int) -> bool:
     Products over pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. The latter
     also add up to the summed gradient, which need not be computed again, so they win from half of that on.
     """
-    return positions == 1 or 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+    if positions == 1 or (by_name := forced("norms")) is None:
+        return positions == 1 or 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+    return by_name == "products"
 
 
 def forms_rows(statistic: Callable[..., Any], positions: int, fan_in: int, fan_out: int) -> bool:

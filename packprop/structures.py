@@ -94,6 +94,11 @@ class Lookup:
     entries: int
     dtype: torch.dtype
 
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients are there already."""
+        return "rows" in vars(self)
+
     @cached_property
     def rows(self) -> Tensor | None:
         """Per-sample gradients ``[v, n, *p]``: signals added up where they were looked up."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from packprop.algorithms import forced
 from packprop.errors import PackpropError
+from packprop.kernels import squared_products, sum_of_squares
 from packprop.monoid import Moments
-from packprop.products import squared_products, sum_of_squares
 from packprop.structures import Dense, Lookup, Outer, Structure, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.products import outer_products
+from packprop.kernels import outer_products
 
 Fold = Callable[[Tensor], Tensor]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import packprop
+import packprop.kernels
 import packprop.observe
-import packprop.products
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.running import (
@@ -82,8 +82,8 @@ def test_single_precision(case: Case) -> None:
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Gradients summed from per-sample ones, and products one at a time, however small they are."""
     monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
-    monkeypatch.setattr(packprop.products, "WORTH_A_CALL", 0)
-    monkeypatch.setattr(packprop.products, "SHORT", 0)
+    monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(packprop.kernels, "SHORT", 0)
     check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 
 

@@ -31,7 +31,7 @@ PRIVATE = {
     "_backward_hooks": {"eager/reach.py"},
     "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "eager/pieces.py"},
     "_pytree": {"eager/pieces.py"},
-    "_linear_pointwise": {"products.py"},
+    "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
     "_python_dispatch": {"plan.py"},
 }

@@ -66,7 +66,11 @@ class Observation:
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
         # everything that can be refused is refused before any work
-        curved = {seed: columns(self.graph, seed, self.create_graph) for seed in tasks if seed.kind == "ggn"}
+        curved = {
+            seed: columns(self.graph, seed, self.create_graph)
+            for seed in tasks
+            if seed.kind in ("ggn", "empirical")
+        }
         order = [INPUTS, *curved, GRADIENT]
         last = [seed for seed in order if seed in tasks][-1]
         for seed in order:

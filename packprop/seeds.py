@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from packprop.errors import PackpropError
 from packprop.graph import FoundLoss, Graph
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
-from packprop.types import Layout, Seed
+from packprop.types import EMPIRICAL, EXACT, Layout, Seed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
 
     Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
-    the products between losses vanish in expectation.
+    the products between losses vanish in expectation. Empirical ones are: they are what the data had drawn.
 
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
@@ -44,13 +44,13 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     _require_losses(graph)
     with torch.set_grad_enabled(create_graph):
         found = [_loss_columns(graph, loss, seed) for loss in graph.losses]
-    if seed.mc_samples is None or len(found) == 1:
+    if seed == EXACT or len(found) == 1:
         return found
 
     def together(start: int, stop: int) -> list[Tensor]:
         return [column for each in found for column in each.chunk(start, stop)]
 
-    return [Columns([each.edges[0] for each in found], seed.mc_samples, together)]
+    return [Columns([each.edges[0] for each in found], found[0].count, together)]
 
 
 def _require_losses(graph: Graph) -> None:
@@ -96,6 +96,8 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
             "detach the targets",
         )
     arriving = _arriving(graph, loss)
+    if seed == EMPIRICAL:
+        return _empirical_column(loss, rule, arriving)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
         axis, positions = None, 1
@@ -116,6 +118,26 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
     return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
+
+
+def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
+    """The gradient of each term over the root of its scale: what a draw that hits the target gives."""
+    call, layout, axis = loss.call, loss.layout, rule.class_axis
+    if rule.divisor is None:
+        raise PackpropError(
+            "The empirical Fisher information was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "it is not known what its terms are divided by, so its gradients have no known scale",
+            "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
+        )
+    outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    (slope,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
+    front = canonical(slope, layout, axis)
+    scale = _scale(rule, loss, arriving, front)
+    counted = scale > 0
+    strength = torch.where(counted, scale, 1.0).rsqrt() * counted
+    column = from_canonical((front * strength[..., None])[None], call.shape, layout, axis)
+    return Columns([call.edge], 1, lambda start, stop: [column])
 
 
 def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
@@ -195,13 +217,8 @@ def generic_root(
 ) -> Root:
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
-    original = input_of(function, args, kwargs)
+    outputs, value = _evaluated(function, args, kwargs, arriving)
     with torch.enable_grad():
-        outputs = original.view_as(original) if differentiable else original.detach()
-        outputs.requires_grad_(True)
-        swap = (outputs, *args[1:]) if args else ()
-        named = kwargs if args else {**kwargs, "input": outputs}
-        value = (function(*swap, **named) * arriving).sum()
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
         front = layout.to_front(slope).reshape(layout.samples, -1)
         entries = front.shape[1]
@@ -232,6 +249,19 @@ def generic_root(
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
         hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
     return matrix_root(0.5 * (hessian + hessian.mT))
+
+
+def _evaluated(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss evaluated again by itself: its input, and its share in the root as a function of that."""
+    original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = original.view_as(original) if differentiable else original.detach()
+        outputs.requires_grad_(True)
+        swap = (outputs, *args[1:]) if args else ()
+        named = kwargs if args else {**kwargs, "input": outputs}
+        return outputs, (function(*swap, **named) * arriving).sum()
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:

@@ -19,7 +19,7 @@ import pytest
 # Lowest first, as in docs/design.md. A file may import its own floor and those below it.
 FLOORS = (
     ("errors", "monoid", "types"),
-    ("structures", "statistics", "patches"),
+    ("structures", "statistics", "patches", "kronecker"),
     ("uses", "rules", "recurrent", "losses"),
     ("tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
     ("extensions/*",),

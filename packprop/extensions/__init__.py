@@ -13,12 +13,13 @@ from packprop.extensions.first_order import (
     SumGradSquared,
     Variance,
 )
-from packprop.extensions.kronecker import KFAC
+from packprop.extensions.kronecker import KFAC, KFLR
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
 __all__ = [
     "KFAC",
+    "KFLR",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
     "BatchDotGrad",

@@ -17,15 +17,41 @@ Where a weight is shared over positions s (pixels, time steps):
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from packprop.errors import BadInput
 from packprop.extensions.sampled import Sampled
 from packprop.statistics import Approximation, input_gram, signal_gram
-from packprop.types import INPUTS, Row
+from packprop.types import EMPIRICAL, EXACT, INPUTS, Extension, Row, Seed
+
+Fisher = Literal["sampled", "empirical"]
+
+
+def _require_one_of(asked: str, where: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BadInput(
+            asked,
+            where,
+            "it is not one of those that are known",
+            f"choose from {', '.join(map(repr, choices))}",
+        )
+
+
+def _kronecker_rows(seed: Seed, approximation: Approximation) -> tuple[Row, ...]:
+    """Second moments of signals and of inputs."""
+    signals = functools.partial(signal_gram, approximation=approximation)
+    inputs = functools.partial(input_gram, approximation=approximation)
+    return (Row(seed, signals), Row(INPUTS, inputs, degree=0))
+
+
+def _factors(values: list[Any], samples: int) -> list[Tensor]:
+    """``B`` as it is; ``A`` divided by the number of samples."""
+    signals, inputs = values
+    return [signals] if inputs is None else [signals, inputs / samples]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,30 +66,59 @@ class KFAC(Sampled):
         subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.
         generator: Makes the draws repeatable; the global random state is left alone then.
         approximation: What is done with weights that are shared over positions.
+        fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: those of the data are taken,
+            one column at the scale of a draw (Kunstner et al. 2019 on what is lost); nothing is drawn then.
     """
 
     approximation: Approximation = "mixed"
+    fisher: Fisher = "sampled"
     savefield = "kfac"
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         super().__post_init__()
-        if self.approximation not in get_args(Approximation):
-            raise BadInput(
-                f"KFAC(approximation={self.approximation!r}) was asked for.",
-                "approximation",
-                "it is not one of those that are known",
-                f"choose from {', '.join(map(repr, get_args(Approximation)))}",
-            )
+        asked = f"KFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
+        _require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        _require_one_of(asked, "fisher", self.fisher, get_args(Fisher))
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Second moments of signals and of inputs."""
-        signals = functools.partial(signal_gram, approximation=self.approximation)
-        inputs = functools.partial(input_gram, approximation=self.approximation)
-        return (Row(self.seed, signals), Row(INPUTS, inputs, degree=0))
+        seed = EMPIRICAL if self.fisher == "empirical" else self.seed
+        return _kronecker_rows(seed, self.approximation)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
         """``B`` as it is; ``A`` divided by the number of samples."""
-        signals, inputs = values
-        return [signals] if inputs is None else [signals, inputs / samples]
+        return _factors(values, samples)
+
+
+@dataclass(frozen=True, eq=False)
+class KFLR(Extension):
+    """Kronecker factors of the GGN from every column of its root, ``kflr``: ``[B, A]`` or ``[B]``.
+
+    What ``KFAC`` comes to for infinitely many draws, without their noise (Botev et al. 2017). See NOTE
+    [Kronecker factors] for conventions and scales.
+
+    Args:
+        subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.
+        approximation: What is done with weights that are shared over positions.
+    """
+
+    subsampling: Sequence[int] | None = None
+    approximation: Approximation = "mixed"
+    savefield = "kflr"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        asked = f"KFLR(approximation={self.approximation!r}) was asked for."
+        _require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Second moments of signals and of inputs."""
+        return _kronecker_rows(EXACT, self.approximation)
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """``B`` as it is; ``A`` divided by the number of samples."""
+        return _factors(values, samples)

@@ -1,7 +1,7 @@
 """What is done with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
 
-Factors are lists as the extensions save them: ``[B, A]`` stands for ``B kron A`` over entries ``[o, i]``, ``[B]``
-for ``B`` itself. Weights that keep fan-in first (transposed convolutions) must be brought to ``[o, i]`` before.
+Factors are lists as the extensions save them: ``[B, A]`` stands for ``B kron A`` over entries ``[o, i]``,
+``[B]`` for ``B`` itself. Weights that keep fan-in first (transposed convolutions) must be brought to ``[o, i]`` before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def multiply(factors: Factors, vectors: Tensor) -> Tensor:
 def inverse(factors: Factors, damping: float) -> list[Tensor]:
     """Factors of an approximate inverse: damping is split between the factors (Martens and Grosse 2015, 6.3).
 
-    ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1`` with ``pi^2`` the ratio of the mean eigenvalues of A and B.
+    ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1``, with ``pi^2`` the mean eigenvalue of A over that of B.
     For ``[B]`` it is the exact ``(B + d)^-1``. ``solve`` inverts ``B kron A + d`` exactly.
 
     Raises:
@@ -81,14 +81,17 @@ def solve(factors: Factors, vectors: Tensor, damping: float) -> Tensor:
     """
     _require_damping("solve", damping)
     flat = _as_matrices("solve", factors, vectors)
+    solution: Tensor
     values, vectors_b = torch.linalg.eigh(factors[0])
     if len(factors) == 1:
         rotated = vectors_b.mT @ flat
-        return (vectors_b @ (rotated / (values[:, None] + damping))).reshape(vectors.shape)
+        solution = vectors_b @ (rotated / (values[:, None] + damping))
+        return solution.reshape(vectors.shape)
     values_a, vectors_a = torch.linalg.eigh(factors[1])
     rotated = vectors_b.mT @ flat @ vectors_a
     scaled = rotated / (values[:, None] * values_a + damping)
-    return (vectors_b @ scaled @ vectors_a.mT).reshape(vectors.shape)
+    solution = vectors_b @ scaled @ vectors_a.mT
+    return solution.reshape(vectors.shape)
 
 
 def trace(factors: Factors) -> Tensor:
@@ -107,7 +110,8 @@ def logdet(factors: Factors, damping: float = 0.0) -> Tensor:
     values = torch.linalg.eigvalsh(factors[0]).clamp(min=0)
     if len(factors) > 1:
         values = torch.outer(values, torch.linalg.eigvalsh(factors[1]).clamp(min=0)).flatten()
-    return (values + damping).log().sum()
+    logarithms: Tensor = (values + damping).log()
+    return logarithms.sum()
 
 
 def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:

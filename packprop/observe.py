@@ -182,7 +182,19 @@ class Observation:
 
     def vanish(self, leaf: Tensor, columns: int, tasks: list[_Task]) -> None:
         """A leaf that a sweep has not reached: its gradients are zero."""
+        adding = [task for task in tasks if not task.row.over_v.grows]
+        missing = [t for t in adding if (id(t.extension), t.index, id(leaf)) not in self._partial]
+        if missing:  # a factor's shape is that of the structure, so zeros must meet the uses
+            parts = [
+                (found, site, [leaf.new_zeros(1, *shape) for shape in found.use.shapes])
+                for found in self.graph.found
+                for site in found.sites
+                if site.leaf is leaf
+            ]
+            self._consume(leaf, parts, missing)  # type: ignore[arg-type]  # lists of tensors alone
         for task in tasks:
+            if not task.row.over_v.grows:
+                continue
             chosen = task.extension.subsampling
             count = self.graph.samples if chosen is None else len(chosen)
             zeros = Dense(leaf.new_zeros(columns, count, *leaf.shape))

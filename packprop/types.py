@@ -121,8 +121,8 @@ class Seed:
     """What is fed in at a node of the graph; extensions that want an equal seed share its sweep.
 
     Args:
-        kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of the GGN),
-            ``"hessian"``, or ``"none"`` for statistics of the inputs alone.
+        kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
+            GGN), ``"hessian"``, or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
     """

@@ -1,4 +1,4 @@
-"""Kronecker factors beyond their definition: the empirical Fisher information, and what is done with factors."""
+"""Kronecker factors beyond their definition: the empirical Fisher, and what is done with factors."""
 
 from __future__ import annotations
 

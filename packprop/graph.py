@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -413,12 +414,16 @@ def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> N
     graph.missing = kept
 
 
-def _output_shapes(node: Node) -> list[torch.Size]:
-    """Shapes of what a node made.
+def made_by(node: Node) -> list[Any]:
+    """Shape, dtype and device of each of the tensors that a node made.
 
-    The one private attribute of autograd nodes that is used: no public one says how many outputs there are.
+    A private attribute of autograd nodes: no public one says how many outputs there are.
     """
-    return [torch.Size(made.shape) for made in node._input_metadata]
+    return list(node._input_metadata)
+
+
+def _output_shapes(node: Node) -> list[torch.Size]:
+    return [torch.Size(made.shape) for made in made_by(node)]
 
 
 def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:

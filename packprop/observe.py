@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
+from packprop.hessian import curve_columns, output_columns, parameter_diagonals, plan, subset
 from packprop.monoid import lift
 from packprop.seeds import Columns, columns
-from packprop.structures import Dense, join
+from packprop.structures import Dense, Diagonal, Product, Structure, join
 from packprop.sweep import Watch, sweep
-from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
+from packprop.types import EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Row, Seed
+from packprop.uses import choose
 
 SCRATCH = 8 * 2**20
 """Bytes of temporary memory that one bite of samples may take."""
@@ -65,6 +67,9 @@ class Observation:
             for index, row in enumerate(extension.rows):
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
+        hessian = tasks.pop(HESSIAN, [])
+        if hessian and self._hessian(hessian):
+            tasks.setdefault(EXACT, []).extend(hessian)
         # everything that can be refused is refused before any work
         curved = {
             seed: columns(self.graph, seed, self.create_graph)
@@ -72,7 +77,7 @@ class Observation:
             if seed.kind in ("ggn", "empirical")
         }
         order = [INPUTS, *curved, GRADIENT]
-        last = [seed for seed in order if seed in tasks][-1]
+        last = next((seed for seed in reversed(order) if seed in tasks), None)
         for seed in order:
             work = tasks.get(seed, [])
             if seed == GRADIENT:
@@ -82,9 +87,42 @@ class Observation:
                     self._inputs(work)
             else:
                 self._columns(curved[seed], work, last == seed)
-        if last == INPUTS:
+        if last in (INPUTS, None):
             for leaf in self.graph.leaves():
                 self._finish(leaf)
+
+    def _hessian(self, tasks: list[_Task]) -> bool:
+        """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
+
+        See NOTE [Hessian diagonal].
+        """
+        graph, create_graph = self.graph, self.create_graph
+        per_sample = any(task.row.over_n.grows for task in tasks)
+        try:
+            roots = columns(graph, EXACT, create_graph)
+        except PackpropError:  # a loss that has no root has second derivatives all the same
+            roots = None
+        way = plan(graph, roots is not None, per_sample)
+        found = subset(graph, way)
+        for group, reached in curve_columns(graph, way, found, create_graph):
+            self._columns([group], tasks, False, reached)
+        for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
+            for task in tasks:
+                value = lift(task.row.over_n, task.row.statistic(Diagonal(values)))
+                self._merge(leaf, task, task.row.over_n.result(value))
+        for uses, leaves in way.output:
+            for units, products in output_columns(graph, uses, create_graph):
+                for leaf in leaves:
+                    left, right = (
+                        [(f, s, t) for f, t in zip(uses, each, strict=True) for s in f.sites if s.leaf is leaf]
+                        for each in (products, units)
+                    )
+                    self._consume(leaf, left, tasks, others=right)
+        if way.output or way.parameter:
+            if found and roots is not None:
+                self._columns(roots, tasks, False, found)
+            return False
+        return True
 
     def _inputs(self, tasks: list[_Task]) -> None:
         parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
@@ -121,7 +159,10 @@ class Observation:
                 watch.close(complete)
         collect.flush()
 
-    def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool) -> None:
+    def _columns(
+        self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found] | None = None
+    ) -> None:
+        found = self.graph.found if found is None else found
         chunks = []
         for group in groups:
             step = self._columns_at_once(group)
@@ -129,11 +170,12 @@ class Observation:
         for place, (group, start, stop) in enumerate(chunks):
             seeds = group.chunk(start, stop)
             batched = stop - start > 1
-            collect = _Collector(self, self.graph.found, tasks, last and place == len(chunks) - 1)
+            weights = None if group.weights is None else group.weights[start:stop]
+            collect = _Collector(self, found, tasks, last and place == len(chunks) - 1, weights)
             sweep(
                 group.edges,
                 seeds if batched else [seed[0] for seed in seeds],
-                self.graph.found,
+                found,
                 collect.visit,
                 batched=batched,
                 create_graph=self.create_graph,
@@ -151,8 +193,13 @@ class Observation:
         leaf: Tensor,
         parts: list[tuple[Found, Site, list[Tensor | None]]],
         tasks: list[_Task],
+        weights: Tensor | None = None,
+        others: list[tuple[Found, Site, list[Tensor | None]]] | None = None,
     ) -> None:
-        """Take the statistics of one leaf, bite by bite, and merge them into its partial results."""
+        """Take the statistics of one leaf, bite by bite, and merge them into its partial results.
+
+        Squares become weighted squares ``[v, n]``, or products with other signals, where these are given.
+        """
         samples = self.graph.samples
         for chosen, group in _by_subsampling(tasks):
             count = samples if chosen is None else len(chosen)
@@ -165,7 +212,12 @@ class Observation:
                     bite: slice | Tensor = slice(None) if step >= count else slice(start, stop)
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
-                structure = join([site.meet(signals, found.layouts, bite) for found, site, signals in parts])
+                met = _met(parts, bite)
+                structure: Structure | Product = met
+                if weights is not None:
+                    structure = Product(met, weights=choose(weights, bite, 1))
+                elif others is not None:
+                    structure = Product(met, _met(others, bite))
                 for place, task in enumerate(group):
                     value = lift(task.row.over_n, task.row.statistic(structure))
                     pieces[place] = task.row.over_n.merge(pieces[place], value) if place in pieces else value
@@ -248,9 +300,15 @@ class _Collector:
     """Waits until the signals of all uses of a leaf have arrived, then has them consumed."""
 
     def __init__(
-        self, observation: Observation, found: Sequence[Found], tasks: list[_Task], last: bool
+        self,
+        observation: Observation,
+        found: Sequence[Found],
+        tasks: list[_Task],
+        last: bool,
+        weights: Tensor | None = None,
     ) -> None:
         self._observation, self._tasks, self._last = observation, tasks, last
+        self._weights = weights
         self._parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected: dict[int, int] = {}
@@ -278,13 +336,18 @@ class _Collector:
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
-        self._observation._consume(leaf, self._parts.pop(key), self._tasks)
+        self._observation._consume(leaf, self._parts.pop(key), self._tasks, self._weights)
         self._done(leaf)
 
     def _done(self, leaf: Tensor) -> None:
         del self._leaves[id(leaf)]
         if self._last:
             self._observation._finish(leaf)
+
+
+def _met(parts: list[tuple[Found, Site, list[Tensor | None]]], samples: slice | Tensor) -> Structure:
+    """The structure of all uses of a leaf together."""
+    return join([site.meet(signals, found.layouts, samples) for found, site, signals in parts])
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

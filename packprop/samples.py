@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from packprop.errors import PackpropError
 from packprop.graph import Found, Graph
 from packprop.losses import describe, number_of_samples
 from packprop.sweep import sweep
+from packprop.tape import Forward, Use
 from packprop.types import Layout, layouts
 
 
@@ -222,6 +223,29 @@ def _probe(
             return None, found, False
     heard = {found for (found, _, _), rows in sizes[0].items() if bool((rows > 0).any())}
     return [[ways[0] for ways in fitting[found]] for found in graph.found], None, len(heard) == len(graph.found)
+
+
+def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
+    """Where tensors between the losses and the uses hold the samples, by the same check as for uses.
+
+    Args:
+        graph: With its samples settled.
+        places: Where the tensors came from, and their shapes.
+
+    Returns:
+        A layout for each; or the index of the first that holds them in no way that is seen.
+    """
+    nowhere = Forward(lambda: None)
+    found = [
+        Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
+        for edge, shape in places
+    ]
+    chosen = [loss.layout for loss in graph.losses]
+    ways, failed, _ = _probe(replace(graph, found=found), _sources(graph), chosen, graph.samples)
+    if ways is None:
+        assert failed is not None
+        return found.index(failed)
+    return [own[0] for own in ways]
 
 
 def _admitted(found: Found, way: Layout) -> bool:

@@ -25,11 +25,13 @@ class Columns:
         edges: Where they are fed in: the inputs of one or more losses.
         count: How many there are.
         chunk: ``(start, stop) -> [v, *f]`` for each edge.
+        weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
+    weights: Tensor | None = None
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.monoid import Moments
-from packprop.structures import Dense, Lookup, Outer, Structure, rows
+from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]
 Cell = Callable[..., Tensor | None]
@@ -52,14 +52,22 @@ def per_sample_grad(structure: Structure) -> Tensor:
     return rows(structure)
 
 
-def sum_sq(structure: Structure) -> Tensor:
-    """Squares of per-sample gradients, summed over columns and samples, ``[*p]``."""
+def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
+    if isinstance(structure, Diagonal):
+        return structure.values.sum(0)
+    if isinstance(structure, Product):
+        return _product_sum(structure)
     fast = _fast("sum_sq", structure)
     return rows(structure).square().sum((0, 1)) if fast is None else fast
 
 
-def batch_sq(structure: Structure) -> Tensor:
-    """Squares of per-sample gradients, summed over columns, ``[n, *p]``."""
+def batch_sq(structure: Structure | Product | Diagonal) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
+    if isinstance(structure, Diagonal):
+        return structure.values
+    if isinstance(structure, Product):
+        return _product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
     return rows(structure).square().sum(0) if fast is None else fast
 
@@ -143,6 +151,41 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
         one_hot = one_hot.mean(1, keepdim=True)
     total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
     return total / index.shape[1] if approximation == "expand" else total
+
+
+def _product_sum(structure: Product) -> Tensor:
+    signals = _signal_products(structure)
+    if signals is None:
+        return structure.products.sum((0, 1))
+    outer = structure.left
+    assert isinstance(outer, Outer)
+    return outer.fold(torch.einsum("ngo,ngi->goi", signals, outer.x[:, 0].square()))
+
+
+def _product_batch_sum(structure: Product) -> Tensor:
+    signals = _signal_products(structure)
+    if signals is None:
+        return structure.products.sum(0)
+    outer = structure.left
+    assert isinstance(outer, Outer)
+    return outer.fold(signals[..., None] * outer.x[:, 0, :, None, :].square())
+
+
+def _signal_products(structure: Product) -> Tensor | None:
+    """Products of the signals of an affine use without shared positions, summed over columns ``[n, g, o]``."""
+    left, right = structure.left, structure.left if structure.right is None else structure.right
+    if not isinstance(left, Outer) or not isinstance(right, Outer):
+        return None
+    assert left.signal is not None
+    assert right.signal is not None
+    if left.signal.shape[2] != 1:
+        return None
+    signals = left.signal[:, :, 0] * right.signal[:, :, 0]
+    return (
+        signals.sum(0)
+        if structure.weights is None
+        else torch.einsum("vngo,vn->ngo", signals, structure.weights)
+    )
 
 
 # Fast cells

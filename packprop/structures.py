@@ -81,6 +81,37 @@ class Dense:
     rows: Tensor | None
 
 
+@dataclass(frozen=True)
+class Product:
+    """Two sets of columns whose rows are multiplied entry by entry, instead of one that is squared.
+
+    Args:
+        left: The one.
+        right: The other; ``None`` for ``left`` again.
+        weights: What the product of each column and sample is multiplied by ``[v, n]``, of either sign.
+    """
+
+    left: Outer | Lookup | Dense
+    right: Outer | Lookup | Dense | None = None
+    weights: Tensor | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Products of rows ``[v, n, *p]``."""
+        left = rows(self.left)
+        found = left.square() if self.right is None else left * rows(self.right)
+        if self.weights is None:
+            return found
+        return found * self.weights.reshape(*self.weights.shape, *[1] * (found.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Diagonals that are already there, of each sample or of all ``[n, *p]``."""
+
+    values: Tensor
+
+
 Structure = Outer | Lookup | Dense
 
 

@@ -37,6 +37,7 @@ class Entry:
         scratch: Entries of temporary memory for one sample and one column.
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
+        linear: Whether the outputs are known to be affine in the parameter, all else held.
     """
 
     parameter: Tensor
@@ -45,6 +46,7 @@ class Entry:
     scratch: int = 0
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
 
     meet = rowwise(build, name_of(call.function), x)
     last = len(call.shape) - 1
-    return Entry(weight, "Outer", meet, weight.numel(), admits=lambda axis: axis != last)
+    return Entry(weight, "Outer", meet, weight.numel(), admits=lambda axis: axis != last, linear=True)
 
 
 def scaled(
@@ -190,6 +192,7 @@ def scaled(
     *,
     aligned: Sequence[int] | None = None,
     window: tuple[int, int] | None = None,
+    linear: bool = False,
 ) -> Entry:
     """A parameter that multiplies entries of the output: ``y = parameter * factor + ...``.
 
@@ -199,6 +202,7 @@ def scaled(
         factor: What multiplies it, computed when needed, broadcast against the output; or a number.
         aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
         window: Axis of the output and offset of the part that the parameter makes up (concatenation).
+        linear: Whether ``factor`` is known not to depend on the parameter; numbers and saved tensors do not.
     """
     parameter = call.unexpanded(parameter)
     dims = len(call.shape)
@@ -223,7 +227,8 @@ def scaled(
     def admits(axis: int) -> bool:
         return window is None or axis != window[0]
 
-    return Entry(parameter, "Scale", meet, call.shape.numel(), admits=admits)
+    linear = linear or not callable(factor) or isinstance(factor, Saved)
+    return Entry(parameter, "Scale", meet, call.shape.numel(), admits=admits, linear=linear)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:

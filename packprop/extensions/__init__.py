@@ -13,6 +13,7 @@ from packprop.extensions.first_order import (
     SumGradSquared,
     Variance,
 )
+from packprop.extensions.hessian import BatchDiagHessian, DiagHessian
 from packprop.extensions.kronecker import KFAC, KFLR
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
@@ -22,11 +23,13 @@ __all__ = [
     "KFLR",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
+    "BatchDiagHessian",
     "BatchDotGrad",
     "BatchGrad",
     "BatchL2Grad",
     "DiagGGNExact",
     "DiagGGNMC",
+    "DiagHessian",
     "Extension",
     "Row",
     "SqrtGGNExact",

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
-from packprop.structures import Dense, Structure, rows
+from packprop.structures import Dense, Structure, rows, with_squares
 from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import Entry, Meet, Samples, Signals, pulled, pulled_samplewise
@@ -39,6 +39,16 @@ class Site:
     def direct(self) -> bool:
         """Whether the leaf itself is the argument of the function."""
         return self.entry.parameter is self.leaf
+
+    def squares(
+        self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
+    ) -> Structure | None:
+        """As ``meet`` for squares of what multiplies the leaf; ``None`` where they are not known."""
+        if not self.direct or not self.entry.linear:
+            return None
+        if self.entry.squares is not None:
+            return self.entry.squares(signals, where, samples)
+        return with_squares(self.entry.meet(signals, where, samples))
 
     def meet(self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples) -> Structure:
         """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct."""

@@ -1,15 +1,16 @@
 """Diagonals of the Hessian: which way each parameter's is taken, and what each way feeds in.
 
 # NOTE [Hessian diagonal]
-A loss curves in the output y of a use because the loss function curves, and because nodes between the two do.
-Where these are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``, with z the
-input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``. The first sum is the GGN, so
-its columns are swept; for the second one a unit column is swept for each entry of z, and the squares of what
-arrives are weighted by r, which may have either sign (*swept*). No root of r is taken: it could not be
-differentiated where r is zero. Without nonlinear nodes the Hessian is the GGN.
-Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are found by double backward, and
-``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u (*output*). This asks that the outputs are affine in
-the parameter, and that no use of it lies upstream of another.
+A loss curves in the output y of a use because the loss function does, and because nodes between the two do.
+Where these are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``, with z
+the input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``. The first sum is the
+GGN, so its columns are swept; for the second one a unit column is swept for each entry of z, and the squares of
+what arrives are weighted by r, which may have either sign (*swept*). No root of r is taken: it could not be
+differentiated where r is zero. Where z is y itself, squares of the use's inputs do without a sweep. Without
+nonlinear nodes the Hessian is the GGN.
+Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are found by double backward:
+``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u (*output*). This asks that the outputs are
+affine in the parameter, and that no use of it lies upstream of another.
 Whatever remains (tied weights one above the other, parametrised weights, functions that are not affine in the
 parameter) is differentiated twice in the parameter itself, entry by entry (*parameter*).
 """
@@ -213,16 +214,28 @@ def _without_layout(graph: Graph, curves: list[Curve]) -> int:
 # Swept columns
 
 
-def curve_columns(
-    graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool
-) -> list[tuple[Columns, list[Found]]]:
-    """Unit columns at the inputs of elementwise nonlinearities, their weights, and the uses they are swept to."""
+@dataclass(frozen=True)
+class Bend:
+    """What one input of elementwise nonlinearities adds to the Hessian.
+
+    Args:
+        columns: Unit columns at it, with weights.
+        found: Uses that these are swept to.
+        direct: Uses whose output it is, with the weights as a signal ``[1, *y]`` at each of their outputs.
+    """
+
+    columns: Columns
+    found: list[Found]
+    direct: list[tuple[Found, list[Tensor | None]]]
+
+
+def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) -> list[Bend]:
+    """What elementwise nonlinearities add to the Hessian, input by input."""
     if not plan.curves:
         return []
     layouts = layouts_at(graph, [(curve.input, curve.shape) for curve in plan.curves])
     assert isinstance(layouts, list)
-    with torch.enable_grad():
-        slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve in plan.curves], create_graph)
+    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve in plan.curves], create_graph)
     merged: dict[tuple[Node, int], tuple[Tensor, Layout, GradientEdge, int]] = {}
     for curve, layout, slope in zip(plan.curves, layouts, slopes, strict=True):
         weight = _residual(curve, slope, create_graph)
@@ -230,11 +243,21 @@ def curve_columns(
         if key in merged:
             weight = weight + merged[key][0]
         merged[key] = (weight, layout, curve.input, curve.upstream)
-    groups = []
-    for weight, layout, edge, upstream in merged.values():
-        reached = _subset(found, lambda f, upstream=upstream: bool(plan.bits[f] & upstream), plan)
-        groups.append((_unit_columns(weight, layout, edge), reached))
-    return groups
+    chosen = []
+    for (node, output), (weight, layout, edge, upstream) in merged.items():
+        here = {0: (node, output)}
+        direct: list[tuple[Found, list[Tensor | None]]] = [
+            (f, [weight[None]]) for f in found if f.nodes == here and _has_squares(f, weight)
+        ]
+        past = {id(f) for f, _ in direct}
+        reached = _subset([f for f in found if plan.bits[f] & upstream and id(f) not in past], plan)
+        chosen.append(Bend(_unit_columns(weight, layout, edge), reached, direct))
+    return chosen
+
+
+def _has_squares(found: Found, weight: Tensor) -> bool:
+    """Whether all leaves of a use can do without a sweep: tried on one sample."""
+    return all(site.squares([weight[None]], found.layouts, slice(0, 1)) is not None for site in found.sites)
 
 
 def _residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
@@ -290,14 +313,13 @@ def subset(graph: Graph, plan: Plan) -> list[Found]:
             own = replace(f, sites=sites)
             plan.bits[own] = plan.bits[f]
             found.append(own)
-    return _subset(found, lambda f: True, plan)
+    return _subset(found, plan)
 
 
-def _subset(found: Sequence[Found], keep: Any, plan: Plan) -> list[Found]:
-    """Some of the uses; the sweep ends at those that have none of them upstream."""
-    kept = [f for f in found if keep(f)]
+def _subset(found: Sequence[Found], plan: Plan) -> list[Found]:
+    """Copies of uses for a sweep that ends at those that have none of them upstream."""
     chosen = []
-    for f in kept:
+    for f in found:
         own = replace(f, first=False)
         plan.bits[own] = plan.bits[f]
         chosen.append(own)

@@ -1,7 +1,8 @@
 """What is done with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
 
 Factors are lists as the extensions save them: ``[B, A]`` stands for ``B kron A`` over entries ``[o, i]``,
-``[B]`` for ``B`` itself. Weights that keep fan-in first (transposed convolutions) must be brought to ``[o, i]`` before.
+``[B]`` for ``B`` itself. Weights that keep fan-in first (transposed convolutions) must be brought to ``[o, i]``
+before.
 """
 
 from __future__ import annotations

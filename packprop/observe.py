@@ -12,10 +12,10 @@ from torch import Tensor
 
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
-from packprop.hessian import curve_columns, output_columns, parameter_diagonals, plan, subset
+from packprop.hessian import bends, output_columns, parameter_diagonals, plan, subset
 from packprop.monoid import lift
 from packprop.seeds import Columns, columns
-from packprop.structures import Dense, Diagonal, Product, Structure, join
+from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Row, Seed
 from packprop.uses import choose
@@ -104,11 +104,15 @@ class Observation:
             roots = None
         way = plan(graph, roots is not None, per_sample)
         found = subset(graph, way)
-        for group, reached in curve_columns(graph, way, found, create_graph):
-            self._columns([group], tasks, False, reached)
+        for bend in bends(graph, way, found, create_graph):
+            for f, weights in bend.direct:
+                for site in f.sites:
+                    self._consume(site.leaf, [(f, site, weights)], tasks, _diagonal)
+            if bend.found:
+                self._columns([bend.columns], tasks, False, bend.found)
         for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
             for task in tasks:
-                value = lift(task.row.over_n, task.row.statistic(Diagonal(values)))
+                value = lift(task.row.over_n, task.row.statistic(Diagonal(Dense(values[None]))))
                 self._merge(leaf, task, task.row.over_n.result(value))
         for uses, leaves in way.output:
             for units, products in output_columns(graph, uses, create_graph):
@@ -117,7 +121,7 @@ class Observation:
                         [(f, s, t) for f, t in zip(uses, each, strict=True) for s in f.sites if s.leaf is leaf]
                         for each in (products, units)
                     )
-                    self._consume(leaf, left, tasks, others=right)
+                    self._consume(leaf, left, tasks, _products_with(right))
         if way.output or way.parameter:
             if found and roots is not None:
                 self._columns(roots, tasks, False, found)
@@ -170,8 +174,8 @@ class Observation:
         for place, (group, start, stop) in enumerate(chunks):
             seeds = group.chunk(start, stop)
             batched = stop - start > 1
-            weights = None if group.weights is None else group.weights[start:stop]
-            collect = _Collector(self, found, tasks, last and place == len(chunks) - 1, weights)
+            build = None if group.weights is None else _weighted(group.weights[start:stop])
+            collect = _Collector(self, found, tasks, last and place == len(chunks) - 1, build)
             sweep(
                 group.edges,
                 seeds if batched else [seed[0] for seed in seeds],
@@ -191,33 +195,28 @@ class Observation:
     def _consume(
         self,
         leaf: Tensor,
-        parts: list[tuple[Found, Site, list[Tensor | None]]],
+        parts: Parts,
         tasks: list[_Task],
-        weights: Tensor | None = None,
-        others: list[tuple[Found, Site, list[Tensor | None]]] | None = None,
+        build: Build | None = None,
     ) -> None:
         """Take the statistics of one leaf, bite by bite, and merge them into its partial results.
 
-        Squares become weighted squares ``[v, n]``, or products with other signals, where these are given.
+        ``build`` makes what they are taken of, by default the structure of all uses together.
         """
+        build = _met if build is None else build
         samples = self.graph.samples
         for chosen, group in _by_subsampling(tasks):
             count = samples if chosen is None else len(chosen)
             pieces: dict[int, Any] = {}
             whole = any(task.row.whole for task in group)
-            step = count if whole else self._samples_at_once(leaf, parts)
+            step = count if whole else self._samples_at_once(leaf, parts, build is not _met)
             for start in range(0, count, step):
                 stop = min(count, start + step)
                 if chosen is None:
                     bite: slice | Tensor = slice(None) if step >= count else slice(start, stop)
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
-                met = _met(parts, bite)
-                structure: Structure | Product = met
-                if weights is not None:
-                    structure = Product(met, weights=choose(weights, bite, 1))
-                elif others is not None:
-                    structure = Product(met, _met(others, bite))
+                structure = build(parts, bite)
                 for place, task in enumerate(group):
                     value = lift(task.row.over_n, task.row.statistic(structure))
                     pieces[place] = task.row.over_n.merge(pieces[place], value) if place in pieces else value
@@ -252,11 +251,17 @@ class Observation:
             zeros = Dense(leaf.new_zeros(columns, count, *leaf.shape))
             self._merge(leaf, task, task.row.over_n.result(lift(task.row.over_n, task.row.statistic(zeros))))
 
-    def _samples_at_once(self, leaf: Tensor, parts: list[tuple[Found, Site, list[Tensor | None]]]) -> int:
+    def _samples_at_once(self, leaf: Tensor, parts: Parts, thin: bool = False) -> int:
+        """How many samples fit into the scratch memory; ``thin`` where rows are not formed without need."""
         entries = 0
-        for _, site, signals in parts:
+        for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 1)
-            entries += max(site.entry.scratch, leaf.numel()) * columns
+            own = max(site.entry.scratch, leaf.numel()) * columns
+            if thin and site.entry.structure == "Outer":
+                structure = site.meet(signals, found.layouts, slice(0, 1))
+                if isinstance(structure, Outer) and structure.signal is not None and structure.x.shape[1] == 1:
+                    own = structure.x.numel() + 2 * structure.signal.numel()
+            entries += own
         return max(1, min(self.graph.samples, SCRATCH // (entries * leaf.element_size() or 1)))
 
     def note(self, leaf: Tensor, signals: list[Tensor | None]) -> None:
@@ -305,10 +310,10 @@ class _Collector:
         found: Sequence[Found],
         tasks: list[_Task],
         last: bool,
-        weights: Tensor | None = None,
+        build: Build | None = None,
     ) -> None:
         self._observation, self._tasks, self._last = observation, tasks, last
-        self._weights = weights
+        self._build = build
         self._parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected: dict[int, int] = {}
@@ -336,7 +341,7 @@ class _Collector:
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
-        self._observation._consume(leaf, self._parts.pop(key), self._tasks, self._weights)
+        self._observation._consume(leaf, self._parts.pop(key), self._tasks, self._build)
         self._done(leaf)
 
     def _done(self, leaf: Tensor) -> None:
@@ -345,9 +350,32 @@ class _Collector:
             self._observation._finish(leaf)
 
 
-def _met(parts: list[tuple[Found, Site, list[Tensor | None]]], samples: slice | Tensor) -> Structure:
+Samples = slice | Tensor
+Parts = list[tuple[Found, Site, list[Tensor | None]]]
+Build = Callable[[Parts, Samples], Structure | Product | Diagonal]
+
+
+def _met(parts: Parts, samples: Samples) -> Structure:
     """The structure of all uses of a leaf together."""
     return join([site.meet(signals, found.layouts, samples) for found, site, signals in parts])
+
+
+def _weighted(weights: Tensor) -> Build:
+    """Squares weighted for each column and sample ``[v, n]``."""
+    return lambda parts, samples: Product(_met(parts, samples), weights=choose(weights, samples, 1))
+
+
+def _products_with(others: Parts) -> Build:
+    """Products of two sets of columns."""
+    return lambda parts, samples: Product(_met(parts, samples), _met(others, samples))
+
+
+def _diagonal(parts: Parts, samples: Samples) -> Diagonal:
+    """Squares of what multiplies the leaf, weighted by signals."""
+    ((found, site, signals),) = parts
+    squares = site.squares(signals, found.layouts, samples)
+    assert squares is not None
+    return Diagonal(squares)
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

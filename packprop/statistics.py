@@ -55,7 +55,7 @@ def per_sample_grad(structure: Structure) -> Tensor:
 def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
     """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
     if isinstance(structure, Diagonal):
-        return structure.values.sum(0)
+        return _row_sum(structure.source)
     if isinstance(structure, Product):
         return _product_sum(structure)
     fast = _fast("sum_sq", structure)
@@ -65,7 +65,7 @@ def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
 def batch_sq(structure: Structure | Product | Diagonal) -> Tensor:
     """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
     if isinstance(structure, Diagonal):
-        return structure.values
+        return rows(structure.source)[0]
     if isinstance(structure, Product):
         return _product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
@@ -151,6 +151,13 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
         one_hot = one_hot.mean(1, keepdim=True)
     total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
     return total / index.shape[1] if approximation == "expand" else total
+
+
+def _row_sum(structure: Structure) -> Tensor:
+    """Rows summed over columns and samples, which an affine use need not form ``[*p]``."""
+    if isinstance(structure, Outer) and structure.signal is not None:
+        return structure.fold(torch.einsum("vnsgo,nsgi->goi", structure.signal, structure.x))
+    return rows(structure).sum((0, 1))
 
 
 def _product_sum(structure: Product) -> Tensor:

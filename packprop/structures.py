@@ -7,7 +7,7 @@ A structure holds the tensors of some samples and some columns of a seed, in the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -107,9 +107,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Diagonals that are already there, of each sample or of all ``[n, *p]``."""
+    """A structure whose rows are diagonals already: of each sample, or of all of them together.
 
-    values: Tensor
+    Args:
+        source: Its rows ``[1, n, *p]`` are the diagonals.
+    """
+
+    source: Outer | Lookup | Dense
 
 
 Structure = Outer | Lookup | Dense
@@ -120,6 +124,16 @@ def rows(structure: Structure) -> Tensor:
     gradients = structure.rows
     assert gradients is not None, "this structure was built without a signal"
     return gradients
+
+
+def with_squares(structure: Structure) -> Structure | None:
+    """The same with squares of the inputs; ``None`` where these cannot be told from the signals.
+
+    Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, x=structure.x.square())
+    return structure if isinstance(structure, Lookup) else None
 
 
 def join(parts: Sequence[Structure]) -> Structure:

@@ -38,6 +38,8 @@ class Entry:
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
         linear: Whether the outputs are known to be affine in the parameter, all else held.
+        squares: As ``meet``, with squares of what multiplies the parameter; ``None`` if the structure itself
+            tells them (``with_squares``), or if they are not known.
     """
 
     parameter: Tensor
@@ -47,6 +49,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     linear: bool = False
+    squares: Meet | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def scaled(
     dims = len(call.shape)
     form = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples, power: int = 1) -> Structure:
         layout, signal = where[0], signals[0]
         if signal is None:
             return Dense(None)
@@ -218,9 +221,9 @@ def scaled(
         product = choose(layout.to_front(signal, 1), samples, 1)
         if callable(factor):
             shape = torch.Size(signal.shape[1:])
-            product = product * choose(layout.to_front(factor().expand(shape)), samples)
+            product = product * choose(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
-            product = product * factor
+            product = product * factor**power
         rows = _reduce(product, layout, form, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
@@ -228,7 +231,8 @@ def scaled(
         return window is None or axis != window[0]
 
     linear = linear or not callable(factor) or isinstance(factor, Saved)
-    return Entry(parameter, "Scale", meet, call.shape.numel(), admits=admits, linear=linear)
+    squares = functools.partial(meet, power=2) if linear else None
+    return Entry(parameter, "Scale", meet, call.shape.numel(), None, admits, linear, squares)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:

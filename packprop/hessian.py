@@ -64,14 +64,14 @@ class Plan:
 
     Args:
         swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
-        curves: These nonlinearities.
+        curves: These nonlinearities, and where their inputs hold the samples.
         output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
         parameter: Leaves that are differentiated twice.
         bits: The place of each use among bits.
     """
 
     swept: list[Tensor] = field(default_factory=list)
-    curves: list[Curve] = field(default_factory=list)
+    curves: list[tuple[Curve, Layout]] = field(default_factory=list)
     output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
     bits: dict[Found, int] = field(default_factory=dict)
@@ -98,9 +98,11 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool) -> Plan:
     starts = [root.grad_fn for root in graph.roots if root.grad_fn is not None]
     masks = _masks(starts, found)
     bad, curves, products = -1, list[Curve](), set[tuple[int, ...]]()
+    layouts: list[Layout] = []
     if known_losses and not graph.unlosed:
         bad, curves, products = _curves([loss.call.edge.node for loss in graph.losses], masks)
-        bad |= _without_layout(graph, curves)
+        layouts, without = _layouts(graph, curves)
+        bad |= without
     chosen = Plan(bits=found)
     outputs: dict[tuple[Found, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
@@ -120,7 +122,8 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool) -> Plan:
             chosen.output.append((list(uses), leaves))
     kept = {id(leaf) for leaf in chosen.swept}
     reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
-    chosen.curves = [curve for curve in curves if curve.upstream & reached]
+    pairs = zip(curves, layouts, strict=True)
+    chosen.curves = [(curve, layout) for curve, layout in pairs if curve.upstream & reached]
     return chosen
 
 
@@ -200,15 +203,15 @@ def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[C
     return bad, curves, products
 
 
-def _without_layout(graph: Graph, curves: list[Curve]) -> int:
-    """Drop curves whose input holds the samples in no known way; bits of the uses upstream of them."""
+def _layouts(graph: Graph, curves: list[Curve]) -> tuple[list[Layout], int]:
+    """Where their inputs hold the samples; drops curves where that is not seen, and says what is upstream."""
     bad = 0
     while curves:
         found = layouts_at(graph, [(curve.input, curve.shape) for curve in curves])
         if isinstance(found, list):
-            break
+            return found, bad
         bad |= curves.pop(found).upstream
-    return bad
+    return [], bad
 
 
 # Swept columns
@@ -233,11 +236,9 @@ def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) 
     """What elementwise nonlinearities add to the Hessian, input by input."""
     if not plan.curves:
         return []
-    layouts = layouts_at(graph, [(curve.input, curve.shape) for curve in plan.curves])
-    assert isinstance(layouts, list)
-    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve in plan.curves], create_graph)
+    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
     merged: dict[tuple[Node, int], tuple[Tensor, Layout, GradientEdge, int]] = {}
-    for curve, layout, slope in zip(plan.curves, layouts, slopes, strict=True):
+    for (curve, layout), slope in zip(plan.curves, slopes, strict=True):
         weight = _residual(curve, slope, create_graph)
         key = (curve.input.node, curve.input.output_nr)
         if key in merged:

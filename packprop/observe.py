@@ -15,6 +15,7 @@ from packprop.graph import Found, Graph, Site
 from packprop.hessian import bends, output_columns, parameter_diagonals, plan, subset
 from packprop.monoid import lift
 from packprop.seeds import Columns, columns
+from packprop.statistics import FACTORED
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Row, Seed
@@ -187,9 +188,11 @@ class Observation:
             collect.flush(stop - start)
 
     def _columns_at_once(self, group: Columns) -> int:
-        """A vectorised sweep pays where many columns go through a small graph."""
+        """A vectorised sweep pays where many columns go through a small graph, or some through a tiny one."""
         entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
         fitting = BATCHED_SIGNALS // (8 * max(entries, 1))
+        if group.count * 32 <= fitting:
+            return group.count
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
 
     def _consume(
@@ -209,7 +212,8 @@ class Observation:
             count = samples if chosen is None else len(chosen)
             pieces: dict[int, Any] = {}
             whole = any(task.row.whole for task in group)
-            step = count if whole else self._samples_at_once(leaf, parts, build is not _met)
+            thin = all(task.row.statistic in FACTORED for task in group)
+            step = count if whole else self._samples_at_once(leaf, parts, thin)
             for start in range(0, count, step):
                 stop = min(count, start + step)
                 if chosen is None:
@@ -255,9 +259,12 @@ class Observation:
         """How many samples fit into the scratch memory; ``thin`` where rows are not formed without need."""
         entries = 0
         for found, site, signals in parts:
-            columns = next((signal.shape[0] for signal in signals if signal is not None), 1)
+            arrived = [signal for signal in signals if signal is not None]
+            columns = arrived[0].shape[0] if arrived else 1
             own = max(site.entry.scratch, leaf.numel()) * columns
-            if thin and site.entry.structure == "Outer":
+            if site.entry.structure == "Scale":  # a product of the signal's shape, and its sums
+                own = sum(signal.numel() for signal in arrived) // self.graph.samples + leaf.numel() * columns
+            elif thin and site.entry.structure == "Outer" and site.direct:
                 structure = site.meet(signals, found.layouts, slice(0, 1))
                 if isinstance(structure, Outer) and structure.signal is not None and structure.x.shape[1] == 1:
                     own = structure.x.numel() + 2 * structure.signal.numel()

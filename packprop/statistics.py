@@ -78,6 +78,10 @@ def sq_norm(structure: Structure) -> Tensor:
     return flat_rows(structure).square().sum((0, 2)) if fast is None else fast
 
 
+FACTORED = (sum_sq, batch_sq, sq_norm)
+"""Statistics that form no per-sample gradients of an affine use without shared positions."""
+
+
 def gram(structure: Structure) -> Tensor:
     """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
     fast = _fast("gram", structure)
@@ -163,10 +167,18 @@ def _row_sum(structure: Structure) -> Tensor:
 def _product_sum(structure: Product) -> Tensor:
     signals = _signal_products(structure)
     if signals is None:
-        return structure.products.sum((0, 1))
+        return _row_product_sum(structure)
     outer = structure.left
     assert isinstance(outer, Outer)
     return outer.fold(torch.einsum("ngo,ngi->goi", signals, outer.x[:, 0].square()))
+
+
+def _row_product_sum(structure: Product) -> Tensor:
+    left, weights = rows(structure.left), structure.weights
+    if weights is None or structure.right is not None:
+        return structure.products.sum((0, 1))
+    squares = left.square().reshape(weights.numel(), -1)  # one matrix product adds them up
+    return (weights.reshape(1, -1) @ squares).reshape(left.shape[2:])
 
 
 def _product_batch_sum(structure: Product) -> Tensor:

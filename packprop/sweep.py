@@ -99,15 +99,7 @@ def sweep(
     watch = Watch(watched, visit)
     complete = False
     try:
-        signals = torch.autograd.grad(
-            list(outputs),
-            [edge for _, _, edge in ends],
-            list(seeds),
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
+        signals = _pulled(outputs, [edge for _, _, edge in ends], seeds, batched, create_graph)
         with torch.set_grad_enabled(create_graph):
             for (f, index, _), signal in zip(ends, signals, strict=True):
                 if signal is not None and not batched:
@@ -117,3 +109,36 @@ def sweep(
     finally:
         with torch.set_grad_enabled(create_graph):
             watch.close(complete)
+
+
+def _pulled(
+    outputs: Sequence[GradientEdge],
+    ends: Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    batched: bool,
+    create_graph: bool,
+) -> Sequence[Tensor | None]:
+    """Seeds pulled back to the ends; column by column where a function has no batching rule."""
+
+    def pull(given: Sequence[Tensor], batched: bool) -> Sequence[Tensor | None]:
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            list(outputs),
+            list(ends),
+            list(given),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        return found
+
+    if not batched:
+        return pull(seeds, batched=False)
+    try:
+        return pull(seeds, batched=True)
+    except RuntimeError:
+        columns = [pull([seed[place] for seed in seeds], batched=False) for place in range(len(seeds[0]))]
+    return [
+        None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
+        for pieces in zip(*columns, strict=True)
+    ]

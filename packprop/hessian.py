@@ -32,8 +32,8 @@ from packprop.nodes import kind_of
 from packprop.samples import layouts_at
 from packprop.seeds import Columns
 from packprop.structures import join, rows
-from packprop.sweep import sweep
-from packprop.types import Layout, accumulation_dtype
+from packprop.sweep import pull_columns, sweep
+from packprop.types import Layout, Seed, accumulation_dtype
 
 ASKED = "A diagonal of the Hessian was asked for."
 Way = Literal["swept", "output", "parameter"]
@@ -236,14 +236,13 @@ def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) 
     """What elementwise nonlinearities add to the Hessian, input by input."""
     if not plan.curves:
         return []
-    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
+    weights = residuals(graph, plan, create_graph)
     merged: dict[tuple[Node, int], tuple[Tensor, Layout, GradientEdge, int]] = {}
-    for (curve, layout), slope in zip(plan.curves, slopes, strict=True):
-        weight = _residual(curve, slope, create_graph)
+    for (curve, layout), weight in zip(plan.curves, weights, strict=True):
         key = (curve.input.node, curve.input.output_nr)
-        if key in merged:
-            weight = weight + merged[key][0]
-        merged[key] = (weight, layout, curve.input, curve.upstream)
+        before = merged.get(key)
+        total = weight if before is None else weight + before[0]
+        merged[key] = (total, layout, curve.input, curve.upstream)
     chosen = []
     for (node, output), (weight, layout, edge, upstream) in merged.items():
         here = {0: (node, output)}
@@ -259,6 +258,13 @@ def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) 
 def _has_squares(found: Found, weight: Tensor) -> bool:
     """Whether all leaves of a use can do without a sweep: tried on one sample."""
     return all(site.squares([weight[None]], found.layouts, slice(0, 1)) is not None for site in found.sites)
+
+
+def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
+    """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
+    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
+    pairs = zip(plan.curves, slopes, strict=True)
+    return [_residual(curve, slope, create_graph) for (curve, _), slope in pairs]
 
 
 def _residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
@@ -422,32 +428,10 @@ def _hessian_columns(
     if not slope.requires_grad:
         return [None] * len(ends)
 
-    def pull(vector: Tensor, batched: bool) -> list[Tensor | None]:
-        found: Any = torch.autograd.grad(
-            slope,
-            list(ends),
-            vector,
-            is_grads_batched=batched,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-        return [t.to_dense() if t is not None and t.is_sparse else t for t in found]
-
     try:
-        if len(vectors) > 1:
-            try:
-                return pull(vectors, batched=True)
-            except RuntimeError:  # a function without a batching rule; what else is wrong shows below
-                pass
-        found = [pull(vector, batched=False) for vector in vectors]
+        return pull_columns([slope], ends, [vectors], create_graph=create_graph)
     except RuntimeError as error:
         raise not_twice(where, error) from error
-    columns: list[Tensor | None] = []
-    for pieces in zip(*found, strict=True):
-        whole = [piece for piece in pieces if piece is not None]
-        columns.append(torch.stack(whole) if whole else None)
-    return columns
 
 
 def not_twice(where: str, error: RuntimeError) -> PackpropError:
@@ -532,3 +516,44 @@ def _diagonals(where: str, leaf: Tensor, slope: Tensor, create_graph: bool) -> T
             own = places % entries
             found.append(columns.reshape(stop - start, entries).gather(1, own[:, None])[:, 0])
     return torch.cat(found).reshape(slope.shape).to(accumulation_dtype(slope.dtype))
+
+
+def estimated_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], seed: Seed, create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Unbiased estimates ``u * (H u)`` with random signs u (Bekas et al. 2007), the mean over draws ``[*p]``.
+
+    One Hessian-vector product for each draw, whatever the number of parameters.
+    """
+    draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
+    try:
+        with torch.enable_grad():
+            slopes = _whole_gradients(graph, leaves)
+        totals: list[Tensor | float] = [0.0] * len(leaves)
+        for _ in range(draws):
+            signs = [_signs(leaf, seed.generator) for leaf in leaves]
+            pairs = [(g, u[None]) for g, u in zip(slopes, signs, strict=True) if g.requires_grad]
+            found: Any = [None] * len(leaves)
+            if pairs:
+                found = torch.autograd.grad(
+                    [g for g, _ in pairs],
+                    list(leaves),
+                    [u for _, u in pairs],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+            for place, (u, product) in enumerate(zip(signs, found, strict=True)):
+                if product is not None:
+                    product = product.to_dense() if product.is_sparse else product
+                    totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
+    except RuntimeError as error:
+        raise not_twice(where, error) from error
+    for leaf, total in zip(leaves, totals, strict=True):
+        yield leaf, total / draws if isinstance(total, Tensor) else torch.zeros_like(leaf, requires_grad=False)
+
+
+def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
+    return (2 * coins - 1).to(like.device, like.dtype)

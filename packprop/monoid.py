@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.errors import PackpropError
+
 
 class Moments(NamedTuple):
     """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979)."""
@@ -48,6 +50,15 @@ def _merge_moments(a: Moments, b: Moments) -> Moments:
     )
 
 
+def _refuse(a: Any, b: Any) -> Any:
+    raise PackpropError(
+        "Values of several batches, or of several passes, were to be merged.",
+        "an extension whose value is a function of vectors",
+        "it belongs to the graph of one backward pass",
+        "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
+    )
+
+
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Sum of two tensors; ``None`` is the statistic that a structure does not have."""
     return a if b is None else b if a is None else a + b
@@ -64,6 +75,7 @@ def concatenate(axis: int) -> Monoid:
 
 SUM = Monoid("SUM", _add, lambda total: total, grows=False)
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
+SINGLE = Monoid("SINGLE", _refuse, lambda value: value, grows=False)
 MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial, grows=False)
 
 

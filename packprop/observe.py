@@ -12,7 +12,14 @@ from torch import Tensor
 
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
-from packprop.hessian import bends, output_columns, parameter_diagonals, plan, subset
+from packprop.hessian import (
+    bends,
+    estimated_diagonals,
+    output_columns,
+    parameter_diagonals,
+    plan,
+    subset,
+)
 from packprop.monoid import lift
 from packprop.seeds import Columns, columns
 from packprop.statistics import FACTORED
@@ -71,6 +78,8 @@ class Observation:
         hessian = tasks.pop(HESSIAN, [])
         if hessian and self._hessian(hessian):
             tasks.setdefault(EXACT, []).extend(hessian)
+        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "product")]:
+            self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
         curved = {
             seed: columns(self.graph, seed, self.create_graph)
@@ -128,6 +137,18 @@ class Observation:
                 self._columns(roots, tasks, False, found)
             return False
         return True
+
+    def _without_sweep(self, seed: Seed, tasks: list[_Task]) -> None:
+        """Values that come from double backward in the parameters themselves."""
+        leaves = self.graph.leaves()
+        if seed.kind == "hessian_mc":
+            for leaf, values in estimated_diagonals(self.graph, leaves, seed, self.create_graph):
+                for task in tasks:
+                    self._merge(leaf, task, task.row.statistic(Diagonal(Dense(values[None, None]))))
+            return
+        for task in tasks:
+            for leaf, product in task.row.statistic(self.graph):
+                self._merge(leaf, task, product)
 
     def _inputs(self, tasks: list[_Task]) -> None:
         parts: dict[int, list[tuple[Found, Site, list[Tensor | None]]]] = {}

@@ -253,6 +253,24 @@ def generic_root(
     return matrix_root(0.5 * (hessian + hessian.mT))
 
 
+def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], Tensor]:
+    """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
+    call = loss.call
+    with torch.no_grad():
+        arriving = _arriving(graph, loss)
+        outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+
+    def product(vectors: Tensor) -> Tensor:
+        if not slope.requires_grad:
+            return torch.zeros_like(vectors)
+        columns = [torch.autograd.grad(slope, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(columns)
+
+    return product
+
+
 def _evaluated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
 ) -> tuple[Tensor, Tensor]:

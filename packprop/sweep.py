@@ -99,7 +99,9 @@ def sweep(
     watch = Watch(watched, visit)
     complete = False
     try:
-        signals = _pulled(outputs, [edge for _, _, edge in ends], seeds, batched, create_graph)
+        signals = pull_columns(
+            outputs, [edge for _, _, edge in ends], seeds, batched=batched, create_graph=create_graph
+        )
         with torch.set_grad_enabled(create_graph):
             for (f, index, _), signal in zip(ends, signals, strict=True):
                 if signal is not None and not batched:
@@ -111,17 +113,26 @@ def sweep(
             watch.close(complete)
 
 
-def _pulled(
-    outputs: Sequence[GradientEdge],
-    ends: Sequence[GradientEdge],
+def pull_columns(
+    outputs: Sequence[Any],
+    ends: Sequence[Any],
     seeds: Sequence[Tensor],
-    batched: bool,
-    create_graph: bool,
-) -> Sequence[Tensor | None]:
-    """Seeds pulled back to the ends; column by column where a function has no batching rule."""
+    *,
+    batched: bool = True,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of many columns ``[v, *y]``, one after the other where they cannot be batched.
 
-    def pull(given: Sequence[Tensor], batched: bool) -> Sequence[Tensor | None]:
-        found: Sequence[Tensor | None] = torch.autograd.grad(
+    Args:
+        outputs: Tensors or edges that the columns are fed in at.
+        ends: Tensors or edges; ``None`` is returned for what is not reached.
+        seeds: Columns for each output; without their axis unless ``batched``.
+        batched: Whether there is an axis of columns.
+        create_graph: Whether products shall be differentiable.
+    """
+
+    def pull(given: Sequence[Tensor], batched: bool) -> list[Tensor | None]:
+        found: Any = torch.autograd.grad(
             list(outputs),
             list(ends),
             list(given),
@@ -130,14 +141,17 @@ def _pulled(
             allow_unused=True,
             is_grads_batched=batched,
         )
-        return found
+        return [t.to_dense() if t is not None and t.is_sparse else t for t in found]
 
     if not batched:
         return pull(seeds, batched=False)
-    try:
-        return pull(seeds, batched=True)
-    except RuntimeError:
-        columns = [pull([seed[place] for seed in seeds], batched=False) for place in range(len(seeds[0]))]
+    count = len(seeds[0])
+    if count > 1:
+        try:
+            return pull(seeds, batched=True)
+        except RuntimeError:  # no batching rule; what else is wrong is raised again below
+            pass
+    columns = [pull([seed[place] for seed in seeds], batched=False) for place in range(count)]
     return [
         None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
         for pieces in zip(*columns, strict=True)

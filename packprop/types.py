@@ -122,7 +122,8 @@ class Seed:
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, or ``"none"`` for statistics of the inputs alone.
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"product"`` (nothing: a function of vectors is built), or
+            ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
     """
@@ -137,6 +138,7 @@ EXACT = Seed("ggn")
 EMPIRICAL = Seed("empirical")
 HESSIAN = Seed("hessian")
 INPUTS = Seed("none")
+PRODUCT = Seed("product")
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class Extension:
     """
 
     savefield: ClassVar[str]
+    keeps_graph: ClassVar[bool] = False
+    """Whether values hold the graph, so that the backward pass must not free it."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

@@ -13,14 +13,18 @@ from packprop.extensions.first_order import (
     SumGradSquared,
     Variance,
 )
-from packprop.extensions.hessian import BatchDiagHessian, DiagHessian
+from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
 from packprop.extensions.kronecker import KFAC, KFLR
+from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
 __all__ = [
+    "GGNMP",
+    "HMP",
     "KFAC",
     "KFLR",
+    "PCHMP",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
     "BatchDiagHessian",
@@ -30,6 +34,7 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "DiagHessianMC",
     "Extension",
     "Row",
     "SqrtGGNExact",

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from packprop.extensions.sampled import require_draws
 from packprop.monoid import CAT
 from packprop.statistics import batch_sq, sum_sq
-from packprop.types import HESSIAN, Extension, Row
+from packprop.types import HESSIAN, Extension, Row, Seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,3 +30,30 @@ class BatchDiagHessian(Extension):
 
     savefield = "diag_h_batch"
     rows = (Row(HESSIAN, batch_sq, over_n=CAT[0]),)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagHessianMC(Extension):
+    """Unbiased estimate of the Hessian's diagonal from random signs, ``diag_h_mc``: ``[*p]``.
+
+    One Hessian-vector product for each draw (Bekas et al. 2007), for sizes where the exact diagonal is out of
+    reach. Its variance is the sum of squares of a row's other entries, those between parameters included, over
+    the draws.
+
+    Args:
+        mc_samples: Draws.
+        generator: Makes the draws repeatable; the global random state is left alone then.
+    """
+
+    mc_samples: int = 1
+    generator: torch.Generator | None = None
+    savefield = "diag_h_mc"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        require_draws(self.name, self.mc_samples)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Means over draws."""
+        return (Row(Seed("hessian_mc", self.mc_samples, self.generator), sum_sq),)

@@ -95,8 +95,7 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool) -> Plan:
         PackpropError: If a branch of the graph has been summed already.
     """
     found = {f: 1 << place for place, f in enumerate(graph.found)}
-    starts = [root.grad_fn for root in graph.roots if root.grad_fn is not None]
-    masks = _masks(starts, found)
+    masks = dependence(graph)
     bad, curves, products = -1, list[Curve](), set[tuple[int, ...]]()
     layouts: list[Layout] = []
     if known_losses and not graph.unlosed:
@@ -133,6 +132,12 @@ def _is_affine(leaf: Tensor, uses: Sequence[Found], bits: int, masks: dict[Node,
     if not all(site.direct and site.entry.linear for site in sites):
         return False
     return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.use.edges)
+
+
+def dependence(graph: Graph) -> dict[Node, int]:
+    """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
+    found = {f: 1 << place for place, f in enumerate(graph.found)}
+    return _masks([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
 
 
 def _masks(starts: Sequence[Node], found: dict[Found, int]) -> dict[Node, int]:
@@ -262,12 +267,12 @@ def _has_squares(found: Found, weight: Tensor) -> bool:
 
 def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
     """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
-    slopes = _gradient(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
+    slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
     pairs = zip(plan.curves, slopes, strict=True)
-    return [_residual(curve, slope, create_graph) for (curve, _), slope in pairs]
+    return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
 
 
-def _residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
+def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
     """``phi''(z) dL/dphi(z)`` of the shape of z.
 
     A node called by itself gives phi' of what it saved, whose derivative in z is found as any other.
@@ -301,6 +306,12 @@ def _unit_columns(weight: Tensor, layout: Layout, edge: GradientEdge) -> Columns
 
     weights = front.reshape(samples, entries).mT
     return Columns([edge], entries, chunk, weights.to(accumulation_dtype(weights.dtype)))
+
+
+def unit_columns(shape: torch.Size, layout: Layout, like: Tensor) -> Tensor:
+    """All columns that are 1 at one entry of every sample, for a tensor of some shape: ``[v, *shape]``."""
+    rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
+    return _units(0, rest.numel(), layout.samples, rest, layout, like)
 
 
 def _units(start: int, stop: int, samples: int, rest: torch.Size, layout: Layout, like: Tensor) -> Tensor:
@@ -353,7 +364,7 @@ def _ends(found: Sequence[Found], plan: Plan) -> set[Found]:
 # Hessian columns at the outputs of uses
 
 
-def _gradient(graph: Graph, ends: Sequence[Any], create_graph: bool) -> list[Tensor | None]:
+def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
     """Gradients of the roots at tensors or edges."""
     given = [
         torch.ones_like(root) if gradient is None else gradient
@@ -383,7 +394,7 @@ def output_columns(
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     try:
         with torch.enable_grad():
-            slopes = _gradient(graph, edges, create_graph=True)
+            slopes = slopes_at(graph, edges, create_graph=True)
     except RuntimeError as error:
         raise not_twice(graph.label(uses[0]), error) from error
     slopes = [
@@ -467,7 +478,7 @@ def parameter_diagonals(
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    found = _gradient(graph, leaves, create_graph=True)
+    found = slopes_at(graph, leaves, create_graph=True)
     found = [t.to_dense() if t is not None and t.is_sparse else t for t in found]
     pairs = zip(leaves, found, strict=True)
     return [torch.zeros_like(leaf)[None] if slope is None else slope[None] for leaf, slope in pairs]

@@ -61,7 +61,20 @@ ELEMENTWISE = _names(
 )
 """Smooth functions of one input, entry by entry."""
 
+ENTRYWISE = ELEMENTWISE | _names(
+    "Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax"
+)
+"""Functions of one input, entry by entry, smooth or not."""
+
+RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias")
+"""The same entries in the same order."""
+
 NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
+
+
+def name_of_node(node: Node) -> str:
+    """Its name, as the tables have it."""
+    return re.sub(r"Backward\d*$", "", node.name())
 
 
 def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
@@ -71,7 +84,7 @@ def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
         node: The node.
         dependent: Places of these inputs among its ``next_functions``.
     """
-    name = re.sub(r"Backward\d*$", "", node.name())
+    name = name_of_node(node)
     if name in LINEAR or name in PIECEWISE:
         return "linear"
     alone = len(dependent) == 1

@@ -78,7 +78,7 @@ class Observation:
         hessian = tasks.pop(HESSIAN, [])
         if hessian and self._hessian(hessian):
             tasks.setdefault(EXACT, []).extend(hessian)
-        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "product")]:
+        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "graph")]:
             self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
         curved = {

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
-from packprop.hessian import Plan, not_twice, plan, residuals
+from packprop.hessian import Plan, not_twice, plan, residuals, slopes_at
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT
@@ -143,8 +143,10 @@ class _HessianBlock:
         where = f"parameter {self.graph.name(self.leaf)!r}"
         with _explained(where):
             if not self._slope:
-                self._slope += _gradients(self.graph, [self.leaf])
+                with torch.enable_grad():
+                    self._slope += slopes_at(self.graph, [self.leaf], create_graph=True)
             slope = self._slope[0]
+            slope = slope.to_dense() if slope is not None and slope.is_sparse else slope
             found = None
             if slope is not None and slope.requires_grad:
                 (found,) = pull_columns([slope], [self.leaf], [vectors])
@@ -166,18 +168,6 @@ class _RootBlock:
             curved = [share(each) for share, each in zip(self.shares, pushed, strict=True)]
             (found,) = pull_columns(self.targets, [self.leaf], curved)
         return torch.zeros_like(vectors) if found is None else found
-
-
-def _gradients(graph: Graph, ends: Sequence[Any]) -> list[Tensor | None]:
-    given = [
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
-    ]
-    with torch.enable_grad():
-        found: Any = torch.autograd.grad(
-            list(graph.roots), list(ends), given, create_graph=True, allow_unused=True
-        )
-    return [t.to_dense() if t is not None and t.is_sparse else t for t in found]
 
 
 @contextlib.contextmanager

@@ -146,6 +146,11 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     return total / positions if approximation == "expand" else total
 
 
+def input_sum(structure: Structure) -> Tensor | None:
+    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for others."""
+    return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
+
+
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
     """A look-up is affine in one-hot inputs."""
     index = structure.index

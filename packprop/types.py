@@ -122,8 +122,8 @@ class Seed:
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, ``"hessian_mc"``, ``"product"`` (nothing: a function of vectors is built), or
-            ``"none"`` for statistics of the inputs alone.
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"graph"`` (nothing: the statistic is given the graph,
+            and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
     """
@@ -138,7 +138,7 @@ EXACT = Seed("ggn")
 EMPIRICAL = Seed("empirical")
 HESSIAN = Seed("hessian")
 INPUTS = Seed("none")
-PRODUCT = Seed("product")
+GRAPH = Seed("graph")
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,18 @@ from packprop.extensions.first_order import (
     Variance,
 )
 from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
-from packprop.extensions.kronecker import KFAC, KFLR
+from packprop.extensions.kronecker import HBP, KFAC, KFLR, KFRA
 from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
 __all__ = [
     "GGNMP",
+    "HBP",
     "HMP",
     "KFAC",
     "KFLR",
+    "KFRA",
     "PCHMP",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",

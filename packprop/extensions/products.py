@@ -19,7 +19,7 @@ from packprop.errors import BadInput
 from packprop.graph import Graph
 from packprop.monoid import SINGLE
 from packprop.products import BlockProduct, Matrix, Modify, block_products
-from packprop.types import PRODUCT, Extension, Row
+from packprop.types import GRAPH, Extension, Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class _Products(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One function for each parameter."""
-        return (Row(PRODUCT, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE, degree=0),)
+        return (Row(GRAPH, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE, degree=0),)
 
     def _build(self, graph: Graph) -> Iterable[tuple[Tensor, BlockProduct]]:
         return block_products(graph, self.matrix, getattr(self, "modify", "clip"))

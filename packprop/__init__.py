@@ -4,7 +4,7 @@ Seeds are swept back to signals; a use says how a parameter meets a signal; stat
 an extension says how numbers merge; the plan says how big the bites are.
 """
 
-from packprop import extensions
+from packprop import extensions, kronecker, products
 from packprop.context import backpack
 from packprop.coverage import Coverage, coverage
 from packprop.dataset import Result, compute
@@ -29,6 +29,8 @@ __all__ = [
     "eager_backward",
     "extend",
     "extensions",
+    "kronecker",
+    "products",
     "profile",
     "record",
     "register_loss",

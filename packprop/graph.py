@@ -110,6 +110,7 @@ class Graph:
         missing: Parameters that are reached outside of all uses, and the nodes that consume them.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are settled.
+        fed: Where the inputs of the losses (or the outputs, without losses) hold them; set along.
     """
 
     roots: Sequence[Tensor]
@@ -122,6 +123,7 @@ class Graph:
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     signature: int = 0
     samples: int = 0
+    fed: list[Layout] = field(default_factory=list)
 
     @property
     def forwards(self) -> list[Forward]:

@@ -28,9 +28,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import EAGER, Found, Graph, made_by
-from packprop.nodes import kind_of
+from packprop.nodes import is_wrong_in_third_order, kind_of
 from packprop.samples import layouts_at
-from packprop.seeds import Columns
+from packprop.seeds import Columns, unit_columns
 from packprop.structures import join, rows
 from packprop.sweep import pull_columns, sweep
 from packprop.types import Layout, Seed, accumulation_dtype
@@ -83,16 +83,37 @@ class Plan:
         return "parameter" if any(leaf is other for other in self.parameter) else "output"
 
 
-def plan(graph: Graph, known_losses: bool, per_sample: bool) -> Plan:
+def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
+    """Under ``create_graph``, double backward is differentiated once more: that must be right in torch.
+
+    Raises:
+        PackpropError: If a node between the roots and one of the leaves gets it wrong.
+    """
+    wanted = {id(leaf) for leaf in leaves}
+    bits = {f: 1 << place for place, f in enumerate(graph.found)}
+    own = sum(bit for f, bit in bits.items() if any(id(site.leaf) in wanted for site in f.sites))
+    for node, mask in dependence(graph).items():
+        if mask & own and is_wrong_in_third_order(node):
+            raise PackpropError(
+                "A diagonal of the Hessian was asked for with create_graph=True.",
+                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
+                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
+                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
+                "quantities, which take one",
+            )
+
+
+def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Plan:
     """Choose a way for every leaf.
 
     Args:
         graph: With its samples settled.
         known_losses: Whether the losses have roots of their Hessians, and enter linearly.
         per_sample: Whether diagonals of single samples are asked for.
+        create_graph: Whether they shall be differentiable.
 
     Raises:
-        PackpropError: If a branch of the graph has been summed already.
+        PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
     """
     found = {f: 1 << place for place, f in enumerate(graph.found)}
     masks = dependence(graph)
@@ -119,6 +140,9 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool) -> Plan:
             chosen.parameter += leaves
         else:
             chosen.output.append((list(uses), leaves))
+    if create_graph:
+        twice = [*chosen.parameter, *(leaf for _, leaves in chosen.output for leaf in leaves)]
+        require_third_derivatives(graph, twice)
     kept = {id(leaf) for leaf in chosen.swept}
     reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
     pairs = zip(curves, layouts, strict=True)
@@ -298,27 +322,13 @@ def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
 
 def _unit_columns(weight: Tensor, layout: Layout, edge: GradientEdge) -> Columns:
     front = layout.to_front(weight)
-    samples, rest = front.shape[0], front.shape[1:]
-    entries = rest.numel()
+    samples, entries = front.shape[0], front.shape[1:].numel()
 
     def chunk(start: int, stop: int) -> list[Tensor]:
-        return [_units(start, stop, samples, rest, layout, weight)]
+        return [unit_columns(weight.shape, layout, weight, start, stop)]
 
     weights = front.reshape(samples, entries).mT
     return Columns([edge], entries, chunk, weights.to(accumulation_dtype(weights.dtype)))
-
-
-def unit_columns(shape: torch.Size, layout: Layout, like: Tensor) -> Tensor:
-    """All columns that are 1 at one entry of every sample, for a tensor of some shape: ``[v, *shape]``."""
-    rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
-    return _units(0, rest.numel(), layout.samples, rest, layout, like)
-
-
-def _units(start: int, stop: int, samples: int, rest: torch.Size, layout: Layout, like: Tensor) -> Tensor:
-    """Columns that are 1 at one entry of every sample, from ``start`` to ``stop``."""
-    flat = torch.zeros(stop - start, samples, rest.numel(), dtype=like.dtype, device=like.device)
-    flat[torch.arange(stop - start), :, torch.arange(start, stop)] = 1.0
-    return layout.from_front(flat.reshape(stop - start, samples, *rest), 1)
 
 
 def subset(graph: Graph, plan: Plan) -> list[Found]:
@@ -407,12 +417,10 @@ def output_columns(
         slope = slopes[active]
         assert slope is not None
         layout = f.layouts[index]
-        front = layout.to_front(slope)
-        samples, rest = front.shape[0], front.shape[1:]
-        entries = rest.numel()
+        entries = slope.numel() // layout.samples
         for start in range(0, entries, step):
             stop = min(entries, start + step)
-            unit = _units(start, stop, samples, rest, layout, slope)
+            unit = unit_columns(slope.shape, layout, slope, start, stop)
             columns = _hessian_columns(graph.label(f), slope, edges, unit, create_graph)
             vectors: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
             products: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
@@ -536,6 +544,8 @@ def estimated_diagonals(
 
     One Hessian-vector product for each draw, whatever the number of parameters.
     """
+    if create_graph:
+        require_third_derivatives(graph, leaves)
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     try:
         with torch.enable_grad():

@@ -90,7 +90,7 @@ def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
     alone = len(dependent) == 1
     if name in PRODUCTS and alone:
         return "linear"
-    if name in ("Div", *NORMALISATIONS) and list(dependent) == [0]:
+    if (name == "Div" or name in NORMALISATIONS) and list(dependent) == [0]:
         return "linear" if name == "Div" or _uses_running_statistics(node) else "nonlinear"
     inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
     if name in ELEMENTWISE and alone and len(inputs) == 1:
@@ -104,3 +104,12 @@ def _uses_running_statistics(node: Node) -> bool:
     Its saved flag has no public name; a node without it is taken for nonlinear.
     """
     return hasattr(node, "_saved_training") and node._saved_training is False
+
+
+def is_wrong_in_third_order(node: Node) -> bool:
+    """Whether torch's second derivative of a node is itself differentiated wrongly, without a word.
+
+    Seen on torch 2.13 for layer norm, and for batch norm by statistics of the batch (which instance norm is).
+    """
+    name = name_of_node(node)
+    return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))

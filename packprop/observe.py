@@ -84,7 +84,7 @@ class Observation:
         curved = {
             seed: columns(self.graph, seed, self.create_graph)
             for seed in tasks
-            if seed.kind in ("ggn", "empirical")
+            if seed.kind in ("ggn", "empirical", "jacobian")
         }
         order = [INPUTS, *curved, GRADIENT]
         last = next((seed for seed in reversed(order) if seed in tasks), None)
@@ -107,12 +107,12 @@ class Observation:
         See NOTE [Hessian diagonal].
         """
         graph, create_graph = self.graph, self.create_graph
-        per_sample = any(task.row.over_n.grows for task in tasks)
+        per_sample = any(t.row.over_n.grows or t.extension.subsampling is not None for t in tasks)
         try:
             roots = columns(graph, EXACT, create_graph)
         except PackpropError:  # a loss that has no root has second derivatives all the same
             roots = None
-        way = plan(graph, roots is not None, per_sample)
+        way = plan(graph, roots is not None, per_sample, create_graph)
         found = subset(graph, way)
         for bend in bends(graph, way, found, create_graph):
             for f, weights in bend.direct:
@@ -121,9 +121,11 @@ class Observation:
             if bend.found:
                 self._columns([bend.columns], tasks, False, bend.found)
         for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
-            for task in tasks:
-                value = lift(task.row.over_n, task.row.statistic(Diagonal(Dense(values[None]))))
-                self._merge(leaf, task, task.row.over_n.result(value))
+            for chosen, group in _by_subsampling(tasks):
+                own = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
+                for task in group:
+                    value = lift(task.row.over_n, task.row.statistic(own))
+                    self._merge(leaf, task, task.row.over_n.result(value))
         for uses, leaves in way.output:
             for units, products in output_columns(graph, uses, create_graph):
                 for leaf in leaves:

@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
-from packprop.hessian import Curve, dependence, residual, slopes_at, unit_columns
+from packprop.hessian import Curve, dependence, residual, slopes_at
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
-from packprop.seeds import columns
+from packprop.seeds import columns, unit_columns
 from packprop.structures import Dense, rows
 from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
@@ -162,6 +162,7 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     one = site.meet([units], found.layouts, slice(0, 1))
     if not isinstance(one, Dense) and one.signal is not None:
         to_signal = one.signal[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
-        return to_signal.mT @ matrix @ to_signal
+        factor: Tensor = to_signal.mT @ matrix @ to_signal
+        return factor
     jacobian = rows(site.meet([units], found.layouts, slice(None))).flatten(2).to(matrix.dtype)
     return torch.einsum("anp,ab,bnq->pq", jacobian, matrix, jacobian) / jacobian.shape[1]

@@ -32,7 +32,7 @@ from packprop.types import Layout, layouts
 @dataclass(frozen=True)
 class _Verdict:
     samples: int
-    losses: list[Layout]
+    fed: list[Layout]
     uses: list[list[Layout]]
     lasting: bool
     """Whether a later pass of the same structure must come to the same verdict."""
@@ -72,7 +72,8 @@ def settle(graph: Graph) -> None:
         if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
             kept[graph.signature] = verdict
     graph.samples = verdict.samples
-    for loss, layout in zip(graph.losses, verdict.losses, strict=True):
+    graph.fed = verdict.fed
+    for loss, layout in zip(graph.losses, verdict.fed if graph.losses else [], strict=True):
         loss.layout = layout
     for found, where in zip(graph.found, verdict.uses, strict=True):
         found.layouts = where
@@ -109,7 +110,7 @@ def _find(graph: Graph) -> _Verdict:
                 break
             found, failure, telling = _probe(graph, sources, chosen, samples)
             if found is not None:
-                return _Verdict(samples, chosen if graph.losses else [], found, telling)
+                return _Verdict(samples, chosen, found, telling)
             failed = failed or failure
     if failed is None:
         sizes = [shape for forward in graph.forwards for shape in forward.sizes]
@@ -240,8 +241,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
         Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
         for edge, shape in places
     ]
-    chosen = [loss.layout for loss in graph.losses]
-    ways, failed, _ = _probe(replace(graph, found=found), _sources(graph), chosen, graph.samples)
+    ways, failed, _ = _probe(replace(graph, found=found), _sources(graph), graph.fed, graph.samples)
     if ways is None:
         assert failed is not None
         return found.index(failed)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.errors import PackpropError
-from packprop.graph import FoundLoss, Graph
+from packprop.errors import BadInput, PackpropError
+from packprop.graph import FoundLoss, Graph, made_by
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
+from packprop.samples import layouts_at
 from packprop.types import EMPIRICAL, EXACT, Layout, Seed
 
 
@@ -34,6 +35,62 @@ class Columns:
     weights: Tensor | None = None
 
 
+def unit_columns(
+    shape: torch.Size, layout: Layout, like: Tensor, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``."""
+    rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
+    stop = rest.numel() if stop is None else stop
+    flat = torch.zeros(stop - start, layout.samples, rest.numel(), dtype=like.dtype, device=like.device)
+    flat[torch.arange(stop - start), :, torch.arange(start, stop)] = 1.0
+    return layout.from_front(flat.reshape(stop - start, layout.samples, *rest), 1)
+
+
+def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
+    """Unit columns at the model's output, whatever was made of it: they are swept back to its Jacobian.
+
+    Raises:
+        PackpropError: If there is not one output.
+        BadInput: If an entry that was asked for is not there.
+    """
+    asked = "A Jacobian of the model's output was asked for."
+    found = {
+        (edge.node, edge.output_nr): (edge, shape)
+        for edge, forward, shape in graph.outputs
+        if forward.has_parameters
+    }
+    if len(found) != 1:
+        raise PackpropError(
+            asked,
+            f"{len(found)} outputs of extended modules",
+            "it is not clear whose Jacobian is meant",
+            "call one extended module once, and let it return one tensor that is used",
+        )
+    ((edge, shape),) = found.values()
+    ways = layouts_at(graph, [(edge, shape)])
+    if not isinstance(ways, list):
+        raise PackpropError(
+            asked,
+            f"the output, of shape {list(shape)}",
+            "it holds the samples on no axis, or mixes them",
+            "keep the samples on one axis of the output",
+        )
+    count = shape.numel() // graph.samples
+    chosen = range(count) if seed.entries is None else seed.entries
+    for entry in chosen:
+        if not 0 <= entry < count:
+            raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
+    made = made_by(edge.node)[edge.output_nr]
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        if seed.entries is None:
+            return [unit_columns(shape, ways[0], like, start, stop)]
+        return [torch.cat([unit_columns(shape, ways[0], like, e, e + 1) for e in seed.entries[start:stop]])]
+
+    return [Columns([edge], len(chosen), chunk)]
+
+
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
 
@@ -43,6 +100,8 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
     """
+    if seed.kind == "jacobian":
+        return output_columns(graph, seed)
     _require_losses(graph)
     with torch.set_grad_enabled(create_graph):
         found = [_loss_columns(graph, loss, seed) for loss in graph.losses]

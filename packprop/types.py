@@ -122,15 +122,17 @@ class Seed:
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, ``"hessian_mc"``, ``"graph"`` (nothing: the statistic is given the graph,
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing: the statistic is given the graph,
             and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
+        entries: Of a sample's output, for Jacobians; ``None`` for all.
     """
 
     kind: str
     mc_samples: int | None = None
     generator: torch.Generator | None = field(default=None, compare=True)
+    entries: tuple[int, ...] | None = None
 
 
 GRADIENT = Seed("gradient")

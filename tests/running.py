@@ -53,11 +53,16 @@ ROWS = [
     Row(extensions.BatchDiagGGNMC, "diag_ggn_mc_batch", 2, sampled=True),
     Row(extensions.SqrtGGNMC, "sqrt_ggn_mc", 2, sampled=True, subsampling=True),
     Row(extensions.KFAC, "kfac", 2, sampled=True),
-    Row(extensions.KFLR, "kflr", 2, subsampling=True),
+    Row(extensions.KFLR, "kflr", 2),
+]
+# Defined for losses that curve in no useful way, too.
+HESSIANS = [
+    Row(extensions.DiagHessian, "diag_h", 2, subsampling=True),
+    Row(extensions.BatchDiagHessian, "diag_h_batch", 2, subsampling=True),
 ]
 FIRST_ORDER = [row for row in ROWS if row.order == 1]
 SECOND_ORDER = [row for row in ROWS if row.order == 2]
-BY_ATTRIBUTE = {row.attribute: row for row in ROWS}
+BY_ATTRIBUTE = {row.attribute: row for row in [*ROWS, *HESSIANS]}
 
 
 def rows_for(case: Case) -> list[Row]:

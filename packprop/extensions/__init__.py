@@ -14,6 +14,7 @@ from packprop.extensions.first_order import (
     Variance,
 )
 from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
+from packprop.extensions.jacobian import BatchJacobian
 from packprop.extensions.kronecker import HBP, KFAC, KFLR, KFRA
 from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
@@ -32,6 +33,7 @@ __all__ = [
     "BatchDiagHessian",
     "BatchDotGrad",
     "BatchGrad",
+    "BatchJacobian",
     "BatchL2Grad",
     "DiagGGNExact",
     "DiagGGNMC",

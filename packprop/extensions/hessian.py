@@ -6,6 +6,7 @@ linear by parts above the last layer they equal the GGN's, and cost the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +19,26 @@ from packprop.types import HESSIAN, Extension, Row, Seed
 
 @dataclass(frozen=True, eq=False)
 class DiagHessian(Extension):
-    """Diagonal of the Hessian, ``diag_h``: ``[*p]``; exact on any twice differentiable graph."""
+    """Diagonal of the Hessian, ``diag_h``: ``[*p]``; exact on any twice differentiable graph.
 
+    Args:
+        subsampling: Indices of samples, at the scale of the full batch.
+    """
+
+    subsampling: Sequence[int] | None = None
     savefield = "diag_h"
     rows = (Row(HESSIAN, sum_sq),)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchDiagHessian(Extension):
-    """Diagonal of the Hessian of each sample's loss, ``diag_h_batch``: ``[n, *p]``; rows sum to ``diag_h``."""
+    """Diagonal of the Hessian of each sample's loss, ``diag_h_batch``: ``[n, *p]``; rows sum to ``diag_h``.
 
+    Args:
+        subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
+    """
+
+    subsampling: Sequence[int] | None = None
     savefield = "diag_h_batch"
     rows = (Row(HESSIAN, batch_sq, over_n=CAT[0]),)
 

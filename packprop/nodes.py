@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from torch.autograd.graph import Node  # for annotations: nothing is differentiated here
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 Kind = Literal["linear", "elementwise", "nonlinear"]
 
@@ -73,8 +74,10 @@ NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNor
 
 
 def name_of_node(node: Node) -> str:
-    """Its name, as the tables have it."""
-    return re.sub(r"Backward\d*$", "", node.name())
+    """Its name, as the tables have it; that of a user's own function, which may be any, is left as it is."""
+    if isinstance(node, BackwardCFunction):
+        return f"own {node.name()}"
+    return re.sub(r"Backward\d+$", "", node.name())
 
 
 def kind_of(node: Node, dependent: Sequence[int]) -> Kind:

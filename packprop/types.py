@@ -122,8 +122,8 @@ class Seed:
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing: the statistic is given the graph,
-            and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing: the statistic is given
+            the graph, and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
         entries: Of a sample's output, for Jacobians; ``None`` for all.

@@ -235,7 +235,7 @@ class Observation:
             count = samples if chosen is None else len(chosen)
             pieces: dict[int, Any] = {}
             whole = any(task.row.whole for task in group)
-            thin = all(task.row.statistic in FACTORED for task in group)
+            thin = all(getattr(task.row.statistic, "func", task.row.statistic) in FACTORED for task in group)
             step = count if whole else self._samples_at_once(leaf, parts, thin)
             for start in range(0, count, step):
                 stop = min(count, start + step)
@@ -289,8 +289,9 @@ class Observation:
                 own = sum(signal.numel() for signal in arrived) // self.graph.samples + leaf.numel() * columns
             elif thin and site.entry.structure == "Outer" and site.direct:
                 structure = site.meet(signals, found.layouts, slice(0, 1))
-                if isinstance(structure, Outer) and structure.signal is not None and structure.x.shape[1] == 1:
-                    own = structure.x.numel() + 2 * structure.signal.numel()
+                if isinstance(structure, Outer) and structure.x.shape[1] == 1:
+                    signal = structure.signal
+                    own = structure.x.numel() + (0 if signal is None else 2 * signal.numel())
             entries += own
         return max(1, min(self.graph.samples, SCRATCH // (entries * leaf.element_size() or 1)))
 

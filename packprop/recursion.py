@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
@@ -29,6 +29,7 @@ from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
 
 ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
+CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
 Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]
 
 
@@ -125,6 +126,10 @@ def _averaged(
     name = name_of_node(node)
     if name in RESHAPES and _in_order(place.layout) and _in_order(below.layout):
         return matrix
+    if _is_shared(node, place, below):
+        jacobian = _shared_jacobian(place, below, matrix)
+        result: Tensor = jacobian.mT @ matrix @ jacobian
+        return result
     if name not in ENTRYWISE:
         units = unit_columns(place.shape, place.layout, matrix)
         (pulled,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
@@ -138,7 +143,7 @@ def _averaged(
     slope = slope[0] if isinstance(slope, tuple) else slope
     each = below.layout.to_front(slope).flatten(1).to(matrix.dtype)
     if average_jacobians:
-        result: Tensor = matrix * torch.outer(each.mean(0), each.mean(0))
+        result = matrix * torch.outer(each.mean(0), each.mean(0))
     else:
         result = matrix * (each.mT @ each) / samples
     if curvature == "ggn" or kind_of(node, [0]) != "elementwise":
@@ -150,6 +155,31 @@ def _averaged(
     if curvature != "hessian":
         diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
     return result + diagonal.diag()
+
+
+def _is_shared(node: Node, place: _Place, below: _Place) -> bool:
+    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
+
+    Where samples lie on channels, a convolution may have a kernel for each.
+    """
+    name = name_of_node(node)
+    if name in CONVOLUTIONS:
+        leads = place.layout.axis in (None, 0) and below.layout.axis in (None, 0)
+        return leads and node.next_functions[0][0] is below.edge.node
+    return name in ("Addmm", "Mm", "Linear")
+
+
+def _shared_jacobian(place: _Place, below: _Place, matrix: Tensor) -> Tensor:
+    """A Jacobian that all samples have in common, from as many of its rows at once as there are samples."""
+    samples = place.layout.samples
+    rest = place.layout.to_front(torch.empty(place.shape, device="meta")).shape[1:]
+    entries = rest.numel()
+    count = -(-entries // samples)
+    units = torch.eye(count * samples, entries, dtype=matrix.dtype, device=matrix.device)
+    fed = place.layout.from_front(units.reshape(count, samples, *rest), 1)
+    (pulled,) = pull_columns([place.edge], [below.edge], [fed], create_graph=torch.is_grad_enabled())
+    assert pulled is not None
+    return below.layout.to_front(pulled, 1).reshape(count * samples, -1)[:entries].to(matrix.dtype)
 
 
 def _in_order(layout: Layout) -> bool:
@@ -164,5 +194,9 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
         to_signal = one.signal[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
         factor: Tensor = to_signal.mT @ matrix @ to_signal
         return factor
-    jacobian = rows(site.meet([units], found.layouts, slice(None))).flatten(2).to(matrix.dtype)
+    known = one
+    last = site.meet([units], found.layouts, slice(place.layout.samples - 1, None))
+    if not site.entry.constant or not torch.equal(rows(one), rows(last)):  # entries of one sample alone
+        known = site.meet([units], found.layouts, slice(None))
+    jacobian = rows(known).flatten(2).to(matrix.dtype)
     return torch.einsum("anp,ab,bnq->pq", jacobian, matrix, jacobian) / jacobian.shape[1]

@@ -78,10 +78,6 @@ def sq_norm(structure: Structure) -> Tensor:
     return flat_rows(structure).square().sum((0, 2)) if fast is None else fast
 
 
-FACTORED = (sum_sq, batch_sq, sq_norm)
-"""Statistics that form no per-sample gradients of an affine use without shared positions."""
-
-
 def gram(structure: Structure) -> Tensor:
     """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
     fast = _fast("gram", structure)
@@ -211,6 +207,9 @@ def _signal_products(structure: Product) -> Tensor | None:
         else torch.einsum("vngo,vn->ngo", signals, structure.weights)
     )
 
+
+FACTORED = (sum_sq, batch_sq, sq_norm, signal_gram, input_gram, input_sum)
+"""Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 # Fast cells
 

@@ -38,6 +38,7 @@ class Entry:
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
         linear: Whether the outputs are known to be affine in the parameter, all else held.
+        constant: Whether what multiplies the parameter is known to be one number for all samples.
         squares: As ``meet``, with squares of what multiplies the parameter; ``None`` if the structure itself
             tells them (``with_squares``), or if they are not known.
     """
@@ -49,6 +50,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     linear: bool = False
+    constant: bool = False
     squares: Meet | None = None
 
 
@@ -232,7 +234,8 @@ def scaled(
 
     linear = linear or not callable(factor) or isinstance(factor, Saved)
     squares = functools.partial(meet, power=2) if linear else None
-    return Entry(parameter, "Scale", meet, call.shape.numel(), None, admits, linear, squares)
+    constant = not callable(factor)
+    return Entry(parameter, "Scale", meet, call.shape.numel(), None, admits, linear, constant, squares)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:

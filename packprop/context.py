@@ -116,6 +116,9 @@ class Backpack(TorchFunctionMode):
             return func(*args, **kwargs)
         self._running = self._seen = True
         try:
+            if any(extension.keeps_graph for extension in self.extensions):
+                run.keeps_graph = True
+                args, kwargs = _retaining(args, kwargs)
             return self._backward(run, lambda: func(*args, **kwargs))
         finally:
             self._running = False
@@ -203,6 +206,13 @@ def _of_function(
     """The arguments of ``torch.autograd.backward``."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
     return _Pass(tensors, gradients, retain_graph, create_graph, inputs)
+
+
+def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``backward`` with ``retain_graph=True``, which comes third in both spellings."""
+    if len(args) > 2:
+        return (*args[:2], True, *args[3:]), kwargs
+    return args, {**kwargs, "retain_graph": True}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from packprop import extensions as catalogue
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
+from packprop.hessian import plan
 from packprop.losses import describe
 from packprop.samples import check_graph
+from packprop.seeds import columns
 from packprop.structures import Dense, join
 from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, record
-from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Seed, tensors_in
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed, tensors_in
 from packprop.uses import Entry, random_state, set_random_state
 
 ASKED = "coverage(model, batch) was called."
@@ -58,6 +60,8 @@ class ParameterCoverage:
         uses: Where it was used, those nearest to the output first.
         missing: The nodes that use it without a record.
         factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
+        hessian: How the Hessian's diagonal is taken, by NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
+            ``"parameter"``; empty if unknown.
     """
 
     name: str
@@ -68,6 +72,7 @@ class ParameterCoverage:
     uses: tuple[Consumption, ...] = ()
     missing: tuple[str, ...] = ()
     factors: str = ""
+    hessian: str = ""
 
     @property
     def state(self) -> str:
@@ -122,7 +127,7 @@ class Coverage:
         return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
 
     def __rich__(self) -> Group:
-        table = Table("parameter", "shape", "layer", "used by", "structure", "KFAC")
+        table = Table("parameter", "shape", "layer", "used by", "structure", "KFAC", "Hessian")
         for parameter in self.parameters.values():
             table.add_row(*_cells(parameter), style=None if parameter.trainable else "dim")
         below = Table("extensions", "apply", "why not, or when")
@@ -155,7 +160,7 @@ def _cells(parameter: ParameterCoverage) -> list[str]:
     used = ", ".join(functions) or parameter.state
     refused = ["refused"] * any(use.refusal for use in parameter.uses)
     structures = [*dict.fromkeys(structure for _, structure in counts), *refused]
-    return [name, shape, parameter.layer, used, ", ".join(structures), parameter.factors]
+    return [name, shape, parameter.layer, used, ", ".join(structures), parameter.factors, parameter.hessian]
 
 
 def coverage(model: nn.Module, batch: Any) -> Coverage:
@@ -285,7 +290,9 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
     missing: dict[int, list[str]] = {}
     for leaf, node in graph.missing if graph is not None else ():
         missing.setdefault(id(leaf), []).append(node.name())
-    factors = _factors(settled) if settled is not None and refusal is None else {}
+    known = settled is not None and refusal is None
+    factors = _factors(settled) if settled is not None and known else {}
+    hessians = _hessians(settled) if settled is not None and known else {}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -299,6 +306,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             tuple(uses.get(id(parameter), ())),
             tuple(missing.get(id(parameter), ())),
             factors.get(id(parameter), ""),
+            hessians.get(id(parameter), ""),
         )
         for name, parameter in model.named_parameters()
     }
@@ -376,6 +384,20 @@ def _factors(graph: Graph) -> dict[int, str]:
     return {leaf: "B" if isinstance(join(structures), Dense) else "B, A" for leaf, structures in parts.items()}
 
 
+def _hessians(graph: Graph) -> dict[int, str]:
+    """The way of each leaf's diagonal of the Hessian; none where a branch was summed already."""
+    try:
+        columns(graph, EXACT, create_graph=False)
+        with_roots = True
+    except PackpropError:
+        with_roots = False
+    try:
+        chosen = plan(graph, with_roots, per_sample=True)
+    except PackpropError:
+        return {}
+    return {id(leaf): chosen.way(leaf) for leaf in graph.leaves()}
+
+
 def _layer(model: nn.Module, name: str) -> str:
     """Class of the layer that owns a parameter, before it was parametrised."""
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
@@ -386,11 +408,15 @@ def _layer(model: nn.Module, name: str) -> str:
 
 NAMES: dict[str, Callable[[set[Seed]], bool]] = {
     "gradients of samples": lambda seeds: seeds == {GRADIENT},
+    "Hessian diagonals": lambda seeds: all(seed.kind in ("hessian", "hessian_mc") for seed in seeds),
+    "Jacobians": lambda seeds: all(seed.kind == "jacobian" for seed in seeds),
     "GGN, exact": lambda seeds: seeds in ({EXACT}, {ENTRYWISE}),
     "GGN, sampled": lambda seeds: all(seed.mc_samples is not None for seed in seeds),
     "Kronecker factors": lambda seeds: INPUTS in seeds,
+    "products": lambda seeds: seeds == {GRAPH},
     "others": lambda seeds: True,
 }
+ANY_LOSS = ("gradients of samples", "Hessian diagonals", "Jacobians")
 """Families by their seeds; an extension belongs to the first that fits."""
 
 
@@ -409,7 +435,7 @@ def _families(
         family = Family(name, tuple(kinds), refusal is None and graph is not None, note)
         if refusal is not None:
             family = replace(family, why=f"{refusal.where}: {refusal.why}")
-        elif name != "gradients of samples" and graph is not None:
+        elif name not in ANY_LOSS and graph is not None:
             family = _with_loss(family, graph, own_loss)
         families.append(family)
     return tuple(families)

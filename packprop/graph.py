@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.regions import differs
-from packprop.structures import Dense, Structure, rows
+from packprop.structures import Dense, Structure, rows, with_squares
 from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import Entry, Meet, Samples, Signals, pulled, pulled_samplewise
@@ -48,6 +49,16 @@ class Site:
     def direct(self) -> bool:
         """Whether the leaf itself is the argument of the function."""
         return self.entry.parameter is self.leaf
+
+    def squares(
+        self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
+    ) -> Structure | None:
+        """As ``meet`` for squares of what multiplies the leaf; ``None`` where they are not known."""
+        if not self.direct or not self.entry.linear:
+            return None
+        if self.entry.squares is not None:
+            return self.entry.squares(signals, where, samples)
+        return with_squares(self.entry.meet(signals, where, samples))
 
     def meet(self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples) -> Structure:
         """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct."""
@@ -129,6 +140,7 @@ class Graph:
         kept: Whether there may be another pass through the same graph.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are settled.
+        fed: Where the inputs of the losses (or the outputs, without losses) hold them; set along.
     """
 
     roots: Sequence[Tensor]
@@ -142,6 +154,7 @@ class Graph:
     kept: bool = True
     signature: int = 0
     samples: int = 0
+    fed: list[Layout] = field(default_factory=list)
 
     @property
     def forwards(self) -> list[Forward]:
@@ -491,12 +504,16 @@ def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> N
     graph.missing = kept
 
 
-def _output_shapes(node: Node) -> list[torch.Size]:
-    """Shapes of what a node made.
+def made_by(node: Node) -> list[Any]:
+    """Shape, dtype and device of each of the tensors that a node made.
 
-    The one private attribute of autograd nodes that is used: no public one says how many outputs there are.
+    A private attribute of autograd nodes: no public one says how many outputs there are.
     """
-    return [torch.Size(made.shape) for made in node._input_metadata]
+    return list(node._input_metadata)
+
+
+def _output_shapes(node: Node) -> list[torch.Size]:
+    return [torch.Size(made.shape) for made in made_by(node)]
 
 
 def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:

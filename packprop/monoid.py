@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from packprop.errors import PackpropError
+
 
 class Moments(NamedTuple):
     """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979)."""
@@ -53,6 +55,15 @@ def _merge_moments(a: Moments, b: Moments) -> Moments:
     )
 
 
+def _refuse(a: Any, b: Any) -> Any:
+    raise PackpropError(
+        "Values of several batches, or of several passes, were to be merged.",
+        "an extension whose value is a function of vectors",
+        "it belongs to the graph of one backward pass",
+        "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
+    )
+
+
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Sum of two tensors; ``None`` is the statistic that a structure does not have."""
     return a if b is None else b if a is None else a + b
@@ -69,6 +80,7 @@ def concatenate(axis: int) -> Monoid:
 
 SUM = Monoid("SUM", _add, lambda total: total)
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
+SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
 MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
 
 
@@ -86,7 +98,7 @@ class Extent(NamedTuple):
 
 
 class Partial:
-    """What is there of a result while bites arrive: columns in order, and for each the samples in order.
+    """What is there of a result while bites arrive: any columns, and for each of them all samples in order.
 
     A result that grows is allocated once and filled, and sums are added up in place, so that no bite leaves
     behind anything larger than the result.
@@ -106,8 +118,7 @@ class Partial:
         grows = self._over_v.grows or self._over_n.grows
         if grows and not (columns.whole and samples.whole):
             place = self._place(value, columns, samples)
-            first = (self._over_v.grows or columns.start == 0) and (self._over_n.grows or samples.start == 0)
-            place.copy_(value) if first else place.add_(value)
+            place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
             return
         self._of_column.add(lift(self._over_n, value))
         if samples.stop == samples.total:
@@ -115,7 +126,9 @@ class Partial:
 
     def result(self) -> Any:
         """The value, once everything has arrived."""
-        return self._total.take() if self._filled is None else self._filled
+        if self._filled is None:
+            return self._total.take()
+        return self._filled if self._total.value is None else self._filled + self._total.take()
 
     def tensors(self) -> list[Tensor]:
         """What is kept."""
@@ -132,7 +145,8 @@ class Partial:
             shape = [*value.shape]
             for axis, extent in grown:
                 shape[axis] = extent.total
-            self._filled = value.new_empty(shape)
+            added = not (self._over_v.grows and self._over_n.grows)
+            self._filled = value.new_zeros(shape) if added else value.new_empty(shape)
         place = self._filled
         for axis, extent in grown:
             place = place.narrow(axis, extent.start, extent.stop - extent.start)
@@ -147,7 +161,7 @@ class _Running:
         self._begun = self._own = False
 
     def add(self, value: Any) -> None:
-        if self._own and value is not None:
+        if self._own and value is not None and value.shape == self.value.shape:
             self.value.add_(value)
         elif self._begun:
             self._own = self._monoid is SUM and isinstance(self.value, Tensor) and value is not None

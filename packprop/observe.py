@@ -11,16 +11,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
+from packprop.hessian import (
+    bends,
+    estimated_diagonals,
+    output_columns,
+    parameter_diagonals,
+    plan,
+    subset,
+)
 from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import forms_rows, summed_grad
-from packprop.structures import Dense, Structure, join
+from packprop.statistics import FACTORED, forms_rows, summed_grad
+from packprop.structures import Dense, Diagonal, Product, Structure, join
 from packprop.sweep import Watch, sweep
-from packprop.types import ENTRYWISE, EXACT, GRADIENT, INPUTS, Extension, Row, Seed, tensors_in
+from packprop.types import (
+    ENTRYWISE,
+    EXACT,
+    GRADIENT,
+    HESSIAN,
+    INPUTS,
+    Extension,
+    Row,
+    Seed,
+    tensors_in,
+)
+from packprop.uses import choose
 
 WORTH_SUMMING = 2**24
 """Multiplications of a weight's gradient from which on it is worth an effort not to compute it twice."""
@@ -71,6 +90,9 @@ SUMMED = _Summed()
 
 Part = tuple[Found, Site, list[Tensor | None]]
 """A use of a leaf, and what arrived at its outputs."""
+Samples = slice | Tensor
+Build = Callable[[list[Part], Samples], Structure | Product | Diagonal]
+"""From the uses of a leaf, and a choice of samples, to what statistics are taken of."""
 Backward = Callable[[Sequence[Tensor] | None], None]
 """Runs the user's own pass; restricted to some leaves if these are given."""
 
@@ -93,7 +115,7 @@ class Observation:
     create_graph: bool
     done: Callable[[Tensor, dict[Extension, list[Any]]], None]
     bites: Bites = field(default_factory=default_bites)
-    log: Callable[[Tensor, Sequence[Found], Structure, int], None] | None = None
+    log: Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _finite: dict[int, Tensor] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
@@ -113,10 +135,19 @@ class Observation:
         if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
             tasks[ENTRYWISE] += tasks.pop(EXACT)
         _check_subsampling(self.extensions, self.graph.samples)
+        hessian = tasks.pop(HESSIAN, [])
+        if hessian and self._hessian(hessian):
+            tasks.setdefault(EXACT, []).extend(hessian)
+        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "graph")]:
+            self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
-        curved = {seed: columns(self.graph, seed, self.create_graph) for seed in tasks if seed.kind == "ggn"}
+        curved = {
+            seed: columns(self.graph, seed, self.create_graph)
+            for seed in tasks
+            if seed.kind in ("ggn", "empirical", "jacobian")
+        }
         order = [INPUTS, *curved, GRADIENT]
-        last = [seed for seed in order if seed in tasks][-1]
+        last = next((seed for seed in reversed(order) if seed in tasks), None)
         for seed in order:
             work = tasks.get(seed, [])
             if seed == GRADIENT:
@@ -126,9 +157,59 @@ class Observation:
                     self._inputs(work)
             else:
                 self._columns(curved[seed], work, last == seed)
-        if last == INPUTS:
+        if last in (INPUTS, None):
             for leaf in self.graph.leaves():
                 self._finish(leaf)
+
+    def _hessian(self, tasks: list[_Task]) -> bool:
+        """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
+
+        See NOTE [Hessian diagonal].
+        """
+        graph, create_graph = self.graph, self.create_graph
+        per_sample = any(t.row.over_n.grows or t.extension.subsampling is not None for t in tasks)
+        try:
+            roots = columns(graph, EXACT, create_graph)
+        except PackpropError:  # a loss that has no root has second derivatives all the same
+            roots = None
+        way = plan(graph, roots is not None, per_sample, create_graph)
+        found = subset(graph, way)
+        for bend in bends(graph, way, found, create_graph):
+            for f, weights in bend.direct:
+                for site in f.take():
+                    self._consume(site.leaf, [(f, site, weights)], tasks, ONE, _diagonal)
+            if bend.found:
+                self._columns([bend.columns], tasks, False, bend.found)
+        for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
+            for chosen, group in _by_subsampling(tasks):
+                own = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
+                for task in group:
+                    self._merge(leaf, task, task.row.statistic(own))
+        for uses, leaves in way.output:
+            for units, products in output_columns(graph, uses, create_graph):
+                for leaf in leaves:
+                    left, right = (
+                        [(f, s, t) for f, t in zip(uses, each, strict=True) for s in f.take() if s.leaf is leaf]
+                        for each in (products, units)
+                    )
+                    self._consume(leaf, left, tasks, ONE, _products_with(right))
+        if way.output or way.parameter:
+            if found and roots is not None:
+                self._columns(roots, tasks, False, found)
+            return False
+        return True
+
+    def _without_sweep(self, seed: Seed, tasks: list[_Task]) -> None:
+        """Values that come from double backward in the parameters themselves."""
+        leaves = self.graph.leaves()
+        if seed.kind == "hessian_mc":
+            for leaf, values in estimated_diagonals(self.graph, leaves, seed, self.create_graph):
+                for task in tasks:
+                    self._merge(leaf, task, task.row.statistic(Diagonal(Dense(values[None, None]))))
+            return
+        for task in tasks:
+            for leaf, product in task.row.statistic(self.graph):
+                self._merge(leaf, task, product)
 
     def _inputs(self, tasks: list[_Task]) -> None:
         parts: dict[int, list[Part]] = {}
@@ -219,7 +300,10 @@ class Observation:
                 found.release()
         backward(None)
 
-    def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool) -> None:
+    def _columns(
+        self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found] | None = None
+    ) -> None:
+        found = self.graph.found if found is None else found
         total = sum(group.count for group in groups)
         before = 0
         for group in groups:
@@ -228,11 +312,12 @@ class Observation:
                 stop = min(group.count, start + step)
                 seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
-                collect = _Collector(self, self.graph.found, tasks, last and extent.stop == total, extent)
+                build = None if group.weights is None else _weighted(group.weights[start:stop])
+                collect = _Collector(self, found, tasks, last and extent.stop == total, extent, build=build)
                 sweep(
                     group.edges,
                     seeds if stop - start > 1 else [seed[0] for seed in seeds],
-                    self.graph.found,
+                    found,
                     collect.visit,
                     batched=stop - start > 1,
                     create_graph=self.create_graph,
@@ -241,20 +326,38 @@ class Observation:
             before += group.count
 
     def _columns_at_once(self, group: Columns) -> int:
-        """A vectorised sweep pays where many columns go through a small graph, all of which is there."""
+        """A vectorised sweep pays where many columns go through a small graph, or some through a tiny one.
+
+        All of it must be there: what is computed again is not the same for all columns.
+        """
         if not self.graph.holds_inputs:
             return 1
         entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
         fitting = self.bites.signals // (8 * max(entries, 1))
+        if group.count * 32 <= fitting:
+            return group.count
         return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
 
-    def _consume(self, leaf: Tensor, parts: list[Part], tasks: list[_Task], columns: Extent) -> None:
-        """Take the statistics of one leaf, bite by bite, and merge them into its partial results."""
+    def _consume(
+        self,
+        leaf: Tensor,
+        parts: list[Part],
+        tasks: list[_Task],
+        columns: Extent,
+        build: Build | None = None,
+    ) -> None:
+        """Take the statistics of one leaf, bite by bite, and merge them into its partial results.
+
+        ``build`` makes what they are taken of, by default the structure of all uses together.
+        """
+        build = _met if build is None else build
         samples = self.graph.samples
         for chosen, group in _by_subsampling(tasks):
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            step = count if whole else min(self._samples_at_once(leaf, parts), self._most.get(id(leaf), count))
+            thin = all(getattr(task.row.statistic, "func", task.row.statistic) in FACTORED for task in group)
+            most = self._most.get(id(leaf), count)
+            step = count if whole else min(self._samples_at_once(leaf, parts, thin), most)
             start = 0
             while start < count:
                 stop = min(count, start + step)
@@ -262,9 +365,9 @@ class Observation:
                     bite: slice | Tensor = slice(None) if step >= count else slice(start, stop)
                 else:
                     bite = torch.tensor(chosen[start:stop]) % samples
-                structure: Structure | None = None
+                structure: Structure | Product | Diagonal | None = None
                 try:
-                    structure = join([site.meet(signals, f.layouts, bite) for f, site, signals in parts])
+                    structure = build(parts, bite)
                     values = [task.row.statistic(structure) for task in group]
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
@@ -278,6 +381,10 @@ class Observation:
                     self.log(leaf, [f for f, _, _ in parts], structure, step)
                 del structure, values
                 start = _after(start, step, count)
+
+    def _merge(self, leaf: Tensor, task: _Task, value: Any) -> None:
+        """Merge a value of all samples into what is there."""
+        self._partial_of(leaf, task).put(value, ONE, ONE)
 
     def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
         warnings.warn(
@@ -301,24 +408,39 @@ class Observation:
 
     def vanish(self, leaf: Tensor, columns: Extent, tasks: list[_Task]) -> None:
         """A leaf that a sweep has not reached: its gradients are zero."""
+        adding = [task for task in tasks if not task.row.over_v.grows]
+        missing = [t for t in adding if (id(t.extension), t.index, id(leaf)) not in self._partial]
+        if missing:  # a factor's shape is that of the structure, so zeros must meet the uses
+            parts = [
+                (found, site, [leaf.new_zeros(1, *shape) for shape in found.use.shapes])
+                for found in self.graph.found
+                for site in found.sites
+                if site.leaf is leaf
+            ]
+            self._consume(leaf, parts, missing, columns)  # type: ignore[arg-type]  # lists of tensors alone
         for task in tasks:
+            if not task.row.over_v.grows:
+                continue
             chosen = task.extension.subsampling
             count = self.graph.samples if chosen is None else len(chosen)
             zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape))
             self._partial_of(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
-    def _samples_at_once(self, leaf: Tensor, parts: list[Part]) -> int:
+    def _samples_at_once(self, leaf: Tensor, parts: list[Part], thin: bool = False) -> int:
+        """How many samples fit into the scratch memory; ``thin`` where rows are not formed without need."""
         entries, room = 0, self.bites.scratch
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
             each = max(site.entry.scratch, leaf.numel(), own)
-            if columns:
-                entries += each * columns
-            else:  # what comes of inputs alone is a matrix that each bite is added to
+            fans = site.entry.fans
+            if not columns:  # what comes of inputs alone is a matrix that each bite is added to
                 entries += site.entry.alone or each
-                fan_in = site.entry.fans.fan_in if site.entry.fans else 0
-                room = max(room, fan_in**2 * leaf.element_size())
+                room = max(room, (fans.fan_in if fans else 0) ** 2 * leaf.element_size())
+            elif thin and site.direct and fans is not None and own == fans.groups * fans.fan_out:
+                entries += fans.groups * (fans.fan_in + 2 * fans.fan_out * columns)
+            else:
+                entries += each * columns
         return max(1, min(self.graph.samples, room // (entries * leaf.element_size() or 1)))
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
@@ -341,9 +463,18 @@ class Observation:
                 results[extension] = [None if partial is None else partial.result() for partial in found]
         if SUMMED in results:
             self._gradients[id(leaf)] = results.pop(SUMMED)[0].to(leaf.dtype)
-        if id(leaf) not in self._finite:
-            made = [*tensors_in([results, self._gradients.get(id(leaf))])]
-            self.note(leaf, [min(made, key=Tensor.numel)] if made else [])
+        # NaN in a signal is NaN in the sums that it enters; where there are none, the signals were looked at
+        smallest: dict[Seed, Tensor] = {}
+        for extension, values in results.items():
+            for row, value in zip(extension.rows, values, strict=True):
+                for tensor in tensors_in(value):
+                    if not row.sums or row.seed == INPUTS:
+                        continue
+                    if tensor.numel() <= smallest.get(row.seed, tensor).numel():
+                        smallest[row.seed] = tensor
+        if id(leaf) in self._gradients:
+            smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
+        self.note(leaf, smallest.values())
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
@@ -380,22 +511,20 @@ class _Collector:
         last: bool,
         columns: Extent,
         more: Mapping[int, list[_Task]] = MappingProxyType({}),
+        build: Build | None = None,
     ) -> None:
         self._observation, self._tasks, self._more = observation, tasks, more
-        self._last, self._columns = last, columns
+        self._last, self._columns, self._build = last, columns, build
         self._parts: dict[int, list[Part]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected = _uses_by_leaf(found)
-        self._adding = any(not (task.row.over_n.grows or task.row.over_v.grows) for task in tasks)
+        self._sums = any(task.row.sums for task in tasks)
 
     def visit(self, found: Found, signals: list[Tensor | None]) -> None:
         """One use with its signals."""
         for site in found.take():
             key = id(site.leaf)
-            # NaN in a signal is NaN in what is computed from it: the smaller of the two is looked at
-            small = self._adding or key in self._more
-            entries = sum(signal.numel() for signal in signals if signal is not None)
-            if not small or entries < site.leaf.numel():
+            if not self._sums and key not in self._more:
                 self._observation.note(site.leaf, signals)
             parts = self._parts.setdefault(key, [])
             parts.append((found, site, signals))
@@ -413,7 +542,7 @@ class _Collector:
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
         tasks = [*self._more.get(key, ()), *self._tasks]
-        self._observation._consume(leaf, self._parts.pop(key), tasks, self._columns)
+        self._observation._consume(leaf, self._parts.pop(key), tasks, self._columns, self._build)
         self._done(leaf)
 
     def _done(self, leaf: Tensor) -> None:
@@ -443,6 +572,29 @@ def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:
         for site in each.sites:
             times[id(site.leaf)] = times.get(id(site.leaf), 0) + 1
     return times
+
+
+def _met(parts: list[Part], samples: Samples) -> Structure:
+    """The structure of all uses of a leaf together."""
+    return join([site.meet(signals, found.layouts, samples) for found, site, signals in parts])
+
+
+def _weighted(weights: Tensor) -> Build:
+    """Squares weighted for each column and sample ``[v, n]``."""
+    return lambda parts, samples: Product(_met(parts, samples), weights=choose(weights, samples, 1))
+
+
+def _products_with(others: list[Part]) -> Build:
+    """Products of two sets of columns."""
+    return lambda parts, samples: Product(_met(parts, samples), _met(others, samples))
+
+
+def _diagonal(parts: list[Part], samples: Samples) -> Diagonal:
+    """Squares of what multiplies the leaf, weighted by signals."""
+    ((found, site, signals),) = parts
+    squares = site.squares(signals, found.layouts, samples)
+    assert squares is not None
+    return Diagonal(squares)
 
 
 def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Task]]]:

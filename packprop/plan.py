@@ -30,7 +30,7 @@ from packprop.graph import Found, Graph, walk
 from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
 from packprop.observe import SCRATCH, Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
-from packprop.structures import Dense, Structure
+from packprop.structures import Diagonal, Product, Structure
 from packprop.tape import extend, record
 from packprop.types import Extension, map_tensors, tensors_in
 
@@ -559,10 +559,15 @@ class _DryRun:
             setattr(leaf, extension.savefield, value)
 
     def _note(
-        self, graph: Graph, leaf: Tensor, uses: Sequence[Found], structure: Structure, samples: int
+        self,
+        graph: Graph,
+        leaf: Tensor,
+        uses: Sequence[Found],
+        structure: Structure | Product | Diagonal,
+        samples: int,
     ) -> None:
         name = graph.name(leaf)
-        formed = isinstance(structure, Dense) or structure.formed
+        formed = getattr(structure, "formed", True)
         known = self._lines.get(name)
         if known is None or samples < known.samples or formed:
             self._lines[name] = Line(

@@ -124,7 +124,7 @@ def contraction(
     def admits(axis: int) -> bool:
         return y_letters[axis] in x_letters
 
-    return [Entry(weight, "Dense", meet, weight.numel(), admits=admits)]
+    return [Entry(weight, "Dense", meet, weight.numel(), admits=admits, linear=True)]
 
 
 @register_use(F.bilinear)
@@ -146,7 +146,7 @@ def _bilinear(
 
     meet = rowwise(build, "bilinear", input1, input2)
     last = len(call.shape) - 1
-    found = [Entry(weight, "Outer", meet, 2 * weight.numel(), admits=lambda axis: axis != last)]
+    found = [Entry(weight, "Outer", meet, 2 * weight.numel(), admits=lambda axis: axis != last, linear=True)]
     return found if bias is None else [*found, scaled(call, bias)]
 
 
@@ -183,7 +183,18 @@ def _convolution(
     scratch = weight.numel() + positions * (groups * fan_in + channels)
     alone = groups * positions * fan_in if moment is None else 3 * x.shape[-space - 1 :].numel()
     meet = rowwise(build, name_of(call.function), x)
-    found = [Entry(weight, "Outer", meet, scratch, admits=lambda axis: axis == 0, alone=alone, fans=fans)]
+    found = [
+        Entry(
+            weight,
+            "Outer",
+            meet,
+            scratch,
+            admits=lambda axis: axis == 0,
+            alone=alone,
+            fans=fans,
+            linear=True,
+        )
+    ]
     if bias is None:
         return found
     form = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
@@ -268,7 +279,7 @@ def _embedding(
     refusal = _refusal(max_norm, scale_grad_by_freq)
     meet = rowwise(build, "embedding", input)
     last = len(call.shape) - 1
-    return [Entry(weight, "Lookup", meet, weight.numel(), refusal, lambda axis: axis != last)]
+    return [Entry(weight, "Lookup", meet, weight.numel(), refusal, lambda axis: axis != last, linear=True)]
 
 
 @register_use(F.embedding_bag)
@@ -284,7 +295,7 @@ def _embedding_bag(
     **__: Any,
 ) -> list[Entry]:
     refusal = _refusal(max_norm, scale_grad_by_freq)
-    return [replace(fallback(call, parameter), refusal=refusal) for parameter in call.parameters]
+    return [replace(fallback(call, parameter), refusal=refusal, linear=True) for parameter in call.parameters]
 
 
 def _refusal(max_norm: float | None, scale_grad_by_freq: bool) -> tuple[str, str] | None:
@@ -371,7 +382,7 @@ def _prelu(call: Call, input: Tensor, weight: Tensor) -> list[Entry] | None:
     if weight.numel() > 1:
         form[1] = weight.numel()
     saved = Saved(input, "prelu")
-    return [scaled(call, weight, lambda: saved().clamp(max=0), aligned=form)]
+    return [scaled(call, weight, lambda: saved().clamp(max=0), aligned=form, linear=True)]
 
 
 # Normalisation: an affine map of what the function returns without it
@@ -388,7 +399,7 @@ def _normalised(
     parameter = weight if weight is not None else bias
     if channels and parameter is not None:
         form = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
-    found = [] if weight is None else [scaled(call, weight, normalise, aligned=form)]
+    found = [] if weight is None else [scaled(call, weight, normalise, aligned=form, linear=True)]
     return found if bias is None else [*found, scaled(call, bias, aligned=form)]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,14 @@ from packprop.graph import Found, Graph, require_complete
 from packprop.losses import describe, number_of_samples
 from packprop.memory import is_dry
 from packprop.sweep import sweep
+from packprop.tape import Forward, Use
 from packprop.types import Layout, layouts
 
 
 @dataclass(frozen=True)
 class _Verdict:
     samples: int
-    losses: list[Layout]
+    fed: list[Layout]
     uses: list[list[Layout]]
     lasting: bool
     """Whether a later pass of the same structure must come to the same verdict."""
@@ -89,7 +90,8 @@ def settle(graph: Graph) -> None:
         if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
             kept[graph.signature] = verdict
     graph.samples = verdict.samples
-    for loss, layout in zip(graph.losses, verdict.losses, strict=True):
+    graph.fed = verdict.fed
+    for loss, layout in zip(graph.losses, verdict.fed if graph.losses else [], strict=True):
         loss.layout = layout
     for found, where in zip(graph.found, verdict.uses, strict=True):
         found.layouts = where
@@ -147,7 +149,7 @@ def _find(graph: Graph) -> _Verdict:
                 break
             found, failure, telling = _probe(graph, sources, chosen, samples)
             if found is not None:
-                return _Verdict(samples, chosen if graph.losses else [], found, telling)
+                return _Verdict(samples, chosen, found, telling)
             failed = failed or failure
     if failed is None:
         sizes = [shape for forward in graph.forwards for shape in forward.sizes]
@@ -261,6 +263,28 @@ def _probe(
             return None, found, False
     heard = {found for (found, _, _), rows in sizes[0].items() if bool((rows > 0).any())}
     return [[ways[0] for ways in fitting[found]] for found in graph.found], None, len(heard) == len(graph.found)
+
+
+def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
+    """Where tensors between the losses and the uses hold the samples, by the same check as for uses.
+
+    Args:
+        graph: With its samples settled.
+        places: Where the tensors came from, and their shapes.
+
+    Returns:
+        A layout for each; or the index of the first that holds them in no way that is seen.
+    """
+    nowhere = Forward(lambda: None)
+    found = [
+        Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
+        for edge, shape in places
+    ]
+    ways, failed, _ = _probe(replace(graph, found=found), _sources(graph), graph.fed, graph.samples)
+    if ways is None:
+        assert failed is not None
+        return found.index(failed)
+    return [own[0] for own in ways]
 
 
 def _admitted(found: Found, way: Layout) -> bool:

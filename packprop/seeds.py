@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.errors import PackpropError
-from packprop.graph import FoundLoss, Graph
+from packprop.errors import BadInput, PackpropError
+from packprop.graph import FoundLoss, Graph, made_by
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
 from packprop.memory import found_fault
-from packprop.types import Layout, Seed
+from packprop.samples import layouts_at
+from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Layout, Seed
 
 
 @dataclass(frozen=True)
@@ -26,32 +27,92 @@ class Columns:
         edges: Where they are fed in: the inputs of one or more losses.
         count: How many there are.
         chunk: ``(start, stop) -> [v, *f]`` for each edge.
+        weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
+    weights: Tensor | None = None
+
+
+def unit_columns(
+    shape: torch.Size, layout: Layout, like: Tensor, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``."""
+    rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
+    stop = rest.numel() if stop is None else stop
+    flat = torch.zeros(stop - start, layout.samples, rest.numel(), dtype=like.dtype, device=like.device)
+    flat[torch.arange(stop - start), :, torch.arange(start, stop)] = 1.0
+    return layout.from_front(flat.reshape(stop - start, layout.samples, *rest), 1)
+
+
+def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
+    """Unit columns at the model's output, whatever was made of it: they are swept back to its Jacobian.
+
+    Raises:
+        PackpropError: If there is not one output.
+        BadInput: If an entry that was asked for is not there.
+    """
+    asked = "A Jacobian of the model's output was asked for."
+    found = {
+        (edge.node, edge.output_nr): (edge, shape)
+        for edge, forward, shape in graph.outputs
+        if forward.has_parameters
+    }
+    if len(found) != 1:
+        raise PackpropError(
+            asked,
+            f"{len(found)} outputs of extended modules",
+            "it is not clear whose Jacobian is meant",
+            "call one extended module once, and let it return one tensor that is used",
+        )
+    ((edge, shape),) = found.values()
+    ways = layouts_at(graph, [(edge, shape)])
+    if not isinstance(ways, list):
+        raise PackpropError(
+            asked,
+            f"the output, of shape {list(shape)}",
+            "it holds the samples on no axis, or mixes them",
+            "keep the samples on one axis of the output",
+        )
+    count = shape.numel() // graph.samples
+    chosen = range(count) if seed.entries is None else seed.entries
+    for entry in chosen:
+        if not 0 <= entry < count:
+            raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
+    made = made_by(edge.node)[edge.output_nr]
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        if seed.entries is None:
+            return [unit_columns(shape, ways[0], like, start, stop)]
+        return [torch.cat([unit_columns(shape, ways[0], like, e, e + 1) for e in seed.entries[start:stop]])]
+
+    return [Columns([edge], len(chosen), chunk)]
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
 
     Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
-    the products between losses vanish in expectation.
+    the products between losses vanish in expectation. Empirical ones are: they are what the data had drawn.
 
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
     """
+    if seed.kind == "jacobian":
+        return output_columns(graph, seed)
     _require_losses(graph)
     with torch.set_grad_enabled(create_graph):
         found = [_loss_columns(graph, loss, seed) for loss in graph.losses]
-    if seed.mc_samples is None or len(found) == 1:
+    if seed in (EXACT, ENTRYWISE) or len(found) == 1:
         return found
 
     def together(start: int, stop: int) -> list[Tensor]:
         return [column for each in found for column in each.chunk(start, stop)]
 
-    return [Columns([each.edges[0] for each in found], seed.mc_samples, together)]
+    return [Columns([each.edges[0] for each in found], found[0].count, together)]
 
 
 def _require_losses(graph: Graph) -> None:
@@ -97,6 +158,8 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
             "detach the targets",
         )
     arriving = _arriving(graph, loss)
+    if seed == EMPIRICAL:
+        return _empirical_column(loss, rule, arriving)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
         axis, positions = None, 1
@@ -119,6 +182,26 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
     return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
+
+
+def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
+    """The gradient of each term over the root of its scale: what a draw that hits the target gives."""
+    call, layout, axis = loss.call, loss.layout, rule.class_axis
+    if rule.divisor is None:
+        raise PackpropError(
+            "The empirical Fisher information was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "it is not known what its terms are divided by, so its gradients have no known scale",
+            "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
+        )
+    outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    (slope,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
+    front = canonical(slope, layout, axis)
+    scale = _scale(rule, loss, arriving, front)
+    counted = scale > 0
+    strength = torch.where(counted, scale, 1.0).rsqrt() * counted
+    column = from_canonical((front * strength[..., None])[None], call.shape, layout, axis)
+    return Columns([call.edge], 1, lambda start, stop: [column])
 
 
 def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
@@ -198,13 +281,8 @@ def generic_root(
 ) -> Root:
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
-    original = input_of(function, args, kwargs)
+    outputs, value = _evaluated(function, args, kwargs, arriving)
     with torch.enable_grad():
-        outputs = original.view_as(original) if differentiable else original.detach()
-        outputs.requires_grad_(True)
-        swap = (outputs, *args[1:]) if args else ()
-        named = kwargs if args else {**kwargs, "input": outputs}
-        value = (function(*swap, **named) * arriving).sum()
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
         front = layout.to_front(slope).reshape(layout.samples, -1)
         entries = front.shape[1]
@@ -235,6 +313,37 @@ def generic_root(
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
         hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
     return matrix_root(0.5 * (hessian + hessian.mT))
+
+
+def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], Tensor]:
+    """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
+    call = loss.call
+    with torch.no_grad():
+        arriving = _arriving(graph, loss)
+        outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+
+    def product(vectors: Tensor) -> Tensor:
+        if not slope.requires_grad:
+            return torch.zeros_like(vectors)
+        columns = [torch.autograd.grad(slope, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(columns)
+
+    return product
+
+
+def _evaluated(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss evaluated again by itself: its input, and its share in the root as a function of that."""
+    original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = original.view_as(original) if differentiable else original.detach()
+        outputs.requires_grad_(True)
+        swap = (outputs, *args[1:]) if args else ()
+        named = kwargs if args else {**kwargs, "input": outputs}
+        return outputs, (function(*swap, **named) * arriving).sum()
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:

@@ -17,7 +17,7 @@ from packprop.algorithms import forced
 from packprop.errors import PackpropError
 from packprop.kernels import squared_products, sum_of_squares
 from packprop.monoid import Moments
-from packprop.structures import Dense, Lookup, Outer, Structure, rows
+from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]
 Cell = Callable[..., Tensor | None]
@@ -59,14 +59,22 @@ def summed_grad(structure: Structure) -> Tensor:
     return rows(structure)[0].sum(0)
 
 
-def sum_sq(structure: Structure) -> Tensor:
-    """Squares of per-sample gradients, summed over columns and samples, ``[*p]``."""
+def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
+    if isinstance(structure, Diagonal):
+        return _row_sum(structure.source)
+    if isinstance(structure, Product):
+        return _product_sum(structure)
     fast = _fast("sum_sq", structure)
     return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
 
 
-def batch_sq(structure: Structure) -> Tensor:
-    """Squares of per-sample gradients, summed over columns, ``[n, *p]``."""
+def batch_sq(structure: Structure | Product | Diagonal) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
+    if isinstance(structure, Diagonal):
+        return rows(structure.source)[0]
+    if isinstance(structure, Product):
+        return _product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
     return rows(structure).square().sum(0) if fast is None else fast
 
@@ -143,6 +151,11 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     return total / positions if approximation == "expand" else total
 
 
+def input_sum(structure: Structure) -> Tensor | None:
+    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for others."""
+    return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
+
+
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
     """A look-up is affine in one-hot inputs."""
     index = structure.index
@@ -173,6 +186,59 @@ def forms_rows(statistic: Callable[..., Any], positions: int, fan_in: int, fan_o
         return not norms_by_products(positions, fan_in, fan_out)
     return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
 
+
+def _row_sum(structure: Structure) -> Tensor:
+    """Rows summed over columns and samples, which an affine use need not form ``[*p]``."""
+    if isinstance(structure, Outer) and structure.signal is not None:
+        return structure.fold(torch.einsum("vnsgo,nsgi->goi", structure.signal, structure.x))
+    return rows(structure).sum((0, 1))
+
+
+def _product_sum(structure: Product) -> Tensor:
+    signals = _signal_products(structure)
+    if signals is None:
+        return _row_product_sum(structure)
+    outer = structure.left
+    assert isinstance(outer, Outer)
+    return outer.fold(torch.einsum("ngo,ngi->goi", signals, outer.x[:, 0].square()))
+
+
+def _row_product_sum(structure: Product) -> Tensor:
+    left, weights = rows(structure.left), structure.weights
+    if weights is None or structure.right is not None:
+        return structure.products.sum((0, 1))
+    squares = left.square().reshape(weights.numel(), -1)  # one matrix product adds them up
+    return (weights.reshape(1, -1) @ squares).reshape(left.shape[2:])
+
+
+def _product_batch_sum(structure: Product) -> Tensor:
+    signals = _signal_products(structure)
+    if signals is None:
+        return structure.products.sum(0)
+    outer = structure.left
+    assert isinstance(outer, Outer)
+    return outer.fold(signals[..., None] * outer.x[:, 0, :, None, :].square())
+
+
+def _signal_products(structure: Product) -> Tensor | None:
+    """Products of the signals of an affine use without shared positions, summed over columns ``[n, g, o]``."""
+    left, right = structure.left, structure.left if structure.right is None else structure.right
+    if not isinstance(left, Outer) or not isinstance(right, Outer):
+        return None
+    assert left.signal is not None
+    assert right.signal is not None
+    if left.signal.shape[2] != 1:
+        return None
+    signals = left.signal[:, :, 0] * right.signal[:, :, 0]
+    return (
+        signals.sum(0)
+        if structure.weights is None
+        else torch.einsum("vngo,vn->ngo", signals, structure.weights)
+    )
+
+
+FACTORED = (sum_sq, batch_sq, sq_norm, signal_gram, input_gram, input_sum)
+"""Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 # Fast cells
 

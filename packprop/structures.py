@@ -7,7 +7,7 @@ A structure holds the tensors of some samples and some columns of a seed, in the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -121,6 +121,41 @@ class Dense:
     rows: Tensor | None
 
 
+@dataclass(frozen=True)
+class Product:
+    """Two sets of columns whose rows are multiplied entry by entry, instead of one that is squared.
+
+    Args:
+        left: The one.
+        right: The other; ``None`` for ``left`` again.
+        weights: What the product of each column and sample is multiplied by ``[v, n]``, of either sign.
+    """
+
+    left: Outer | Lookup | Dense
+    right: Outer | Lookup | Dense | None = None
+    weights: Tensor | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Products of rows ``[v, n, *p]``."""
+        left = rows(self.left)
+        found = left.square() if self.right is None else left * rows(self.right)
+        if self.weights is None:
+            return found
+        return found * self.weights.reshape(*self.weights.shape, *[1] * (found.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A structure whose rows are diagonals already: of each sample, or of all of them together.
+
+    Args:
+        source: Its rows ``[1, n, *p]`` are the diagonals.
+    """
+
+    source: Outer | Lookup | Dense
+
+
 Structure = Outer | Lookup | Dense
 
 
@@ -129,6 +164,16 @@ def rows(structure: Structure) -> Tensor:
     gradients = structure.rows
     assert gradients is not None, "this structure was built without a signal"
     return gradients
+
+
+def with_squares(structure: Structure) -> Structure | None:
+    """The same with squares of the inputs; ``None`` where these cannot be told from the signals.
+
+    Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, given=structure.x.square(), moment=None)
+    return structure if isinstance(structure, Lookup) else None
 
 
 def join(parts: Sequence[Structure]) -> Structure:

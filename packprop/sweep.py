@@ -140,14 +140,8 @@ def _sweep(
     watch = Watch(watched, visit, inputs)
     complete = False
     try:
-        signals = torch.autograd.grad(
-            list(outputs),
-            [edge for _, _, edge in ends],
-            list(seeds),
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-            is_grads_batched=batched,
+        signals = pull_columns(
+            outputs, [edge for _, _, edge in ends], seeds, batched=batched, create_graph=create_graph
         )
         with torch.set_grad_enabled(create_graph):
             for (f, index, _), signal in zip(ends, signals, strict=True):
@@ -158,3 +152,48 @@ def _sweep(
     finally:
         with torch.set_grad_enabled(create_graph):
             watch.close(complete)
+
+
+def pull_columns(
+    outputs: Sequence[Any],
+    ends: Sequence[Any],
+    seeds: Sequence[Tensor],
+    *,
+    batched: bool = True,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of many columns ``[v, *y]``, one after the other where they cannot be batched.
+
+    Args:
+        outputs: Tensors or edges that the columns are fed in at.
+        ends: Tensors or edges; ``None`` is returned for what is not reached.
+        seeds: Columns for each output; without their axis unless ``batched``.
+        batched: Whether there is an axis of columns.
+        create_graph: Whether products shall be differentiable.
+    """
+
+    def pull(given: Sequence[Tensor], batched: bool) -> list[Tensor | None]:
+        found: Any = torch.autograd.grad(
+            list(outputs),
+            list(ends),
+            list(given),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        return [t.to_dense() if t is not None and t.is_sparse else t for t in found]
+
+    if not batched:
+        return pull(seeds, batched=False)
+    count = len(seeds[0])
+    if count > 1:
+        try:
+            return pull(seeds, batched=True)
+        except RuntimeError:  # no batching rule; what else is wrong is raised again below
+            pass
+    columns = [pull([seed[place] for seed in seeds], batched=False) for place in range(count)]
+    return [
+        None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
+        for pieces in zip(*columns, strict=True)
+    ]

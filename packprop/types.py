@@ -121,22 +121,29 @@ class Seed:
     """What is fed in at a node of the graph; extensions that want an equal seed share its sweep.
 
     Args:
-        kind: ``"gradient"``, ``"ggn"``, or ``"none"`` for statistics of the inputs alone.
+        kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing: the statistic is given
+            the graph, and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
         mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
         generator: Source of the draws; ``None`` for the global one.
         entrywise: Whether there shall be one column for each entry of the output, where fewer would do.
+        entries: Of a sample's output, for Jacobians; ``None`` for all.
     """
 
     kind: str
     mc_samples: int | None = None
     generator: torch.Generator | None = field(default=None, compare=True)
     entrywise: bool = False
+    entries: tuple[int, ...] | None = None
 
 
 GRADIENT = Seed("gradient")
 EXACT = Seed("ggn")
 ENTRYWISE = Seed("ggn", entrywise=True)
+EMPIRICAL = Seed("empirical")
+HESSIAN = Seed("hessian")
 INPUTS = Seed("none")
+GRAPH = Seed("graph")
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,11 @@ class Row:
     whole: bool = False
     degree: float = 1.0
 
+    @property
+    def sums(self) -> bool:
+        """Whether the result is no larger than a parameter, for many samples and columns."""
+        return not (self.over_n.grows or self.over_v.grows)
+
 
 class Extension:
     """What a user asks for: rows of statistics, how they are finished, the attribute they are saved in.
@@ -168,6 +180,8 @@ class Extension:
     """
 
     savefield: ClassVar[str]
+    keeps_graph: ClassVar[bool] = False
+    """Whether values hold the graph, so that the backward pass must not free it."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

@@ -49,6 +49,10 @@ class Entry:
         admits: Whether an axis of the (first) output can hold the samples.
         alone: Entries of temporary memory for one sample where only inputs are asked for.
         fans: Groups and extents of an affine map.
+        linear: Whether the outputs are known to be affine in the parameter, all else held.
+        constant: Whether what multiplies the parameter is known to be one number for all samples.
+        squares: As ``meet``, with squares of what multiplies the parameter; ``None`` if the structure itself
+            tells them (``with_squares``), or if they are not known.
     """
 
     parameter: Tensor
@@ -59,6 +63,9 @@ class Entry:
     admits: Callable[[int], bool] = lambda axis: True
     alone: int = 0
     fans: Fans | None = None
+    linear: bool = False
+    constant: bool = False
+    squares: Meet | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
     meet = rowwise(build, name_of(call.function), x)
     last = len(call.shape) - 1
     fans = Fans(1, fan_in, weight.numel() // fan_in)
-    return Entry(weight, "Outer", meet, admits=lambda axis: axis != last, alone=fan_in, fans=fans)
+    return Entry(weight, "Outer", meet, admits=lambda axis: axis != last, alone=fan_in, fans=fans, linear=True)
 
 
 def scaled(
@@ -205,6 +212,7 @@ def scaled(
     *,
     aligned: Sequence[int] | None = None,
     window: tuple[int, int] | None = None,
+    linear: bool = False,
 ) -> Entry:
     """A parameter that multiplies entries of the output: ``y = parameter * factor + ...``.
 
@@ -214,12 +222,13 @@ def scaled(
         factor: What multiplies it, computed when needed, broadcast against the output; or a number.
         aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
         window: Axis of the output and offset of the part that the parameter makes up (concatenation).
+        linear: Whether ``factor`` is known not to depend on the parameter; numbers and saved tensors do not.
     """
     parameter = call.unexpanded(parameter)
     dims = len(call.shape)
     form = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples, power: int = 1) -> Structure:
         layout, signal = where[0], signals[0]
         if signal is None:
             return Dense(None)
@@ -229,16 +238,19 @@ def scaled(
         product = choose(layout.to_front(signal, 1), samples, 1)
         if callable(factor):
             shape = torch.Size(signal.shape[1:])
-            product = product * choose(layout.to_front(factor().expand(shape)), samples)
+            product = product * choose(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
-            product = product * factor
+            product = product * factor**power
         rows = _reduce(product, layout, form, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
     def admits(axis: int) -> bool:
         return window is None or axis != window[0]
 
-    return Entry(parameter, "Scale", meet, admits=admits)
+    linear = linear or not callable(factor) or isinstance(factor, Saved)
+    squares = functools.partial(meet, power=2) if linear else None
+    constant = not callable(factor)
+    return Entry(parameter, "Scale", meet, admits=admits, linear=linear, constant=constant, squares=squares)
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:

@@ -174,6 +174,47 @@ class Oracle:
         return {k: d.sum(0) for k, d in self.diag_ggn_exact_batch.items()}
 
     @cached_property
+    def diag_h_batch(self) -> Named:
+        """The Hessian diagonal of each sample's share of the loss ``[N, *p]``, entry by entry."""
+        samples = []
+        for n in range(self.problem.size):
+            parameters = list(self.problem.parameters.values())
+            share = self.problem.term(self.problem.output(n), n)
+            slopes = torch.autograd.grad(
+                share, parameters, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            samples.append(
+                [
+                    self._second_derivatives(slope, parameter)
+                    for slope, parameter in zip(slopes, parameters, strict=True)
+                ]
+            )
+        return self._named([torch.stack(column) for column in zip(*samples, strict=True)])
+
+    def _second_derivatives(self, slope: Tensor, parameter: Tensor) -> Tensor:
+        """d slope[j] / d parameter[j] for every entry j."""
+        found = torch.zeros_like(parameter)
+        if not slope.requires_grad:
+            return found
+        entries = [
+            torch.autograd.grad(
+                entry,
+                parameter,
+                retain_graph=True,
+                create_graph=self.create_graph,
+                allow_unused=True,
+                materialize_grads=True,
+            )[0].flatten()[j]
+            for j, entry in enumerate(slope.flatten())
+        ]
+        return torch.stack(entries).view_as(parameter)
+
+    @cached_property
+    def diag_h(self) -> Named:
+        """The Hessian diagonal of the whole loss ``[*p]``."""
+        return {k: d.sum(0) for k, d in self.diag_h_batch.items()}
+
+    @cached_property
     def kfac(self) -> dict[str, list[Tensor]]:
         """Expected Kronecker factors of linear and convolution layers that are called once.
 

@@ -53,10 +53,16 @@ ROWS = [
     Row(extensions.BatchDiagGGNMC, "diag_ggn_mc_batch", 2, sampled=True),
     Row(extensions.SqrtGGNMC, "sqrt_ggn_mc", 2, sampled=True, subsampling=True),
     Row(extensions.KFAC, "kfac", 2, sampled=True),
+    Row(extensions.KFLR, "kflr", 2),
+]
+# Defined for losses that curve in no useful way, too.
+HESSIANS = [
+    Row(extensions.DiagHessian, "diag_h", 2, subsampling=True),
+    Row(extensions.BatchDiagHessian, "diag_h_batch", 2, subsampling=True),
 ]
 FIRST_ORDER = [row for row in ROWS if row.order == 1]
 SECOND_ORDER = [row for row in ROWS if row.order == 2]
-BY_ATTRIBUTE = {row.attribute: row for row in ROWS}
+BY_ATTRIBUTE = {row.attribute: row for row in [*ROWS, *HESSIANS]}
 
 
 def rows_for(case: Case) -> list[Row]:
@@ -156,9 +162,20 @@ def flattened(root: Tensor) -> Tensor:
     return root.reshape(*root.shape[:2], -1)
 
 
-def check_exact(problem: Problem, oracle: Oracle, row: Row, tolerance: float = 1e-10) -> None:
+def check_exact(
+    problem: Problem, oracle: Oracle, row: Row, tolerance: float = 1e-10, dense: tuple[str, ...] = ()
+) -> None:
     """Compare what an extension without draws has saved with the oracle."""
     saved = results(problem, row.attribute)
+    if row.attribute == "kflr":
+        largest = max(block.abs().max().item() for block in oracle.ggn_block.values() if block.numel())
+        for name, factors in saved.items():
+            known = None if name in dense else oracle.kfac.get(name)
+            if known is None and len(factors) == 1:  # the exact block
+                known = [oracle.ggn_block[name]]
+            for factor, expected in zip(factors, known or factors, strict=True):
+                assert_near(factor, expected, f"kflr of {name}", tolerance, 1e-4 * largest)
+        return
     if row.attribute != "sqrt_ggn_exact":
         assert_all_near(saved, getattr(oracle, row.attribute), row.attribute, tolerance)
         return

@@ -16,6 +16,7 @@ from tests.running import (
     ROWS,
     SECOND_ORDER,
     Row,
+    as_tensors,
     assert_all_near,
     backward,
     check_exact,
@@ -47,11 +48,11 @@ def check_everything(case: Case, size: int, reduction: str | None, dtype: torch.
     assert_all_near(gradients, oracle.whole_gradient, "grad", tolerance)
     for row in rows:
         for value in results(problem, row.attribute).values():
-            for tensor in value if row.attribute == "kfac" else [value]:
+            for tensor in as_tensors(value):
                 assert tensor.dtype == dtype
                 assert not tensor.requires_grad
         if not row.sampled:
-            check_exact(problem, oracle, row, tolerance)
+            check_exact(problem, oracle, row, tolerance, case.dense)
     if SECOND_ORDER[0] in rows:
         check_sampled(problem, oracle, case.dense, tolerance)
     for parameter in problem.model.parameters():
@@ -95,7 +96,7 @@ def test_alone_as_in_company(case: Case, row: Row) -> None:
     backward(together, *make_all(rows_for(case)), record=case.record)
     backward(alone, *make_all([row]), record=case.record)
     expected, found = results(together, row.attribute), results(alone, row.attribute)
-    if row.attribute == "kfac":
+    if row.attribute in ("kfac", "kflr"):
         expected = {f"{k}[{i}]": f for k, v in expected.items() for i, f in enumerate(v)}
         found = {f"{k}[{i}]": f for k, v in found.items() for i, f in enumerate(v)}
     assert_all_near(found, expected, row.attribute, 1e-12)

@@ -19,9 +19,12 @@ import pytest
 # Lowest first, as in docs/design.md. A file may import its own floor and those below it.
 FLOORS = (
     ("errors", "monoid", "types", "memory", "algorithms"),
-    ("structures", "statistics", "patches", "kernels"),
+    ("structures", "statistics", "patches", "kernels", "kronecker"),
     ("uses", "rules", "recurrent", "losses"),
-    ("regions", "tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
+    (
+        *("regions", "tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
+        *("nodes", "hessian", "recursion", "products"),
+    ),
     ("extensions/*",),
     ("context", "dataset", "eager", "eager/*", "hessianfree"),
     (
@@ -40,6 +43,10 @@ AUTOGRAD = {
     "graph": "walks the graph from the loss",
     "samples": "feeds numbers in at the loss to see where the samples are",
     "plan": "runs a step without data",
+    "nodes": "knows nodes of the graph by name",
+    "hessian": "differentiates twice where no column can be swept",
+    "recursion": "goes down the graph node by node",
+    "products": "multiplies with curvature by double backward",
     "observe": "sweeps the gradient where no pass of the user's does",
     "context": "takes over the backward pass of the user",
     "hessianfree": "is autograd, twice",

@@ -29,7 +29,8 @@ PRIVATE = {
     "_input_metadata": {"graph.py"},
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py"},
-    "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "eager/pieces.py"},
+    "_saved_training": {"nodes.py"},
+    "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "products.py", "eager/pieces.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
@@ -250,6 +251,24 @@ def test_nodes_know_the_shapes_of_their_outputs() -> None:
     assert node is not None
     assert [torch.Size(made.shape) for made in node._input_metadata] == [(1, 2), (2, 2)]  # type: ignore[attr-defined]
     assert (node, parts[1].output_nr) == (parts[0].grad_fn, 1)
+
+
+def test_batch_norm_nodes_know_their_statistics() -> None:
+    norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    assert norm(x).grad_fn._saved_training is True
+    assert norm.eval()(x).grad_fn._saved_training is False
+
+
+def test_nodes_can_be_called() -> None:
+    """Not private, and not documented: the derivative of a node by itself, differentiable."""
+    x = torch.tensor([0.5], requires_grad=True)
+    z = x * 2
+    node = torch.sigmoid(z).grad_fn
+    slope = node(torch.ones(1))
+    (second,) = torch.autograd.grad(slope.sum(), torch.autograd.graph.get_gradient_edge(z))
+    s = torch.sigmoid(z)
+    assert torch.allclose(slope, s * (1 - s))
+    assert torch.allclose(second, s * (1 - s) * (1 - 2 * s))
 
 
 def test_nodes_are_numbered_in_order() -> None:

@@ -13,19 +13,32 @@ from packprop.extensions.first_order import (
     SumGradSquared,
     Variance,
 )
-from packprop.extensions.kronecker import KFAC
+from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
+from packprop.extensions.jacobian import BatchJacobian
+from packprop.extensions.kronecker import HBP, KFAC, KFLR, KFRA
+from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
 __all__ = [
+    "GGNMP",
+    "HBP",
+    "HMP",
     "KFAC",
+    "KFLR",
+    "KFRA",
+    "PCHMP",
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
+    "BatchDiagHessian",
     "BatchDotGrad",
     "BatchGrad",
+    "BatchJacobian",
     "BatchL2Grad",
     "DiagGGNExact",
     "DiagGGNMC",
+    "DiagHessian",
+    "DiagHessianMC",
     "Extension",
     "Row",
     "SqrtGGNExact",

@@ -11,6 +11,21 @@ from packprop.errors import BadInput
 from packprop.types import Extension, Seed
 
 
+def require_draws(name: str, mc_samples: object) -> None:
+    """Refuse what is no number of draws.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if type(mc_samples) is not int or mc_samples < 1:
+        raise BadInput(
+            f"{name}(mc_samples={mc_samples!r}) was asked for.",
+            "mc_samples",
+            "it is the number of Monte Carlo draws",
+            "give a whole number of at least 1",
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled(Extension):
     """An extension whose columns are gradients for targets drawn from the model.
@@ -28,13 +43,7 @@ class Sampled(Extension):
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         super().__post_init__()
-        if type(self.mc_samples) is not int or self.mc_samples < 1:
-            raise BadInput(
-                f"{self.name}(mc_samples={self.mc_samples!r}) was asked for.",
-                "mc_samples",
-                "it is the number of Monte Carlo draws",
-                "give a whole number of at least 1",
-            )
+        require_draws(self.name, self.mc_samples)
 
     @property
     def seed(self) -> Seed:

@@ -118,14 +118,14 @@ def _small_problems() -> list[Parts]:
 class _Bites(Observation):
     """An observation with bites of a given size."""
 
-    at_once: tuple[int, int] = (1, 1)
+    at_once: tuple[int, int | None] = (1, 1)
 
-    def _samples_at_once(self, leaf: Tensor, parts: Any) -> int:
+    def _samples_at_once(self, leaf: Tensor, parts: Any, thin: bool = False) -> int:
         return self.at_once[0]
 
     def _columns_at_once(self, group: Any) -> int:
-        count: int = group.count
-        return min(self.at_once[1], count)
+        columns, count = self.at_once[1], int(group.count)
+        return super()._columns_at_once(group) if columns is None else min(columns, count)
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def graph_of(loss: Tensor) -> Graph:
 
 
 def observed(
-    problem: Problem, extension: Extension, at_once: tuple[int, int], factor: float = 1.0
+    problem: Problem, extension: Extension, at_once: tuple[int, int | None], factor: float = 1.0
 ) -> dict[str, list[Any]]:
     """Merged results of each row, not finished, with some samples and columns taken at once."""
     found: dict[str, list[Any]] = {}
@@ -219,18 +219,25 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension, reference
     """Every law on one problem."""
     chosen = extension.subsampling
     samples = problem.samples if chosen is None else len(chosen)
-    whole = observed(problem, extension, (samples, 1))
+    whole = observed(problem, extension, (samples, None))
     value = finished(extension, whole, samples)
     loops = Loops(problem, ledger)
     require_all(ledger, extension, value, loops)
     ledger.same("saved on every parameter", saved(problem, extension), value)
 
-    def hold(law: str, at_once: tuple[int, int], how: str) -> None:
-        taken = observed(problem, extension, at_once)
+    def hold(law: str, at_once: tuple[int, int | None], how: str) -> None:
+        try:
+            taken = observed(problem, extension, at_once)
+        except PackpropError:
+            raise
+        except RuntimeError as error:  # parts of shapes that cannot be added
+            where = f"{extension.name} of a parameter, {how}"
+            raise ledger.failed(law, where, f"parts do not merge: {error}") from error
         ledger.same(law, finished(extension, taken, samples), value, how)
 
     for size in range(1, samples):
-        hold("bites of samples", (size, 1), f"{size} of {samples} at once")
+        hold("bites of samples", (size, None), f"{size} of {samples} at once")
+    hold("columns at once", (samples, 1), "one by one")
     hold("columns at once", (samples, 2), "two at once")
     hold("columns at once", (samples, ALL_COLUMNS), "all at once")
     ledger.same("overwritten", saved(problem, extension, passes=2), value, "second pass")

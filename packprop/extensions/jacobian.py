@@ -1,0 +1,57 @@
+"""Jacobians of the model's output in the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from packprop.errors import BadInput
+from packprop.monoid import CAT
+from packprop.statistics import per_sample_grad
+from packprop.types import Extension, Row, Seed
+
+
+@dataclass(frozen=True, eq=False)
+class BatchJacobian(Extension):
+    """Jacobian of each sample's output, ``jac_batch``: ``[n, c, *p]``.
+
+    The output is what the extended module returned, whatever was made of it afterwards: the loss, or any other
+    reduction that ``backward()`` is called on, leaves no trace in the result.
+
+    Args:
+        outputs: Which entries of a sample's output (flattened) to take, in this order: the Jacobian in bites;
+            ``None`` for all.
+        subsampling: Indices of samples; they come in this order.
+    """
+
+    outputs: Sequence[int] | None = None
+    subsampling: Sequence[int] | None = None
+    savefield = "jac_batch"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        if self.outputs is not None and (
+            not len(self.outputs) or any(type(entry) is not int for entry in self.outputs)
+        ):
+            raise BadInput(
+                f"{self.name}(outputs={self.outputs!r}) was asked for.",
+                "outputs",
+                "it is not a list of the indices of at least one entry",
+                "give whole numbers, as in outputs=[0, 3]",
+            )
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Unit columns as they arrive."""
+        entries = None if self.outputs is None else tuple(self.outputs)
+        seed = Seed("jacobian", entries=entries)
+        return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0),)
+
+    def finish(self, values: list[Any], samples: int) -> Tensor:
+        """Samples first."""
+        jacobians: Tensor = values[0]
+        return jacobians.transpose(0, 1)

@@ -1,0 +1,93 @@
+"""Products with the blocks of curvature matrices, one for each parameter, saved as functions.
+
+A function takes vectors ``[v, *p]``, or a bare ``[*p]``, and returns their products with the block of its
+parameter, of the loss as reduced. It holds the graph of the forward pass, which ``backward()`` then keeps, and
+stays valid until it is dropped (``del parameter.hmp``) or overwritten; nothing is run again, so there is no
+random state to restore. After a parameter was changed in place it raises an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from torch import Tensor
+
+from packprop.errors import BadInput
+from packprop.graph import Graph
+from packprop.monoid import SINGLE
+from packprop.products import BlockProduct, Matrix, Modify, block_products
+from packprop.types import GRAPH, Extension, Row
+
+
+@dataclass(frozen=True, eq=False)
+class _Products(Extension):
+    """What the three share: the attribute, as an argument."""
+
+    savefield: str = ""  # type: ignore[misc]  # a choice of each instance here
+    matrix: ClassVar[Matrix] = "hessian"
+    keeps_graph: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One function for each parameter."""
+        return (Row(GRAPH, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE, degree=0),)
+
+    def _build(self, graph: Graph) -> Iterable[tuple[Tensor, BlockProduct]]:
+        return block_products(graph, self.matrix, getattr(self, "modify", "clip"))
+
+    def finish(self, values: list[Any], samples: int) -> Any:
+        """The function itself."""
+        return values[0]
+
+
+@dataclass(frozen=True, eq=False)
+class HMP(_Products):
+    """Product with the Hessian's block, ``hmp``.
+
+    Args:
+        savefield: The attribute.
+    """
+
+    savefield: str = "hmp"  # type: ignore[misc]
+
+
+@dataclass(frozen=True, eq=False)
+class GGNMP(_Products):
+    """Product with the block of the generalized Gauss-Newton matrix, ``ggnmp`` (Schraudolph 2002).
+
+    Args:
+        savefield: The attribute.
+    """
+
+    savefield: str = "ggnmp"  # type: ignore[misc]
+    matrix: ClassVar[Matrix] = "ggn"
+
+
+@dataclass(frozen=True, eq=False)
+class PCHMP(_Products):
+    """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2019).
+
+    The GGN, and at each elementwise nonlinearity its curvature with negative entries removed (``"clip"``) or
+    made positive (``"abs"``). Behind nonlinearities of another kind it is not defined, and refused.
+
+    Args:
+        savefield: The attribute.
+        modify: What is done with negative curvature.
+    """
+
+    savefield: str = "pchmp"  # type: ignore[misc]
+    modify: Modify = "clip"
+    matrix: ClassVar[Matrix] = "positive"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        if self.modify not in get_args(Modify):
+            raise BadInput(
+                f"PCHMP(modify={self.modify!r}) was asked for.",
+                "modify",
+                "it is not one of those that are known",
+                f"choose from {', '.join(map(repr, get_args(Modify)))}",
+            )

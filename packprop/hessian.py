@@ -1,0 +1,580 @@
+"""Diagonals of the Hessian: which way each parameter's is taken, and what each way feeds in.
+
+# NOTE [Hessian diagonal]
+A loss curves in the output y of a use because the loss function does, and because nodes between the two do.
+Where these are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``, with z
+the input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``. The first sum is the
+GGN, so its columns are swept; for the second one a unit column is swept for each entry of z, and the squares of
+what arrives are weighted by r, which may have either sign (*swept*). No root of r is taken: it could not be
+differentiated where r is zero. Where z is y itself, squares of the use's inputs do without a sweep. Without
+nonlinear nodes the Hessian is the GGN.
+Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are found by double backward:
+``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u (*output*). This asks that the outputs are
+affine in the parameter, and that no use of it lies upstream of another.
+Whatever remains (tied weights one above the other, parametrised weights, functions that are not affine in the
+parameter) is differentiated twice in the parameter itself, entry by entry (*parameter*).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.errors import PackpropError
+from packprop.graph import EAGER, Found, Graph, made_by
+from packprop.nodes import is_wrong_in_third_order, kind_of
+from packprop.samples import layouts_at
+from packprop.seeds import Columns, unit_columns
+from packprop.structures import join, rows
+from packprop.sweep import pull_columns, sweep
+from packprop.types import Layout, Seed, accumulation_dtype
+
+ASKED = "A diagonal of the Hessian was asked for."
+Way = Literal["swept", "output", "parameter"]
+BATCHED_ENTRIES = 2**23
+"""Entries of all outputs of uses that columns by double backward may take at once."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An elementwise nonlinearity between a loss and some uses.
+
+    Args:
+        node: Its node.
+        input: Where its input came from.
+        shape: Shape of its input.
+        upstream: Bits of the uses that its input depends on.
+    """
+
+    node: Node
+    input: GradientEdge
+    shape: torch.Size
+    upstream: int
+
+
+@dataclass
+class Plan:
+    """Which way the diagonal of each leaf is taken.
+
+    Args:
+        swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
+        curves: These nonlinearities, and where their inputs hold the samples.
+        output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
+        parameter: Leaves that are differentiated twice.
+        bits: The place of each use among bits.
+    """
+
+    swept: list[Tensor] = field(default_factory=list)
+    curves: list[tuple[Curve, Layout]] = field(default_factory=list)
+    output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
+    parameter: list[Tensor] = field(default_factory=list)
+    bits: dict[Found, int] = field(default_factory=dict)
+
+    def way(self, leaf: Tensor) -> Way:
+        """How one leaf goes."""
+        if any(leaf is other for other in self.swept):
+            return "swept"
+        return "parameter" if any(leaf is other for other in self.parameter) else "output"
+
+
+def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
+    """Under ``create_graph``, double backward is differentiated once more: that must be right in torch.
+
+    Raises:
+        PackpropError: If a node between the roots and one of the leaves gets it wrong.
+    """
+    wanted = {id(leaf) for leaf in leaves}
+    bits = {f: 1 << place for place, f in enumerate(graph.found)}
+    own = sum(bit for f, bit in bits.items() if any(id(site.leaf) in wanted for site in f.sites))
+    for node, mask in dependence(graph).items():
+        if mask & own and is_wrong_in_third_order(node):
+            raise PackpropError(
+                "A diagonal of the Hessian was asked for with create_graph=True.",
+                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
+                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
+                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
+                "quantities, which take one",
+            )
+
+
+def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Plan:
+    """Choose a way for every leaf.
+
+    Args:
+        graph: With its samples settled.
+        known_losses: Whether the losses have roots of their Hessians, and enter linearly.
+        per_sample: Whether diagonals of single samples are asked for.
+        create_graph: Whether they shall be differentiable.
+
+    Raises:
+        PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
+    """
+    found = {f: 1 << place for place, f in enumerate(graph.found)}
+    masks = dependence(graph)
+    bad, curves, products = -1, list[Curve](), set[tuple[int, ...]]()
+    layouts: list[Layout] = []
+    if known_losses and not graph.unlosed:
+        bad, curves, products = _curves([loss.call.edge.node for loss in graph.losses], masks)
+        layouts, without = _layouts(graph, curves)
+        bad |= without
+    chosen = Plan(bits=found)
+    outputs: dict[tuple[Found, ...], list[Tensor]] = {}
+    for leaf in graph.leaves():
+        own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
+        bits = functools.reduce(int.__or__, (found[f] for f in own))
+        if not _is_affine(leaf, own, bits, masks):
+            chosen.parameter.append(leaf)
+        elif bits & bad or any(sum(bool(bits & mask) for mask in factors) > 1 for factors in products):
+            outputs.setdefault(tuple(own), []).append(leaf)
+        else:
+            chosen.swept.append(leaf)
+    for uses, leaves in outputs.items():
+        columns = sum(shape.numel() for f in uses for shape in f.use.shapes) // max(graph.samples, 1)
+        if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
+            chosen.parameter += leaves
+        else:
+            chosen.output.append((list(uses), leaves))
+    if create_graph:
+        twice = [*chosen.parameter, *(leaf for _, leaves in chosen.output for leaf in leaves)]
+        require_third_derivatives(graph, twice)
+    kept = {id(leaf) for leaf in chosen.swept}
+    reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
+    pairs = zip(curves, layouts, strict=True)
+    chosen.curves = [(curve, layout) for curve, layout in pairs if curve.upstream & reached]
+    return chosen
+
+
+def _is_affine(leaf: Tensor, uses: Sequence[Found], bits: int, masks: dict[Node, int]) -> bool:
+    """Whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
+    sites = [site for f in uses for site in f.sites if site.leaf is leaf]
+    if not all(site.direct and site.entry.linear for site in sites):
+        return False
+    return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.use.edges)
+
+
+def dependence(graph: Graph) -> dict[Node, int]:
+    """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
+    found = {f: 1 << place for place, f in enumerate(graph.found)}
+    return _masks([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
+
+
+def _masks(starts: Sequence[Node], found: dict[Found, int]) -> dict[Node, int]:
+    """Bits of the uses that lie upstream of each node, itself included."""
+    own: dict[Node, int] = {}
+    for f, bit in found.items():
+        for node, _ in f.nodes.values():
+            own[node] = own.get(node, 0) | bit
+    masks: dict[Node, int] = {}
+    for node in _upstream_first(starts):
+        if node.name() == EAGER:
+            raise PackpropError(
+                ASKED,
+                "a branch inside eager_backward()",
+                "its gradient has been taken, and its graph is gone: the second derivative is not known",
+                "leave the branch outside eager_backward()",
+            )
+        masks[node] = own.get(node, 0)
+        for upstream, _ in node.next_functions:
+            if upstream is not None:
+                masks[node] |= masks[upstream]
+    return masks
+
+
+def _upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
+    """Every node once, after all those that it leads to."""
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(start, False) for start in starts]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(up, False) for up, _ in node.next_functions if up is not None and up not in seen]
+
+
+def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[Curve], set[tuple[int, ...]]]:
+    """What is not linear: bits of uses behind nodes of no known kind, elementwise nodes, and products.
+
+    A product, given by the bits of its factors, is linear for a leaf whose uses one of them alone depends on.
+    """
+    bad = 0
+    curves: list[Curve] = []
+    products: set[tuple[int, ...]] = set()
+    for node in _upstream_first(starts):
+        edges = node.next_functions
+        factors = [(place, masks[up]) for place, (up, _) in enumerate(edges) if up is not None and masks[up]]
+        if not factors:
+            continue
+        places = [place for place, _ in factors]
+        union = functools.reduce(int.__or__, (mask for _, mask in factors))
+        kind = kind_of(node, places)
+        if kind == "elementwise":
+            source, output = edges[places[0]]
+            assert source is not None
+            shape = torch.Size(made_by(source)[output].shape)
+            if shape == torch.Size(made_by(node)[0].shape):
+                curves.append(Curve(node, GradientEdge(source, output), shape, union))
+                continue
+        if kind == "linear":
+            continue
+        if len(places) > 1 and all(kind_of(node, [place]) == "linear" for place in places):
+            products.add(tuple(mask for _, mask in factors))
+        else:
+            bad |= union
+    return bad, curves, products
+
+
+def _layouts(graph: Graph, curves: list[Curve]) -> tuple[list[Layout], int]:
+    """Where their inputs hold the samples; drops curves where that is not seen, and says what is upstream."""
+    bad = 0
+    while curves:
+        found = layouts_at(graph, [(curve.input, curve.shape) for curve in curves])
+        if isinstance(found, list):
+            return found, bad
+        bad |= curves.pop(found).upstream
+    return [], bad
+
+
+# Swept columns
+
+
+@dataclass(frozen=True)
+class Bend:
+    """What one input of elementwise nonlinearities adds to the Hessian.
+
+    Args:
+        columns: Unit columns at it, with weights.
+        found: Uses that these are swept to.
+        direct: Uses whose output it is, with the weights as a signal ``[1, *y]`` at each of their outputs.
+    """
+
+    columns: Columns
+    found: list[Found]
+    direct: list[tuple[Found, list[Tensor | None]]]
+
+
+def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) -> list[Bend]:
+    """What elementwise nonlinearities add to the Hessian, input by input."""
+    if not plan.curves:
+        return []
+    weights = residuals(graph, plan, create_graph)
+    merged: dict[tuple[Node, int], tuple[Tensor, Layout, GradientEdge, int]] = {}
+    for (curve, layout), weight in zip(plan.curves, weights, strict=True):
+        key = (curve.input.node, curve.input.output_nr)
+        before = merged.get(key)
+        total = weight if before is None else weight + before[0]
+        merged[key] = (total, layout, curve.input, curve.upstream)
+    chosen = []
+    for (node, output), (weight, layout, edge, upstream) in merged.items():
+        here = {0: (node, output)}
+        direct: list[tuple[Found, list[Tensor | None]]] = [
+            (f, [weight[None]]) for f in found if f.nodes == here and _has_squares(f, weight)
+        ]
+        past = {id(f) for f, _ in direct}
+        reached = _subset([f for f in found if plan.bits[f] & upstream and id(f) not in past], plan)
+        chosen.append(Bend(_unit_columns(weight, layout, edge), reached, direct))
+    return chosen
+
+
+def _has_squares(found: Found, weight: Tensor) -> bool:
+    """Whether all leaves of a use can do without a sweep: tried on one sample."""
+    return all(site.squares([weight[None]], found.layouts, slice(0, 1)) is not None for site in found.sites)
+
+
+def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
+    """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
+    slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
+    pairs = zip(plan.curves, slopes, strict=True)
+    return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
+
+
+def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
+    """``phi''(z) dL/dphi(z)`` of the shape of z.
+
+    A node called by itself gives phi' of what it saved, whose derivative in z is found as any other.
+    """
+    made = made_by(curve.node)[0]
+    if slope is None:
+        return torch.zeros(curve.shape, dtype=made.dtype, device=made.device)
+    node: Any = curve.node  # nodes can be called, which torch's annotations leave out
+    try:
+        with torch.enable_grad():
+            first: Any = node(torch.ones_like(slope))
+            first = first[0] if isinstance(first, tuple) else first
+            second = None
+            if first.requires_grad:
+                (second,) = torch.autograd.grad(
+                    first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
+                )
+    except RuntimeError as error:
+        raise not_twice(curve.node.name(), error) from error
+    with torch.set_grad_enabled(create_graph):
+        return torch.zeros_like(slope) if second is None else second * slope
+
+
+def _unit_columns(weight: Tensor, layout: Layout, edge: GradientEdge) -> Columns:
+    front = layout.to_front(weight)
+    samples, entries = front.shape[0], front.shape[1:].numel()
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        return [unit_columns(weight.shape, layout, weight, start, stop)]
+
+    weights = front.reshape(samples, entries).mT
+    return Columns([edge], entries, chunk, weights.to(accumulation_dtype(weights.dtype)))
+
+
+def subset(graph: Graph, plan: Plan) -> list[Found]:
+    """The uses of swept leaves, with these leaves alone."""
+    kept = {id(leaf) for leaf in plan.swept}
+    found = []
+    for f in graph.found:
+        sites = [site for site in f.sites if id(site.leaf) in kept]
+        if sites:
+            own = replace(f, sites=sites)
+            plan.bits[own] = plan.bits[f]
+            found.append(own)
+    return _subset(found, plan)
+
+
+def _subset(found: Sequence[Found], plan: Plan) -> list[Found]:
+    """Copies of uses for a sweep that ends at those that have none of them upstream."""
+    chosen = []
+    for f in found:
+        own = replace(f, first=False)
+        plan.bits[own] = plan.bits[f]
+        chosen.append(own)
+    ends = _ends(chosen, plan)
+    for f in chosen:
+        f.first = f in ends
+    return chosen
+
+
+def _ends(found: Sequence[Found], plan: Plan) -> set[Found]:
+    masks = _masks([node for f in found for node, _ in f.nodes.values()], {f: plan.bits[f] for f in found})
+    ends = set()
+    for f in found:
+        above = 0
+        for node, _ in f.nodes.values():
+            for upstream, _ in node.next_functions:
+                if upstream is not None:
+                    above |= masks[upstream]
+        if not above:
+            ends.add(f)
+    return ends
+
+
+# Hessian columns at the outputs of uses
+
+
+def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
+    """Gradients of the roots at tensors or edges."""
+    given = [
+        torch.ones_like(root) if gradient is None else gradient
+        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
+    ]
+    found: Any = torch.autograd.grad(
+        list(graph.roots), list(ends), given, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    return list(found)
+
+
+def output_columns(
+    graph: Graph, uses: Sequence[Found], create_graph: bool, at_once: int | None = None
+) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
+    """Unit columns u at the outputs of some uses, and ``H u`` with the Hessian of the roots in them.
+
+    Args:
+        graph: With its samples settled.
+        uses: Their outputs are taken together.
+        create_graph: Whether columns shall be differentiable.
+        at_once: Number of columns; by default as many as ``BATCHED_ENTRIES`` says.
+
+    Yields:
+        For each use and output, ``[v, *y]`` of both.
+    """
+    places = [(f, index) for f in uses for index in f.nodes]
+    edges = [GradientEdge(*f.nodes[index]) for f, index in places]
+    try:
+        with torch.enable_grad():
+            slopes = slopes_at(graph, edges, create_graph=True)
+    except RuntimeError as error:
+        raise not_twice(graph.label(uses[0]), error) from error
+    slopes = [
+        torch.zeros(f.use.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
+        for (f, index), slope in zip(places, slopes, strict=True)
+    ]
+    total = sum(slope.numel() for slope in slopes if slope is not None)
+    step = at_once or max(1, BATCHED_ENTRIES // max(1, total))
+    for active, (f, index) in enumerate(places):
+        slope = slopes[active]
+        assert slope is not None
+        layout = f.layouts[index]
+        entries = slope.numel() // layout.samples
+        for start in range(0, entries, step):
+            stop = min(entries, start + step)
+            unit = unit_columns(slope.shape, layout, slope, start, stop)
+            columns = _hessian_columns(graph.label(f), slope, edges, unit, create_graph)
+            vectors: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
+            products: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
+            for place, (other, output) in enumerate(places):
+                found = columns[place]
+                zeros = unit.new_zeros(stop - start, *other.use.shapes[output])
+                vectors[uses.index(other)][output] = unit if place == active else zeros
+                products[uses.index(other)][output] = zeros if found is None else found
+            yield vectors, products
+
+
+def _device(found: Found) -> torch.device:
+    return found.sites[0].leaf.device
+
+
+def _dtype(found: Found) -> torch.dtype:
+    return found.sites[0].leaf.dtype
+
+
+def _hessian_columns(
+    where: str, slope: Tensor, ends: Sequence[Any], vectors: Tensor, create_graph: bool
+) -> list[Tensor | None]:
+    """Derivatives of ``slope`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
+    if not slope.requires_grad:
+        return [None] * len(ends)
+
+    try:
+        return pull_columns([slope], ends, [vectors], create_graph=create_graph)
+    except RuntimeError as error:
+        raise not_twice(where, error) from error
+
+
+def not_twice(where: str, error: RuntimeError) -> PackpropError:
+    """The error for a function that PyTorch cannot differentiate twice, by what PyTorch says."""
+    said = str(error).splitlines()[0]
+    instead = "use functions that are twice differentiable, or ask for GGN quantities"
+    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
+        instead = (
+            "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
+            "kernels of scaled_dot_product_attention have no second derivative"
+        )
+    return PackpropError(ASKED, where, f"PyTorch cannot differentiate twice what lies above: {said}", instead)
+
+
+# Double backward in the parameter
+
+
+def parameter_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], per_sample: bool, create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
+    if not leaves:
+        return
+    with torch.enable_grad():
+        try:
+            slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+        except RuntimeError as error:
+            if isinstance(error, PackpropError):
+                raise
+            raise not_twice(f"parameter {graph.name(leaves[0])!r}", error) from error
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, slope, create_graph)
+
+
+def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    found = slopes_at(graph, leaves, create_graph=True)
+    found = [t.to_dense() if t is not None and t.is_sparse else t for t in found]
+    pairs = zip(leaves, found, strict=True)
+    return [torch.zeros_like(leaf)[None] if slope is None else slope[None] for leaf, slope in pairs]
+
+
+def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Differentiable gradients of single samples ``[n, *p]`` of some leaves."""
+    wanted = {id(leaf) for leaf in leaves}
+    parts: dict[int, list[Any]] = {}
+
+    def visit(found: Found, signals: list[Tensor | None]) -> None:
+        for site in found.sites:
+            if id(site.leaf) in wanted:
+                parts.setdefault(id(site.leaf), []).append(site.meet(signals, found.layouts, slice(None)))
+
+    edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
+    given = [
+        torch.ones_like(root) if gradient is None else gradient
+        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
+    ]
+    sweep(edges, given, graph.found, visit, create_graph=True)
+    return [
+        rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
+        for leaf in leaves
+    ]
+
+
+def _diagonals(where: str, leaf: Tensor, slope: Tensor, create_graph: bool) -> Tensor:
+    """Diagonal of the derivative of each of ``slope [n, *p]`` in the leaf."""
+    entries, samples = leaf.numel(), slope.shape[0]
+    if not slope.requires_grad:
+        return torch.zeros_like(slope)
+    with torch.enable_grad():
+        flat = slope.reshape(samples * entries)
+    step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries)))
+    found = []
+    for start in range(0, flat.numel(), step):
+        stop = min(flat.numel(), start + step)
+        places = torch.arange(start, stop, device=flat.device)
+        unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
+        unit[torch.arange(stop - start), places] = 1.0
+        (columns,) = _hessian_columns(where, flat, [leaf], unit, create_graph)
+        if columns is None:
+            found.append(flat.new_zeros(stop - start))
+        else:
+            own = places % entries
+            found.append(columns.reshape(stop - start, entries).gather(1, own[:, None])[:, 0])
+    return torch.cat(found).reshape(slope.shape).to(accumulation_dtype(slope.dtype))
+
+
+def estimated_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], seed: Seed, create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Unbiased estimates ``u * (H u)`` with random signs u (Bekas et al. 2007), the mean over draws ``[*p]``.
+
+    One Hessian-vector product for each draw, whatever the number of parameters.
+    """
+    if create_graph:
+        require_third_derivatives(graph, leaves)
+    draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
+    try:
+        with torch.enable_grad():
+            slopes = _whole_gradients(graph, leaves)
+        totals: list[Tensor | float] = [0.0] * len(leaves)
+        for _ in range(draws):
+            signs = [_signs(leaf, seed.generator) for leaf in leaves]
+            pairs = [(g, u[None]) for g, u in zip(slopes, signs, strict=True) if g.requires_grad]
+            found: Any = [None] * len(leaves)
+            if pairs:
+                found = torch.autograd.grad(
+                    [g for g, _ in pairs],
+                    list(leaves),
+                    [u for _, u in pairs],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
+            for place, (u, product) in enumerate(zip(signs, found, strict=True)):
+                if product is not None:
+                    product = product.to_dense() if product.is_sparse else product
+                    totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
+    except RuntimeError as error:
+        raise not_twice(where, error) from error
+    for leaf, total in zip(leaves, totals, strict=True):
+        yield leaf, total / draws if isinstance(total, Tensor) else torch.zeros_like(leaf, requires_grad=False)
+
+
+def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
+    return (2 * coins - 1).to(like.device, like.dtype)

@@ -1,0 +1,202 @@
+"""Curvature averaged over samples layer by layer: the recursion of KFRA and of Hessian backpropagation.
+
+# NOTE [Averaged recursion]
+One matrix goes down a chain: at the loss ``M = sum_n H_n``, below a function f ``1/N sum_n J_n^T M J_n`` with
+J_n the Jacobian of f for sample n, and, for Hessians, the curvature ``r = f'' dL/df`` of elementwise functions,
+summed over samples, on its diagonal. Where Jacobians are the same for all samples the average is exact;
+elsewhere it is an approximation, made once for each function. It is defined on chains alone: where paths meet,
+products of what came down each would be needed, and they are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.errors import PackpropError
+from packprop.graph import Found, Graph, made_by
+from packprop.hessian import Curve, dependence, residual, slopes_at
+from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
+from packprop.samples import layouts_at
+from packprop.seeds import columns, unit_columns
+from packprop.structures import Dense, rows
+from packprop.sweep import pull_columns
+from packprop.types import Layout, Seed, accumulation_dtype
+
+ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
+CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
+Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the chain: where it came from, its shape, and where it holds the samples."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    layout: Layout
+
+
+def averaged_factors(
+    graph: Graph, seed: Seed, curvature: Curvature, average_jacobians: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each leaf with the factor B of its block, ``[o, o]`` or ``[p, p]``.
+
+    Args:
+        graph: With its samples settled.
+        seed: How the Hessian of the loss is taken, exact or sampled.
+        curvature: Whether elementwise functions add their curvature, and what is done with its sign.
+        average_jacobians: Whether Jacobians of elementwise functions are averaged, not their products.
+
+    Raises:
+        PackpropError: If the loss is not at the end of one chain.
+    """
+    places = _chain(graph)
+    (group,) = columns(graph, seed, torch.is_grad_enabled())
+    fed = places[0].layout.to_front(group.chunk(0, group.count)[0], 1).flatten(2)
+    fed = fed.to(accumulation_dtype(fed.dtype))
+    matrix = torch.einsum("vni,vnj->ij", fed, fed)
+    here = {(node, output): f for f in graph.found for node, output in f.nodes.values()}
+    for place, below in zip(places, [*places[1:], None], strict=True):
+        found = here.get((place.edge.node, place.edge.output_nr))
+        if found is not None:
+            for site in found.sites:
+                yield site.leaf, _factor(found, site, place, matrix)
+        if below is not None:
+            matrix = _averaged(graph, place, below, matrix, curvature, average_jacobians)
+
+
+def _chain(graph: Graph) -> list[_Place]:
+    """Tensors from the loss's input to the output of the last use.
+
+    Raises:
+        PackpropError: Where there is more than one way.
+    """
+    if len(graph.losses) != 1:
+        raise _refused(f"{len(graph.losses)} losses", "the recursion starts from one loss")
+    for leaf in graph.leaves():
+        sites = [site for f in graph.found for site in f.sites if site.leaf is leaf]
+        if len(sites) > 1 or not sites[0].direct or not sites[0].entry.linear:
+            raise _refused(
+                f"parameter {graph.name(leaf)!r}",
+                "it is used more than once, or not by an affine function: its block is not that of one layer",
+            )
+    masks = dependence(graph)
+    edge = graph.losses[0].call.edge
+    edges = [edge]
+    while True:
+        node = edge.node
+        inputs = [(up, output) for up, output in node.next_functions if up is not None and masks[up]]
+        if not inputs:
+            break
+        if len(inputs) > 1:
+            raise _refused(node.name(), "paths meet there: the model is no chain of layers")
+        places = [place for place, (up, _) in enumerate(node.next_functions) if up is not None and masks[up]]
+        if kind_of(node, places) == "nonlinear":
+            raise _refused(node.name(), "it is neither linear (by parts) nor elementwise")
+        source, output = inputs[0]
+        edge = GradientEdge(source, output)
+        edges.append(edge)
+    shapes = [torch.Size(made_by(edge.node)[edge.output_nr].shape) for edge in edges]
+    layouts = layouts_at(graph, list(zip(edges, shapes, strict=True)))
+    if not isinstance(layouts, list):
+        raise _refused(edges[layouts].node.name(), "it is not seen where its output holds the samples")
+    return [_Place(*each) for each in zip(edges, shapes, layouts, strict=True)]
+
+
+def _refused(where: str, why: str) -> PackpropError:
+    return PackpropError(
+        ASKED,
+        where,
+        why,
+        "ask for KFLR() or KFAC(), which are defined on every graph, or set requires_grad=False upstream",
+    )
+
+
+def _averaged(
+    graph: Graph, place: _Place, below: _Place, matrix: Tensor, curvature: Curvature, average_jacobians: bool
+) -> Tensor:
+    """``1/N sum_n J_n^T M J_n``, and curvature of its own."""
+    node, samples = place.edge.node, graph.samples
+    name = name_of_node(node)
+    if name in RESHAPES and _in_order(place.layout) and _in_order(below.layout):
+        return matrix
+    if _is_shared(node, place, below):
+        jacobian = _shared_jacobian(place, below, matrix)
+        result: Tensor = jacobian.mT @ matrix @ jacobian
+        return result
+    if name not in ENTRYWISE:
+        units = unit_columns(place.shape, place.layout, matrix)
+        (pulled,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
+        if pulled is None:
+            return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
+        jacobian = below.layout.to_front(pulled, 1).flatten(2).to(matrix.dtype)
+        return torch.einsum("ani,ab,bnj->ij", jacobian, matrix, jacobian) / samples
+    call: Any = node
+    made = made_by(node)[0]
+    slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
+    slope = slope[0] if isinstance(slope, tuple) else slope
+    each = below.layout.to_front(slope).flatten(1).to(matrix.dtype)
+    if average_jacobians:
+        result = matrix * torch.outer(each.mean(0), each.mean(0))
+    else:
+        result = matrix * (each.mT @ each) / samples
+    if curvature == "ggn" or kind_of(node, [0]) != "elementwise":
+        return result
+    (arriving,) = slopes_at(graph, [place.edge])
+    curve = Curve(node, below.edge, below.shape, 0)
+    own = residual(curve, arriving, torch.is_grad_enabled())
+    diagonal = below.layout.to_front(own).flatten(1).sum(0).to(matrix.dtype)
+    if curvature != "hessian":
+        diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
+    return result + diagonal.diag()
+
+
+def _is_shared(node: Node, place: _Place, below: _Place) -> bool:
+    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
+
+    Where samples lie on channels, a convolution may have a kernel for each.
+    """
+    name = name_of_node(node)
+    if name in CONVOLUTIONS:
+        leads = place.layout.axis in (None, 0) and below.layout.axis in (None, 0)
+        return leads and node.next_functions[0][0] is below.edge.node
+    return name in ("Addmm", "Mm", "Linear")
+
+
+def _shared_jacobian(place: _Place, below: _Place, matrix: Tensor) -> Tensor:
+    """A Jacobian that all samples have in common, from as many of its rows at once as there are samples."""
+    samples = place.layout.samples
+    rest = place.layout.to_front(torch.empty(place.shape, device="meta")).shape[1:]
+    entries = rest.numel()
+    count = -(-entries // samples)
+    units = torch.eye(count * samples, entries, dtype=matrix.dtype, device=matrix.device)
+    fed = place.layout.from_front(units.reshape(count, samples, *rest), 1)
+    (pulled,) = pull_columns([place.edge], [below.edge], [fed], create_graph=torch.is_grad_enabled())
+    assert pulled is not None
+    return below.layout.to_front(pulled, 1).reshape(count * samples, -1)[:entries].to(matrix.dtype)
+
+
+def _in_order(layout: Layout) -> bool:
+    return layout.axis is None or (layout.axis == 0 and layout.parts == 1)
+
+
+def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
+    """The matrix at the output of a use, in what multiplies its inputs, or in the leaf."""
+    units = unit_columns(place.shape, place.layout, matrix)
+    one = site.meet([units], found.layouts, slice(0, 1))
+    if not isinstance(one, Dense) and one.signal is not None:
+        to_signal = one.signal[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
+        factor: Tensor = to_signal.mT @ matrix @ to_signal
+        return factor
+    known = one
+    last = site.meet([units], found.layouts, slice(place.layout.samples - 1, None))
+    if not site.entry.constant or not torch.equal(rows(one), rows(last)):  # entries of one sample alone
+        known = site.meet([units], found.layouts, slice(None))
+    jacobian = rows(known).flatten(2).to(matrix.dtype)
+    return torch.einsum("anp,ab,bnq->pq", jacobian, matrix, jacobian) / jacobian.shape[1]

@@ -1,0 +1,237 @@
+"""Hessian diagonals of every case against the oracle, by every way that they can be taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import packprop
+from packprop import extensions, hessian, observe
+from packprop.errors import PackpropError
+from tests.cases import BY_NAME, CASES, Case
+from tests.oracle import Oracle
+from tests.running import assert_all_near, assert_near, backward, results
+
+# What PyTorch itself has no second derivatives of.
+NOT_TWICE = {"cdist": "_cdist_backward", "multi-margin": "multi_margin_loss_backward"}
+EVERY = [
+    pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
+    for case in CASES
+    if not case.refuses and case.name not in NOT_TWICE and not case.name.startswith("embedding-bag")
+    for size in case.sizes
+    for reduction in case.reductions
+]
+
+
+@pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
+def test_every_case(case: Case, size: int, reduction: str | None) -> None:
+    problem = case.problem(size, reduction)
+    oracle = Oracle(case.problem(size, reduction))
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
+        expected, batch = oracle.diag_h, oracle.diag_h_batch
+    assert_all_near(results(problem, "diag_h"), expected, "diag_h", 1e-9)
+    assert_all_near(results(problem, "diag_h_batch"), batch, "diag_h_batch", 1e-9)
+    assert all(p.diag_h.dtype == torch.float64 for p in problem.parameters.values())
+
+
+@pytest.mark.parametrize("name", NOT_TWICE)
+def test_what_cannot_be_differentiated_twice_is_named(name: str) -> None:
+    problem = BY_NAME[name].problem(3)
+    with pytest.raises(PackpropError, match=NOT_TWICE[name]):
+        backward(problem, extensions.DiagHessian())
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("embedding-bag")])
+def test_what_pytorch_refuses_but_the_way_does_not_need(name: str) -> None:
+    """embedding_bag has no double backward, but is linear in its table: compared with differences."""
+    problem = BY_NAME[name].problem(3)
+    backward(problem, extensions.BatchDiagHessian())
+    step = 1e-6
+    for key, parameter in problem.parameters.items():
+        rows = []
+        for flat in range(parameter.numel()):
+            entry = parameter.data.view(-1)
+            sides = []
+            for shift in (step, -2 * step, step):
+                entry[flat] += shift
+                problem.model.zero_grad()
+                sides.append(Oracle(problem).grad_batch[key].flatten(1)[:, flat])
+            rows.append((sides[0] - sides[1]) / (2 * step))
+        expected = torch.stack(rows, 1).view(3, *parameter.shape)
+        assert_near(results(problem, "diag_h_batch")[key], expected, key, 1e-6, 1e-2)
+
+
+SMOKE = [case for case in CASES if "smoke" in case.tags]
+AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-shared", "siamese", "embedding")]
+
+
+@pytest.mark.parametrize("case", [*SMOKE, *AFFINE], ids=lambda case: case.name)
+@pytest.mark.parametrize("way", ["output", "parameter"])
+def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is taken for known, the way that needs to know nothing gives the same."""
+    if way == "output":
+        monkeypatch.setattr(hessian, "kind_of", lambda node, dependent: "nonlinear")
+    else:
+        monkeypatch.setattr(hessian, "_is_affine", lambda *_: False)
+    ways, chosen = set(), hessian.plan
+
+    def spy(graph: Any, *options: Any) -> Any:
+        plan = chosen(graph, *options)
+        ways.update(plan.way(leaf) for leaf in graph.leaves())
+        return plan
+
+    monkeypatch.setattr(observe, "plan", spy)
+    problem = case.problem(3, case.reductions[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
+        oracle = Oracle(case.problem(3, case.reductions[0]))
+        assert_all_near(results(problem, "diag_h"), oracle.diag_h, "diag_h", 1e-9)
+        assert_all_near(results(problem, "diag_h_batch"), oracle.diag_h_batch, "diag_h_batch", 1e-9)
+    if case.name not in ("linear-alone", "module-twice"):  # where nothing lies between, nothing is unknown
+        assert way in ways
+    assert ways <= {way, "parameter", "swept"}
+    if way == "parameter":
+        assert ways == {"parameter"}
+
+
+@pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
+def test_alone_and_for_some_samples(case: Case) -> None:
+    together, alone, some = (case.problem(3, case.reductions[0]) for _ in range(3))
+    chosen = [2, 0]
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(together, extensions.BatchDiagHessian(), record=case.record)
+        backward(alone, extensions.DiagHessian(), record=case.record)
+        backward(
+            some,
+            extensions.DiagHessian(subsampling=chosen),
+            extensions.BatchDiagHessian(subsampling=chosen),
+            extensions.DiagGGNExact(),
+            extensions.Variance(),
+            record=case.record,
+        )
+    rows = results(together, "diag_h_batch")
+    assert_all_near(results(alone, "diag_h"), {k: d.sum(0) for k, d in rows.items()}, "diag_h", 1e-9)
+    assert_all_near(results(some, "diag_h_batch"), {k: d[chosen] for k, d in rows.items()}, "some rows", 1e-9)
+    assert_all_near(results(some, "diag_h"), {k: d[chosen].sum(0) for k, d in rows.items()}, "some", 1e-9)
+
+
+def piecewise() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2)),
+        *(nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 5)),
+    ).eval()
+
+
+def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    sweeping = observe.Observation._columns
+
+    def count(self: Any, groups: Any, *options: Any) -> None:
+        swept.append(sum(group.count for group in groups))
+        sweeping(self, groups, *options)
+
+    monkeypatch.setattr(observe.Observation, "_columns", count)
+    torch.manual_seed(0)
+    model, lossfunc = packprop.extend(piecewise()), packprop.extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(torch.randn(4, 1, 12, 12)), torch.arange(4))
+    with packprop.backpack(extensions.DiagHessian(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert swept == [5]
+    for parameter in model.parameters():
+        assert torch.equal(parameter.diag_h, parameter.diag_ggn_exact)
+
+
+def test_negative_curvature_is_kept() -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh()).double())
+    model[0].weight.data.fill_(1.0)
+    x, y = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), -5.0, dtype=torch.float64)
+    with packprop.backpack(extensions.DiagHessian(), extensions.DiagGGNExact()):
+        packprop.extend(nn.MSELoss())(model(x), y).backward()
+    t = torch.tensor(1.0, dtype=torch.float64).tanh()
+    exact = 2 * (1 - t**2) ** 2 + 2 * (t + 5) * (-2 * t * (1 - t**2))
+    assert_near(model[0].weight.diag_h.squeeze(), exact, "diag_h")
+    assert model[0].weight.diag_h < 0 < model[0].weight.diag_ggn_exact
+
+
+class Sigmoid(torch.autograd.Function):
+    """A function of a user's own that has the name of one of torch's, and couples entries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.flip(1)
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return signals[0] * x.flip(1) + (signals[0] * x).flip(1)
+
+
+def test_names_of_ones_own_functions_mean_nothing() -> None:
+    torch.manual_seed(0)
+    linear = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    with packprop.record():
+        loss = nn.functional.mse_loss(Sigmoid.apply(linear(x)), y)
+    with packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+
+    def value(weight: Tensor) -> Tensor:
+        z = nn.functional.linear(x, weight, linear.bias.detach())
+        return nn.functional.mse_loss(z * z.flip(1), y)
+
+    dense = torch.autograd.functional.hessian(value, linear.weight.detach()).reshape(6, 6)
+    assert_near(linear.weight.diag_h, dense.diagonal().view(2, 3), "diag_h")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_create_graph_with_smooth_activations_and_max_pooling() -> None:
+    """A root of the curvature would have no derivative where pooling lets no gradient through."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2))
+    packprop.extend(model.double())
+    loss = packprop.extend(nn.MSELoss())(
+        model(torch.randn(2, 1, 5, 5, dtype=torch.float64)), torch.zeros(2, 2).double()
+    )
+    with packprop.backpack(extensions.DiagHessian()):
+        loss.backward(create_graph=True)
+    slopes = torch.autograd.grad(
+        sum(p.diag_h.square().sum() for p in model.parameters()), list(model.parameters())
+    )
+    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["linear-deep", "layernorm-shared", "tied-transpose", "conv2d-deep"])
+def test_precisions(name: str, dtype: torch.dtype) -> None:
+    problem = BY_NAME[name].problem(3, dtype=dtype)
+    exact = Oracle(BY_NAME[name].problem(3)).diag_h_batch
+    backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian())
+    largest = max(value.abs().max().item() for value in exact.values())
+    for key, rows in results(problem, "diag_h_batch").items():
+        assert rows.dtype == results(problem, "diag_h")[key].dtype == dtype
+        assert_near(rows, exact[key], key, 1e-4 if dtype == torch.float32 else 0.2, largest)
+
+
+def test_a_branch_that_was_summed_is_refused() -> None:
+    model = packprop.extend(nn.Linear(3, 2))
+    outputs = model(torch.randn(4, 3))
+    penalty = packprop.eager_backward(lambda f: f.square().sum(), outputs)
+    loss = packprop.extend(nn.MSELoss())(outputs, torch.zeros(4, 2)) + penalty
+    with pytest.raises(PackpropError, match="eager_backward"), packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+
+
+def test_coverage_says_which_way() -> None:
+    problem = BY_NAME["vision-transformer-hand-written"].problem(2)
+    found = packprop.coverage(problem.model, (problem.inputs, problem.targets)).parameters
+    assert found["mlp.0.weight"].hessian == "swept"
+    assert found["attn.qkv.weight"].hessian == "output"
+    assert found["pos_embed"].hessian == "parameter"

@@ -1,0 +1,234 @@
+"""Kronecker factors beyond their definition: the empirical Fisher, and what is done with factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions, kronecker
+from packprop.errors import BadInput, PackpropError
+from tests.cases import BY_NAME
+from tests.oracle import Oracle
+from tests.running import assert_near, backward, forward, results
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "terms"),
+    [
+        ("linear-deep", "mean", 3),
+        ("linear-deep", "sum", 1),
+        ("mse-vector", "mean", 6),
+        ("conv2d-deep", "mean", 3),
+    ],
+)
+def test_the_empirical_fisher_is_the_second_moment_of_gradients(name: str, reduction: str, terms: int) -> None:
+    """Rows of grad_batch carry 1/terms of a mean; the Fisher carries it once, their outer product twice."""
+    problem = BY_NAME[name].problem(3, reduction)
+    backward(problem, extensions.KFAC(fisher="empirical"))
+    rows = Oracle(problem).grad_batch
+    checked = 0
+    for parameter, factors in results(problem, "kfac").items():
+        if parameter.endswith("bias"):
+            flat = rows[parameter].flatten(1)
+            assert_near(factors[0], terms * flat.T @ flat, parameter)
+            checked += 1
+            bias, weight = factors[0], parameter.replace("bias", "weight")
+            assert_near(results(problem, "kfac")[weight][0], bias, weight)
+    assert checked > 0
+
+
+def test_terms_without_weight_take_no_part_in_the_empirical_fisher() -> None:
+    problem = BY_NAME["ce-ignore-default"].problem(3)
+    backward(problem, extensions.KFAC(fisher="empirical"))
+    for factors in results(problem, "kfac").values():
+        assert all(bool(factor.isfinite().all()) for factor in factors)
+
+
+def test_a_loss_of_unknown_scale_has_no_empirical_fisher() -> None:
+    problem = BY_NAME["own-convex"].problem(3)
+    with pytest.raises(PackpropError, match="divided by"):
+        backward(problem, extensions.KFAC(fisher="empirical"))
+
+
+@pytest.mark.parametrize("make", [extensions.KFAC, extensions.KFLR], ids=lambda make: make.__name__)
+def test_choices_are_named(make: type) -> None:
+    with pytest.raises(BadInput, match="'mixed', 'expand', 'reduce'"):
+        make(approximation="all")
+    with pytest.raises(BadInput, match="'sampled', 'empirical'"):
+        extensions.KFAC(fisher="true")
+
+
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+def test_many_draws_come_near_the_exact_factors(approximation: str) -> None:
+    problem = BY_NAME["conv2d-deep"].problem(2)
+    source = torch.Generator().manual_seed(0)
+    asked = extensions.KFAC(20_000, generator=source, approximation=approximation)
+    loss = forward(problem)
+    with packprop.backpack(asked, extensions.KFLR(approximation=approximation)):
+        loss.backward()
+    for name, exact in results(problem, "kflr").items():
+        for drawn, factor in zip(results(problem, "kfac")[name], exact, strict=True):
+            assert_near(drawn, factor, name, 0.05)
+
+
+def spd(size: int) -> Tensor:
+    root = torch.randn(size, size + 2, dtype=torch.float64)
+    return root @ root.T
+
+
+@pytest.mark.parametrize("factors", [[spd(3), spd(4)], [spd(5)]], ids=["two", "one"])
+def test_helpers_agree_with_the_dense_matrix(factors: list[Tensor]) -> None:
+    whole = kronecker.dense(factors)
+    eye = torch.eye(len(whole), dtype=torch.float64)
+    shape = [len(factor) for factor in factors]
+    vectors = torch.randn(6, *shape, dtype=torch.float64)
+    flat = vectors.flatten(1)
+    assert_near(kronecker.multiply(factors, vectors), (flat @ whole).view_as(vectors), "multiply")
+    assert_near(kronecker.multiply(factors, vectors[0]), (whole @ flat[0]).view_as(vectors[0]), "one vector")
+    solved = torch.linalg.solve(whole + 0.3 * eye, flat.T).T
+    assert_near(kronecker.solve(factors, vectors, 0.3), solved.reshape(vectors.shape), "solve")
+    assert_near(kronecker.trace(factors), whole.trace(), "trace")
+    assert_near(kronecker.logdet(factors), torch.logdet(whole), "logdet")
+    assert_near(kronecker.logdet(factors, 0.3), torch.logdet(whole + 0.3 * eye), "damped logdet")
+    exact = kronecker.dense(kronecker.inverse(factors, 0.0))
+    assert_near(exact @ whole, eye, "inverse")
+
+
+def test_split_damping_keeps_the_trace_in_balance() -> None:
+    factors, damping = [spd(3), 100 * spd(4)], 0.5
+    inverse = kronecker.inverse(factors, damping)
+    shifts = [torch.linalg.inv(i) - f for i, f in zip(inverse, factors, strict=True)]
+    sizes = [shift.diagonal().mean() for shift in shifts]
+    assert_near(sizes[0] * sizes[1], torch.tensor(damping, dtype=torch.float64), "the product of both shifts")
+    means = [factor.diagonal().mean() for factor in factors]
+    assert_near(sizes[1] / sizes[0], means[1] / means[0], "their ratio")
+
+
+def test_bad_arguments_of_helpers() -> None:
+    with pytest.raises(BadInput, match="square"):
+        kronecker.dense([torch.zeros(2, 3)])
+    with pytest.raises(BadInput, match="negative"):
+        kronecker.solve([torch.eye(2)], torch.zeros(2), -1.0)
+    with pytest.raises(BadInput, match="6 rows"):
+        kronecker.multiply([torch.eye(2), torch.eye(3)], torch.zeros(4, 5))
+
+
+# Averages over samples, layer by layer
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "dense": lambda: [nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)],
+    "images": lambda: [
+        *(nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Flatten()),
+        nn.Linear(8, 3),
+    ],
+}
+SHAPES = {"dense": (4,), "images": (1, 4, 4)}
+
+
+def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jacobians: bool) -> dict[int, Any]:
+    """Factors of every layer with a weight: one sample and one layer at a time, by Jacobians."""
+    values = [x]
+    for layer in layers:
+        values.append(layer(values[-1]))
+    loss = nn.functional.cross_entropy(values[-1], y)
+    samples = range(len(x))
+
+    def term(f: Tensor, n: int) -> Tensor:
+        return nn.functional.cross_entropy(f[None], y[n : n + 1]) / len(x)
+
+    matrix = sum(torch.autograd.functional.hessian(lambda f, n=n: term(f, n), values[-1][n]) for n in samples)
+    factors: dict[int, Any] = {}
+    for place in reversed(range(len(layers))):
+        layer, before, after = layers[place], values[place], values[place + 1]
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            outputs = layer.weight.shape[0]
+            spread = torch.eye(outputs, dtype=x.dtype).repeat_interleave(after[0].numel() // outputs, 1)
+            columns = before if before.dim() == 2 else nn.functional.unfold(before, 2, padding=1).mT
+            columns = columns.reshape(len(x), -1, columns.shape[-1])
+            second = torch.einsum("nsi,nsj->ij", columns, columns) / len(x)
+            mean = columns.sum((0, 1)) / len(x)
+            factors[place] = spread @ matrix @ spread.T, torch.outer(mean, mean) if jacobians else second
+        slopes = [
+            torch.autograd.functional.jacobian(lambda z, layer=layer: layer(z[None])[0], before[n]).reshape(
+                after[n].numel(), before[n].numel()
+            )
+            for n in samples
+        ]
+        diagonal = isinstance(layer, (nn.Sigmoid, nn.Tanh, nn.ReLU))
+        if jacobians and diagonal:
+            mean = torch.stack(slopes).mean(0)
+            matrix = mean.T @ matrix @ mean
+        else:
+            matrix = sum(slope.T @ matrix @ slope for slope in slopes) / len(x)
+        if curvature != "ggn" and isinstance(layer, (nn.Sigmoid, nn.Tanh)):
+            (arriving,) = torch.autograd.grad(loss, after, retain_graph=True)
+            entry = before.detach().requires_grad_()
+            (first,) = torch.autograd.grad(layer(entry).sum(), entry, create_graph=True)
+            r = (torch.autograd.grad(first.sum(), entry)[0] * arriving).sum(0).flatten()
+            r = {"hessian": r, "pch-abs": r.abs(), "pch-clip": r.clamp(min=0)}[curvature]
+            matrix = matrix + r.diag()
+    return factors
+
+
+@pytest.mark.parametrize("jacobians", [False, True], ids=["products averaged", "Jacobians averaged"])
+@pytest.mark.parametrize("curvature", ["ggn", "hessian", "pch-abs", "pch-clip"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_averages_layer_by_layer(name: str, curvature: Any, jacobians: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*LAYERS[name]()).double().eval()
+    x, y = torch.randn(5, *SHAPES[name], dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
+    known = averaged(list(model), x, y, curvature, jacobians)
+    model[3].requires_grad_(False)
+    packprop.extend(model)
+    strategy = "E(J^T) E(H) E(J)" if jacobians else "E[J^T E(H) J]"
+    asked = [extensions.HBP(curvature, "sum", "average", strategy, savefield="averaged"), extensions.KFRA()]
+    with packprop.backpack(*asked):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    assert len(known) > 1
+    for place, (B, A) in known.items():
+        found = model[place].weight.averaged
+        assert_near(found[0], B, f"B of layer {place}")
+        assert_near(found[1], A, f"A of layer {place}")
+        assert_near(model[place].bias.averaged[0], B, f"bias of layer {place}")
+        if curvature == "ggn" and not jacobians:
+            assert all(map(torch.equal, model[place].weight.kfra, found))
+
+
+def test_one_sample_leaves_nothing_to_average() -> None:
+    problem = BY_NAME["linear-deep"].problem(1)
+    backward(problem, extensions.KFRA(), extensions.KFLR(), extensions.HBP("ggn", "exact", "sqrt"))
+    for name, exact in results(problem, "kflr").items():
+        for attribute in ("kfra", "hbp"):
+            for factor, expected in zip(results(problem, attribute)[name], exact, strict=True):
+                assert_near(factor, expected, f"{attribute} of {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("resnet", "AddBackward0"),
+        ("module-twice", "used more than once"),
+        ("two-losses-one-output", "2 losses"),
+        ("rnn", "not by an affine"),
+        ("weight-norm", "not by an affine"),
+        ("frozen-norm-inside", "NativeLayerNormBackward0"),
+    ],
+)
+def test_averages_are_refused_where_paths_meet(name: str, where: str) -> None:
+    problem = BY_NAME[name].problem(3)
+    with pytest.raises(PackpropError, match="KFLR") as caught:
+        backward(problem, extensions.KFRA())
+    assert where in str(caught.value)
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(BadInput, match="'average'"):
+        extensions.HBP("hessian", "exact", "sqrt")
+    with pytest.raises(BadInput, match="'ggn', 'hessian', 'pch-abs', 'pch-clip'"):
+        extensions.HBP("pch")

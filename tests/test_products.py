@@ -1,0 +1,285 @@
+"""Products with curvature blocks and with whole matrices, against dense matrices of the oracle's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import packprop
+from packprop import extensions, products
+from packprop.errors import BadInput, PackpropError
+from packprop.graph import walk
+from tests.cases import BY_NAME, CASES, Case
+from tests.oracle import Oracle, Problem
+from tests.running import assert_near, backward, forward, results
+
+SMOKE = [case for case in CASES if "smoke" in case.tags]
+CHAINS = ["linear-deep", "conv2d-deep", "autoencoder", "doubled", "bce-vector", "mse-map"]
+
+
+def block(problem: Problem, name: str) -> Tensor:
+    """The dense Hessian block of one parameter, of the whole loss, row by row."""
+    parameter = problem.parameters[name]
+    (slope,) = torch.autograd.grad(
+        problem.total(), parameter, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    rows = [
+        torch.autograd.grad(g, parameter, retain_graph=True, allow_unused=True, materialize_grads=True)[
+            0
+        ].flatten()
+        if slope.requires_grad
+        else torch.zeros_like(slope).flatten()
+        for g in slope.flatten()
+    ]
+    return torch.stack(rows)
+
+
+def check(product: Any, dense: Tensor, shape: torch.Size, what: str) -> None:
+    vectors = torch.randn(3, *shape, dtype=torch.float64)
+    expected = (vectors.flatten(1) if shape else vectors[:, None]) @ dense
+    found = product(vectors)
+    assert found.shape == vectors.shape
+    assert_near(found, expected.view_as(vectors), what, floor=1e-3)
+    assert_near(product(vectors[1]), expected.view_as(vectors)[1], f"{what}, one vector", floor=1e-3)
+
+
+@pytest.mark.parametrize(
+    "case", [*SMOKE, BY_NAME["tied-transpose"], BY_NAME["lstm"]], ids=lambda case: case.name
+)
+def test_blocks_of_hessian_and_ggn(case: Case) -> None:
+    problem = case.problem(3, case.reductions[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(problem, extensions.HMP(), extensions.GGNMP(), record=case.record)
+        ggn = Oracle(case.problem(3, case.reductions[0])).ggn_block
+        hessians = {name: block(problem, name) for name in problem.parameters}
+    for name, parameter in problem.parameters.items():
+        check(results(problem, "hmp")[name], hessians[name], parameter.shape, f"hmp of {name}")
+        check(results(problem, "ggnmp")[name], ggn[name], parameter.shape, f"ggnmp of {name}")
+
+
+def sign_parts(name: str, modify: str) -> dict[str, Tensor]:
+    """Blocks of ``GGN + sum_z J_z^T mod(r) J_z`` by hooks on the elementwise layers: nothing of packprop."""
+    problem = BY_NAME[name].problem(3)
+    blocks = Oracle(BY_NAME[name].problem(3)).ggn_block
+    kept: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def keep(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        kept.append((layer, inputs[0], output))
+        return output
+
+    layers = [layer for layer in problem.model.modules() if isinstance(layer, (nn.Sigmoid, nn.Tanh))]
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    loss = problem.total()
+    for handle in handles:
+        handle.remove()
+    for layer, z, output in kept:
+        (slope,) = torch.autograd.grad(loss, output, retain_graph=True)
+        entry = z.detach().requires_grad_()
+        (first,) = torch.autograd.grad(layer(entry).sum(), entry, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), entry)
+        r = second * slope
+        r = r.clamp(min=0) if modify == "clip" else r.abs()
+        for key, parameter in problem.parameters.items():
+            for weight, unit in zip(r.flatten(), z.flatten(), strict=True):
+                (row,) = torch.autograd.grad(unit, parameter, retain_graph=True, allow_unused=True)
+                if row is not None:
+                    blocks[key] = blocks[key] + weight * torch.outer(row.flatten(), row.flatten())
+    return blocks
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_blocks_of_the_positive_curvature_hessian(name: str, modify: Any) -> None:
+    problem = BY_NAME[name].problem(3)
+    backward(problem, extensions.PCHMP(modify=modify, savefield="positive"))
+    for key, dense in sign_parts(name, modify).items():
+        assert torch.linalg.eigvalsh(dense).min() > -1e-10
+        check(results(problem, "positive")[key], dense, problem.parameters[key].shape, key)
+
+
+def test_positive_curvature_needs_elementwise_nonlinearities() -> None:
+    problem = BY_NAME["vision-transformer-hand-written"].problem(3)
+    with pytest.raises(PackpropError, match="GGNMP"):
+        backward(problem, extensions.PCHMP())
+    with pytest.raises(BadInput, match="'clip', 'abs'"):
+        extensions.PCHMP(modify="square")  # type: ignore[arg-type]
+
+
+def test_products_outlive_the_pass_and_others() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.HMP())
+    weight = problem.parameters["0.weight"]
+    vectors = torch.randn(2, *weight.shape, dtype=torch.float64)
+    first, kept = weight.hmp(vectors), weight.hmp
+    backward(problem, extensions.HMP(), extensions.BatchGrad())
+    problem.total().backward()
+    assert torch.equal(kept(vectors), first)
+    assert weight.hmp is not kept
+
+
+def test_dropout_is_that_of_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Dropout(), nn.Linear(20, 2)))
+    lossfunc = packprop.extend(nn.MSELoss())
+    loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2))
+    weight = model[0].weight
+    (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+    vector = torch.randn_like(weight)
+    (expected,) = torch.autograd.grad(slope, weight, vector, retain_graph=True)
+    with packprop.backpack(extensions.HMP()):
+        loss.backward()
+    assert_near(weight.hmp(vector), expected, "hmp", 1e-6)
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP])
+def test_old_values_are_refused(make: Any) -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    asked = make()
+    backward(problem, asked)
+    weight = problem.parameters["0.weight"]
+    product = getattr(weight, asked.savefield)
+    with torch.no_grad():
+        problem.parameters["4.bias"].add_(1.0)
+    with pytest.raises(PackpropError, match="changed in place"):
+        product(torch.zeros_like(weight))
+
+
+def test_vectors_must_fit() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.HMP())
+    with pytest.raises(BadInput, match=r"\[v, \*p\]"):
+        problem.parameters["0.weight"].hmp(torch.zeros(7))
+    with pytest.raises(BadInput, match="leading axis"):
+        products.hvp(problem.total(), list(problem.parameters.values()), [torch.zeros(2)])
+
+
+def test_products_belong_to_one_batch() -> None:
+    model, data = nn.Linear(3, 2), [(torch.randn(2, 3), torch.randn(2, 2))] * 2
+    with pytest.raises(PackpropError, match="one backward pass"):
+        packprop.compute(model, nn.MSELoss(), data, [extensions.HMP()], progress=False)
+
+
+# Whole matrices
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def dense_hessian(loss: Tensor, parameters: list[Tensor]) -> Tensor:
+    slope = flat(torch.autograd.grad(loss, parameters, create_graph=True))
+    return torch.stack([flat(torch.autograd.grad(g, parameters, retain_graph=True)) for g in slope])
+
+
+class Normed(nn.Module):
+    """Everything that forward over reverse gets wrong, and attention that is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.batch, self.layer = nn.BatchNorm1d(4), nn.LayerNorm(4)
+        self.instance = nn.InstanceNorm1d(3, affine=True)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(torch.tanh(self.inner(x)))
+        x = self.batch(x.flatten(0, 1)).view_as(x)
+        x = self.instance(F.scaled_dot_product_attention(x, x, x))
+        return self.head(x.flatten(1))
+
+
+def test_whole_products_through_norms_and_attention() -> None:
+    torch.manual_seed(0)
+    model = Normed().double().train()
+    x, y = torch.randn(5, 3, 4, dtype=torch.float64), torch.randint(2, (5,))
+    parameters = list(model.parameters())
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+    jacobian = torch.stack(
+        [flat(torch.autograd.grad(entry, parameters, retain_graph=True)) for entry in outputs.flatten()]
+    )
+    hessian = dense_hessian(loss, parameters)
+    vectors = [torch.randn(2, *p.shape, dtype=torch.float64) for p in parameters]
+    stacked = torch.cat([vector.flatten(1) for vector in vectors], 1)
+
+    def side_by_side(found: list[Tensor]) -> Tensor:
+        return torch.cat([each.flatten(1) for each in found], 1)
+
+    found = side_by_side(products.hvp(lambda: F.cross_entropy(model(x), y), parameters, vectors))
+    assert_near(found, stacked @ hessian, "hvp", 1e-9)
+    assert_near(
+        side_by_side(products.hvp(loss, parameters, vectors)), stacked @ hessian, "hvp of a graph", 1e-9
+    )
+    bare = products.hvp(loss, parameters, [vector[0] for vector in vectors])
+    assert_near(flat(bare), stacked[0] @ hessian, "hvp of one vector", 1e-9)
+    pushed = products.jvp(outputs, parameters, vectors)
+    assert_near(pushed.flatten(1), stacked @ jacobian.T, "jvp", 1e-9)
+    pulled = products.vjp(outputs, parameters, pushed)
+    assert_near(side_by_side(pulled), pushed.flatten(1) @ jacobian, "vjp", 1e-9)
+
+    p = outputs.detach().softmax(1)
+    inner = torch.block_diag(*[(torch.diag(row) - torch.outer(row, row)) / 5 for row in p])
+    ggn = jacobian.T @ inner @ jacobian
+
+    def compute() -> tuple[Tensor, Tensor]:
+        f = model(x)
+        return f, F.cross_entropy(f, y)
+
+    for graph in ((outputs, loss), compute):
+        assert_near(side_by_side(products.ggnvp(graph, parameters, vectors)), stacked @ ggn, "ggnvp", 1e-9)
+
+
+def test_a_fused_kernel_is_named() -> None:
+    problem = BY_NAME["vision-transformer-scaled-dot-product"].problem(3)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        loss = forward(problem)
+    with pytest.raises(PackpropError, match="sdpa_kernel"), packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+    parameters = list(problem.parameters.values())
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        loss = problem.total()
+    with pytest.raises(PackpropError, match="sdpa_kernel"):
+        products.hvp(loss, parameters, [torch.ones_like(p) for p in parameters])
+
+
+def test_parameters_without_curvature_get_zeros() -> None:
+    w, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    found = products.hvp(lambda: w.sum(), [w, unused], [torch.ones(2), torch.ones(3)])
+    assert [each.tolist() for each in found] == [[0, 0], [0, 0, 0]]
+
+
+def test_many_signs_come_near_the_diagonal() -> None:
+    problem = BY_NAME["resnet"].problem(3)
+    draws = 4000
+    source = torch.Generator().manual_seed(0)
+    backward(problem, extensions.DiagHessianMC(draws, source), extensions.DiagHessian())
+    parameters = list(problem.parameters.values())
+    hessian = dense_hessian(problem.total(), parameters)
+    deviation = (hessian.square().sum(1) - hessian.diagonal().square()).sqrt() / draws**0.5
+    error = flat([p.diag_h_mc - p.diag_h for p in parameters]).abs()
+    assert bool((error <= 5 * deviation + 1e-10).all())
+    assert bool((error > 0).any())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_sign_column_is_what_it_says(seed: int) -> None:
+    """With the signs known, the estimate is u * H u to the last digit."""
+    problem = BY_NAME["tied-transpose"].problem(3)
+    backward(problem, extensions.DiagHessianMC(generator=torch.Generator().manual_seed(seed)))
+    source = torch.Generator().manual_seed(seed)
+    parameters = list(problem.parameters.values())
+    leaves = {id(p): 2.0 * torch.randint(0, 2, p.shape, generator=source) - 1 for p in _in_order(problem)}
+    signs = flat([leaves[id(p)].double() for p in parameters])
+    expected = signs * (dense_hessian(problem.total(), parameters) @ signs)
+    assert_near(flat([p.diag_h_mc for p in parameters]), expected, "diag_h_mc")
+
+
+def _in_order(problem: Problem) -> list[Tensor]:
+    """Parameters in the order in which a pass meets them."""
+    return walk([forward(problem)], [None], None).leaves()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.graph import Graph, require_complete, walk
+from packprop.graph import Graph, require_complete, require_differentiable, walk
 from packprop.observe import Observation
 from packprop.samples import settle
 from packprop.tape import drop_stale_recording
@@ -120,6 +120,8 @@ class Backpack(TorchFunctionMode):
             return backward()
         graph = walk(run.roots, run.gradients, run.wanted)
         check_graph(graph)
+        if run.create_graph:
+            require_differentiable(graph)
         attach = _Attach(graph, self._hook)
         observation = Observation(graph, self.extensions, run.create_graph, attach)
         if self._debug:

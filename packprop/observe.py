@@ -117,7 +117,7 @@ class Observation:
                     found.release()
 
             with opened((found.use.source for found in self.graph.found), self.create_graph):
-                watch = Watch(self.graph.found, visit)
+                watch = Watch(self.graph.found, visit, accumulate=True)
                 complete = False
                 try:
                     backward()

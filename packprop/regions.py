@@ -455,8 +455,9 @@ def opened(sources: Iterable[Source | None], attached: bool, inputs: bool = True
 
     What checkpoints have computed again and nobody has asked for is dropped in any case.
     """
+    given = [source for source in sources if source is not None]
     places: dict[Region, list[Place]] = {}
-    for source in sources:
+    for source in given:
         if isinstance(source, Place):
             places.setdefault(source.region, []).append(source)
     for region, wanted in places.items():
@@ -464,5 +465,7 @@ def opened(sources: Iterable[Source | None], attached: bool, inputs: bool = True
     try:
         yield
     finally:
+        for source in given:
+            source.taken()
         for region in places:
             region.close()

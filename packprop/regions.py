@@ -303,8 +303,18 @@ class Region:
         original = self._original = frame.recompute_fn
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with Replay(self):
-                return original(*args, **kwargs)
+            try:
+                with Replay(self):
+                    return original(*args, **kwargs)
+            except RuntimeError as error:
+                if "backward an extra time" not in str(error):
+                    raise
+                raise PackpropError(
+                    "A quantity beyond the gradient was asked for.",
+                    "a part of the model inside torch.utils.checkpoint, with contexts of its own",
+                    "selective checkpointing gives what it has kept to one pass alone, and this takes several",
+                    "checkpoint without context_fn",
+                ) from error
 
         frame.recompute_fn = again
 

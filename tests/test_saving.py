@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import packprop
-from benchmarks.checkpointing import EXTENSIONS, Size, training_step
+from benchmarks.checkpointing import EXTENSIONS, Size, Step
 from packprop import extensions, observe
 from packprop.errors import PackpropError
 from packprop.tape import USE, marks_of
@@ -185,10 +185,10 @@ def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
     # bites as small beside this network as the default ones beside a large one
     monkeypatch.setattr(observe, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
-    base, mine = training_step(way, None, SMALL)(), training_step(way, extension, SMALL)()
+    base, mine = Step(way, None, SMALL).bytes(), Step(way, extension, SMALL).bytes()
     assert mine.peak < 1.1 * (base.peak + mine.results)
     assert mine.kept < 1.01 * base.kept
-    held = training_step("plain", None, SMALL)()
+    held = Step("plain", None, SMALL).bytes()
     assert held.kept > 1.1 * base.peak  # so that the bound tells
 
 
@@ -428,6 +428,32 @@ def test_values_are_differentiable(way: str) -> None:
         assert any(bool(value.abs().max() > 0) for value in values), attribute
         for mine, other in zip(found[attribute], values, strict=True):
             assert torch.allclose(mine, other, rtol=1e-9, atol=1e-12), attribute
+
+
+def test_a_loss_inside_a_checkpoint() -> None:
+    def go(wrap: Callable[..., Any]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, y = packprop.extend(nn.Linear(5, 3).double()), torch.tensor([0, 1, 2, 0])
+        with packprop.record():
+            out = model(torch.randn(4, 5, dtype=torch.float64))
+            loss = wrap(lambda f: 2.0 * F.cross_entropy(torch.tanh(f), y), out)
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(WAYS["checkpoint"]), go(plain))
+
+
+def test_selective_checkpointing_is_refused() -> None:
+    """PyTorch allows one pass through it, and finding the samples takes two more."""
+    contexts = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts
+    saved = partial(contexts, [torch.ops.aten.addmm.default])
+    torch.manual_seed(0)
+    model = Net(partial(checkpoint, use_reentrant=False, context_fn=saved)).eval()
+    packprop.extend(model)
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(PackpropError, match="selective"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
 
 
 # Reentrant checkpoints: what cannot be is refused

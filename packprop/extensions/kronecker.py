@@ -33,7 +33,8 @@ class KFAC(Sampled):
     """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
     The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016).
-    See NOTE [Kronecker factors] for conventions and scales.
+    See NOTE [Kronecker factors] for conventions and scales. Both factors are added up in at least float32 and
+    rounded to the parameter's precision once.
 
     Args:
         mc_samples: Draws for each sample of the batch.

@@ -153,6 +153,7 @@ class Host:
             source = Hosted(self, len(self.found))
             bare = Use(use.name, without_inputs(use.entries or (), source), [], use.shapes, use.forward, source)
             self.found.append(Found(bare, host=self))
+        graph.forget()
         return self.found
 
     def again(self) -> tuple[Rerun, Graph]:
@@ -195,6 +196,7 @@ class Hosted:
             for own, found in zip(self.host.found, graph.found, strict=True):
                 assert isinstance(own.use.source, Hosted)
                 own.use.source.live = found.entries()
+            graph.forget()
         assert self.live is not None
         return self.live
 
@@ -304,8 +306,14 @@ class Graph:
         for record in self._records():
             record.held = True
 
+    def forget(self) -> None:
+        """Nothing more will be asked of reentrant checkpoints: what refers to itself is taken apart."""
+        for host in self.hosts:
+            host.found = []
+
     def let_go(self, keep: bool) -> None:
         """End of the pass: drop what uses saved unless the graph is retained."""
+        self.forget()
         for record in self._records():
             record.held = False
             if not keep:

@@ -100,6 +100,7 @@ class Watch:
         else:
             edges = [get_gradient_edge(value) for value in outputs]
             gradients = sweep(edges, seeds, graph.found, visit, inputs=self._inputs, leaves=leaves)
+        graph.forget()
         found = dict(zip(map(id, leaves), gradients, strict=True))
         return rerun.gradients(found)
 

@@ -20,7 +20,7 @@ import packprop
 from benchmarks.checkpointing import EXTENSIONS, Size, Step
 from packprop import extensions, observe
 from packprop.errors import PackpropError
-from packprop.tape import USE, marks_of
+from packprop.tape import USE, Use, marks_of
 from tests.running import ROWS, Row, as_tensors, generator
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
@@ -551,3 +551,27 @@ def test_the_node_gets_its_own_backward_pass_back() -> None:
     model.zero_grad()
     loss.backward()
     assert_equal({n: p.grad for n, p in model.named_parameters()}, found)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "nested", "reentrant", "reentrant twice", "save_on_cpu"])
+def test_a_training_loop_does_not_grow(way: str) -> None:
+    """Without garbage collection: nothing of a pass refers to itself."""
+
+    def living() -> int:
+        return sum(isinstance(obj, (Tensor, Use)) for obj in gc.get_objects())
+
+    torch.manual_seed(0)
+    model, loss = packprop.extend(Net(WAYS[way])), packprop.extend(nn.CrossEntropyLoss())
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for step in range(8):
+            value = loss(model(torch.randn(4, 6)), torch.randint(3, (4,)))
+            with packprop.backpack(*(row() for row in ROWS)):
+                value.backward()
+            if step in (3, 7):
+                counts.append(living())
+        assert counts[0] == counts[1]
+    finally:
+        gc.enable()

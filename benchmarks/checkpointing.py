@@ -90,44 +90,55 @@ class Bytes:
     results: int
 
 
-def training_step(way: str, extension: str | None, size: Size) -> Callable[[], Bytes]:
-    """One step; without an extension the model is not extended either."""
-    torch.manual_seed(0)
-    model, loss = Deep(WAYS[way], size), nn.CrossEntropyLoss()
-    asked = [] if extension is None else [getattr(extensions, extension)()]
-    if asked:
-        packprop.extend(model)
-        packprop.extend(loss)
-    x, y = torch.randn(size.samples, 16), torch.randint(4, (size.samples,))
+@dataclass(frozen=True)
+class Step:
+    """A training step; without an extension the model is not extended either."""
 
-    def step() -> Bytes:
-        for parameter in model.parameters():
-            parameter.grad = None
+    way: str
+    extension: str | None
+    size: Size
+
+    def prepared(self) -> tuple[nn.Module, Callable[[], Tensor], list[Any]]:
+        """Model, forward pass and extensions."""
+        torch.manual_seed(0)
+        model, loss = Deep(WAYS[self.way], self.size), nn.CrossEntropyLoss()
+        asked = [] if self.extension is None else [getattr(extensions, self.extension)()]
+        if asked:
+            packprop.extend(model)
+            packprop.extend(loss)
+        x, y = torch.randn(self.size.samples, 16), torch.randint(4, (self.size.samples,))
+        return model, lambda: loss(model(x), y), asked
+
+    def bytes(self) -> Bytes:
+        """What one step takes."""
+        model, forward, asked = self.prepared()
         gc.collect()
         with TensorBytes() as counted:
-            value = loss(model(x), y)
+            value = forward()
             kept = counted.now
-            if asked:
-                with packprop.backpack(*asked):
-                    value.backward()
-            else:
-                value.backward()
+            _backward(value, asked)
             del value
         found = [getattr(p, e.savefield) for p in model.parameters() for e in asked]
         return Bytes(counted.peak, kept, counted.now, size_of(found))
 
-    return step
+    def seconds(self, rounds: int) -> float:
+        """Median time of one step, after one to warm up."""
+        model, forward, asked = self.prepared()
+        taken = []
+        for _ in range(rounds + 1):
+            model.zero_grad()
+            start = time.perf_counter()
+            _backward(forward(), asked)
+            taken.append(time.perf_counter() - start)
+        return median(taken[1:])
 
 
-def seconds(step: Callable[[], Any], rounds: int) -> float:
-    """Median time of a step."""
-    step()
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+def _backward(value: Tensor, asked: list[Any]) -> None:
+    if not asked:
+        value.backward()
+        return
+    with packprop.backpack(*asked):
+        value.backward()
 
 
 def main() -> None:
@@ -142,13 +153,12 @@ def main() -> None:
     size = Size()
     rows: list[dict[str, Any]] = []
     for way in WAYS:
-        base = training_step(way, None, size)()
-        time_of_base = seconds(training_step(way, None, size), options.rounds)
+        base, time_of_base = Step(way, None, size).bytes(), Step(way, None, size).seconds(options.rounds)
         rows.append({"way": way, "extension": None, "bytes": asdict(base), "seconds": time_of_base})
         print(f"{way}: peak {base.peak / MIB:.1f} MiB, {time_of_base:.3f} s")
         for extension in EXTENSIONS:
-            step = training_step(way, extension, size)
-            mine, taken = step(), seconds(step, options.rounds)
+            step = Step(way, extension, size)
+            mine, taken = step.bytes(), step.seconds(options.rounds)
             ratio = mine.peak / (base.peak + mine.results)
             rows.append(
                 {
@@ -161,7 +171,11 @@ def main() -> None:
                 }
             )
             print(f"  {extension:15} {mine.peak / MIB:6.1f} MiB, {ratio:.3f} of plain + results; {taken:.3f} s")
-    answer = {"environment": environment(), "size": asdict(size), "rows": rows}
+    answer = {
+        "environment": environment(options.threads, options.rounds, 1),
+        "size": asdict(size),
+        "rows": rows,
+    }
     path = ROOT / "benchmarks" / "results" / "checkpointing.json"
     path.write_text(json.dumps(answer, indent=1) + "\n")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph import Graph, walk
+from packprop.graph import Graph, require_differentiable, walk
 from packprop.memory import is_dry
 from packprop.observe import Bites, Observation, default_bites
 from packprop.plan import Plan, bites_again, budget_of
@@ -128,6 +128,8 @@ class Backpack(TorchFunctionMode):
             return backward()
         graph = walk(run.roots, run.gradients, run.wanted)
         check_graph(graph)
+        if run.create_graph:
+            require_differentiable(graph)
         attach = _Attach(graph, self._hook)
         observation = Observation(graph, self.extensions, run.create_graph, attach, self._bites(graph))
         if self._debug:

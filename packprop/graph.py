@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
-from packprop.regions import differs
+from packprop.reentrant import Rerun, is_reentrant, refused, run_again
+from packprop.regions import differs, without_inputs
 from packprop.structures import Dense, Structure, rows, with_squares
 from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
@@ -86,6 +87,7 @@ class Found:
         sites: Leaves that enter it.
         first: Whether no other use lies upstream.
         layouts: Where its outputs hold the samples; set when samples are settled.
+        host: The reentrant checkpoint that it is in; it has no nodes then.
     """
 
     use: Use
@@ -93,10 +95,22 @@ class Found:
     sites: list[Site] = field(default_factory=list)
     first: bool = False
     layouts: list[Layout] = field(default_factory=list)
+    host: Host | None = None
+
+    @property
+    def anchors(self) -> list[Node]:
+        """Nodes of the graph that it stands at: its own, or that of the checkpoint that it is in."""
+        own = [node for node, _ in self.nodes.values()]
+        return own if self.host is None else [self.host.node]
 
     def is_ready(self) -> bool:
         """Whether the inputs are at hand."""
         return self.use.source is None or self.use.source.ready() is not None
+
+    def entries(self) -> list[Entry]:
+        """Entries with their inputs."""
+        source = self.use.source
+        return list(self.use.entries or ()) if source is None else source.fetch()
 
     def take(self) -> list[Site]:
         """The sites with their inputs, which nobody else holds from now on if the use does not."""
@@ -112,6 +126,96 @@ class Found:
         if self.use.source is not None:
             self.use.source.release()
             self.use.drop()
+
+
+@dataclass(eq=False)
+class Host:
+    """A reentrant checkpoint on the way, and the uses in it; see NOTE [Reentrant checkpoints].
+
+    Args:
+        node: The checkpoint's node.
+        wanted: As for ``walk``.
+        found: The uses in it that lead to the roots.
+        reached: The numbers of its outputs that lead to the roots.
+    """
+
+    node: Any
+    wanted: Sequence[Tensor] | None
+    found: list[Found] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
+
+    def look(self, reached: set[int]) -> list[Found]:
+        """The uses in it, without their inputs."""
+        self.reached = reached
+        rerun, graph = self.again()
+        if graph.losses:
+            raise refused("a loss in it is hidden from this pass")
+        if graph.missing:
+            leaf, consumer = graph.missing[0]
+            raise refused(
+                f"{consumer.name()} in it consumes a parameter of shape {list(leaf.shape)} out of sight"
+            )
+        given = {id(value) for value in rerun.inputs}
+        if any(id(site.leaf) in given for found in graph.found for site in found.sites):
+            raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
+        for found in graph.found:
+            use = found.use
+            source = Hosted(self, len(self.found))
+            bare = Use(use.name, without_inputs(use.entries or (), source), [], use.shapes, use.forward, source)
+            self.found.append(Found(bare, host=self))
+        graph.forget()
+        return self.found
+
+    def again(self) -> tuple[Rerun, Graph]:
+        """Run the checkpoint's function again, and walk the graph that this makes."""
+        rerun = run_again(self.node)
+        roots = [
+            value
+            for number, value in enumerate(rerun.outputs)
+            if value is not None and value.requires_grad and number in self.reached
+        ]
+        graph = walk(roots, [None] * len(roots), self.wanted)
+        if self.found and [(f.use.name, f.use.shapes) for f in self.found] != [
+            (f.use.name, f.use.shapes) for f in graph.found
+        ]:
+            raise differs("a layer", "it called other functions")
+        return rerun, graph
+
+
+@dataclass(eq=False)
+class Hosted:
+    """Where a use in a reentrant checkpoint finds its inputs.
+
+    Args:
+        host: The checkpoint.
+        number: Of the use in it.
+    """
+
+    host: Host
+    number: int
+    live: list[Entry] | None = None
+
+    def ready(self) -> list[Entry] | None:
+        """Entries, while the checkpoint's own graph is there."""
+        return self.live
+
+    def fetch(self) -> list[Entry]:
+        """Entries, for which the checkpoint's function is run again if need be."""
+        if self.live is None:
+            _, graph = self.host.again()
+            for own, found in zip(self.host.found, graph.found, strict=True):
+                assert isinstance(own.use.source, Hosted)
+                own.use.source.live = found.entries()
+            graph.forget()
+        assert self.live is not None
+        return self.live
+
+    def taken(self) -> None:
+        """The entries are in other hands."""
+        self.live = None
+
+    def release(self) -> None:
+        """Nothing is kept from one pass to the next."""
 
 
 @dataclass(eq=False)
@@ -137,6 +241,7 @@ class Graph:
         unlosed: Names of uses that a path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, and the nodes that consume them.
+        hosts: Reentrant checkpoints on the way.
         kept: Whether there may be another pass through the same graph.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are settled.
@@ -151,6 +256,7 @@ class Graph:
     unlosed: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
+    hosts: list[Host] = field(default_factory=list)
     kept: bool = True
     signature: int = 0
     samples: int = 0
@@ -238,8 +344,14 @@ class Graph:
         for record in self._records():
             record.held = True
 
+    def forget(self) -> None:
+        """Nothing more will be asked of reentrant checkpoints: what refers to itself is taken apart."""
+        for host in self.hosts:
+            host.found = []
+
     def let_go(self, keep: bool) -> None:
         """End of the pass: drop what uses saved unless the graph is retained."""
+        self.forget()
         for record in self._records():
             record.held = False
             if not keep:
@@ -268,6 +380,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
     names: list[str] = []
+    places: list[int] = []
     found: dict[Use, Found] = {}
     stepped: dict[Node, list[Node]] = {}
     order: list[Node] = []
@@ -286,8 +399,9 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
         if OUTPUT in marks:
             forward, output, shape = marks[OUTPUT]
             graph.outputs.append((GradientEdge(node, output), forward, shape))
-        if name == "CheckpointFunctionBackward":
-            _refuse_checkpoint()
+        if is_reentrant(node):
+            graph.hosts.append(Host(node, wanted))
+            places.append(len(found))
         if MIXES in marks:
             graph.mixers.append(marks[MIXES])
         if USE not in marks:
@@ -295,13 +409,15 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
                 leaf = getattr(upstream, "variable", None)
                 if leaf is not None:
                     consumed.append((leaf, node))
+    found = _look_inside(graph, found, places, stepped)
+    names += [f.use.name for host in graph.hosts for f in host.found]
     graph.found = list(found.values())
     _require_alive(graph)
     _find_sites(graph, wanted)
     _find_missing(graph, consumed, wanted)
     above = _above_losses(graph, starts, stepped)
     _adopt_missing(graph, above, found)
-    graph.unlosed = [graph.label(f) for f in graph.found if any(node in above for node, _ in f.nodes.values())]
+    graph.unlosed = [graph.label(f) for f in graph.found if any(node in above for node in f.anchors)]
     _find_first(order, stepped, found)
     _find_after_loss(graph, order, stepped)
     shapes = tuple((f.use.name, tuple(f.use.shapes)) for f in graph.found)
@@ -309,6 +425,29 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     sizes = tuple(size for forward in graph.forwards for size in forward.sizes)
     graph.signature = hash((tuple(names), shapes, kinds, sizes, bool(graph.unlosed)))
     return graph
+
+
+def _look_inside(
+    graph: Graph, found: dict[Use, Found], places: list[int], stepped: dict[Node, list[Node]]
+) -> dict[Use, Found]:
+    """The same uses, with those of reentrant checkpoints in their places among them."""
+    if not graph.hosts:
+        return found
+    reached: dict[Node, set[int]] = {host.node: set() for host in graph.hosts}
+    edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
+    for node in stepped:
+        marks = marks_of(node).get(USE)
+        if marks is None:
+            edges += [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
+        else:
+            edges += [edge for use, _, _ in marks for edge in use.edges]
+    for node, output, *_ in edges:
+        if node in reached:
+            reached[node].add(output)
+    items = list(found.items())
+    for host, place in reversed(list(zip(graph.hosts, places, strict=True))):
+        items[place:place] = [(inside.use, inside) for inside in host.look(reached[host.node])]
+    return dict(items)
 
 
 def _depth_first(
@@ -381,11 +520,11 @@ def _require_alive(graph: Graph) -> None:
 def _find_first(order: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]) -> None:
     """A use is first if no other one lies upstream; upstream nodes come earlier in ``order``."""
     below: dict[Node, bool] = {}
-    uses: dict[Node, bool] = {node: True for f in found.values() for node, _ in f.nodes.values()}
+    uses: dict[Node, bool] = {node: True for f in found.values() for node in f.anchors}
     for node in order:
         below[node] = any(below.get(up, False) or up in uses for up in stepped[node])
     for f in found.values():
-        f.first = not any(below[node] for node, _ in f.nodes.values())
+        f.first = f.host is None and not any(below[node] for node in f.anchors)
 
 
 def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
@@ -396,7 +535,7 @@ def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[N
         if any(up in losses or up in after for up in stepped[node]):
             after.add(node)
     for found in list(graph.found):
-        nodes = [node for node, _ in found.nodes.values() if node in after]
+        nodes = [node for node in found.anchors if node in after]
         if nodes:
             graph.found.remove(found)
             graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
@@ -525,13 +664,12 @@ def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:
     return meet
 
 
-def _refuse_checkpoint() -> None:
-    raise PackpropError(
-        "A quantity beyond the gradient was asked for.",
-        "a part of the model inside torch.utils.checkpoint",
-        "reentrant checkpointing hides the layers inside from this pass",
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-    )
+def require_differentiable(graph: Graph) -> None:
+    """Raise if what the pass goes through cannot be differentiated twice."""
+    if graph.hosts:
+        raise refused(
+            "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
+        )
 
 
 def require_complete(graph: Graph) -> None:

@@ -115,9 +115,11 @@ class Partial:
 
     def put(self, value: Any, columns: Extent, samples: Extent) -> None:
         """Merge the value of some columns and samples."""
-        grows = self._over_v.grows or self._over_n.grows
-        if grows and not (columns.whole and samples.whole):
-            place = self._place(value, columns, samples)
+        axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
+        grown = [(axis, extent) for axis, extent in axes if axis is not None]
+        fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
+        if grown and fits and not (columns.whole and samples.whole):
+            place = self._place(value, grown)
             place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
             return
         self._of_column.add(lift(self._over_n, value))
@@ -136,11 +138,8 @@ class Partial:
         flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
         return [item for item in flat if isinstance(item, Tensor)]
 
-    def _place(self, value: Tensor, columns: Extent, samples: Extent) -> Tensor:
+    def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
         """Where in the whole result a value belongs."""
-        grown = [
-            (m.axis, e) for m, e in ((self._over_v, columns), (self._over_n, samples)) if m.axis is not None
-        ]
         if self._filled is None:
             shape = [*value.shape]
             for axis, extent in grown:

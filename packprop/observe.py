@@ -249,7 +249,7 @@ class Observation:
                 found.release()
 
         with opened((found.use.source for found in self.graph.found), self.create_graph):
-            watch = Watch(self.graph.found, visit)
+            watch = Watch(self.graph.found, visit, accumulate=True)
             complete = False
             try:
                 backward(others if summing else None)
@@ -270,7 +270,7 @@ class Observation:
         is restricted to the other leaves, and these are given theirs at the end, through their own nodes, so
         that hooks on them run.
         """
-        if self.create_graph:
+        if self.create_graph or self.graph.hosts:  # a reentrant checkpoint refuses a restricted pass
             return [], []
         statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
         graph = self.graph

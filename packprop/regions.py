@@ -153,13 +153,20 @@ class Recipe:
 def without_inputs(entries: Iterable[Entry], source: Source) -> list[Entry]:
     """The same entries, which fetch their inputs each time that they meet a signal."""
 
-    def meeting(number: int) -> Callable[..., Any]:
+    def meeting(number: int, name: str) -> Callable[..., Any]:
         def meet(signals: Signals, where: Any, samples: Samples) -> Any:
-            return source.fetch()[number].meet(signals, where, samples)
+            return getattr(source.fetch()[number], name)(signals, where, samples)
 
         return meet
 
-    return [replace(entry, meet=meeting(number)) for number, entry in enumerate(entries)]
+    return [
+        replace(
+            entry,
+            meet=meeting(number, "meet"),
+            squares=None if entry.squares is None else meeting(number, "squares"),
+        )
+        for number, entry in enumerate(entries)
+    ]
 
 
 class _Save(torch.autograd.Function):
@@ -303,8 +310,18 @@ class Region:
         original = self._original = frame.recompute_fn
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with Replay(self):
-                return original(*args, **kwargs)
+            try:
+                with Replay(self):
+                    return original(*args, **kwargs)
+            except RuntimeError as error:
+                if "backward an extra time" not in str(error):
+                    raise
+                raise PackpropError(
+                    "A quantity beyond the gradient was asked for.",
+                    "a part of the model inside torch.utils.checkpoint, with contexts of its own",
+                    "selective checkpointing gives what it has kept to one pass alone, and this takes several",
+                    "checkpoint without context_fn",
+                ) from error
 
         frame.recompute_fn = again
 
@@ -455,8 +472,9 @@ def opened(sources: Iterable[Source | None], attached: bool, inputs: bool = True
 
     What checkpoints have computed again and nobody has asked for is dropped in any case.
     """
+    given = [source for source in sources if source is not None]
     places: dict[Region, list[Place]] = {}
-    for source in sources:
+    for source in given:
         if isinstance(source, Place):
             places.setdefault(source.region, []).append(source)
     for region, wanted in places.items():
@@ -464,5 +482,7 @@ def opened(sources: Iterable[Source | None], attached: bool, inputs: bool = True
     try:
         yield
     finally:
+        for source in given:
+            source.taken()
         for region in places:
             region.close()

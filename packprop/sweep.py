@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from packprop.graph import Found
+from packprop.graph import Found, Host, Hosted
 from packprop.regions import opened
 
 Visit = Callable[[Found, list[Tensor | None]], None]
+
+
+def hosts_of(found: Sequence[Found]) -> list[Host]:
+    """Reentrant checkpoints that uses are in, each once."""
+    return list({id(f.host): f.host for f in found if f.host is not None}.values())
 
 
 class Watch:
@@ -22,10 +28,13 @@ class Watch:
         found: Uses to watch.
         visit: Called with a use and the signals at its outputs ``[1, *y]``, as soon as all have arrived.
         inputs: Whether a visit needs the inputs of the use: it waits for those that are computed again.
+        accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
     """
 
-    def __init__(self, found: Sequence[Found], visit: Visit, inputs: bool = True) -> None:
-        self._visit, self._inputs = visit, inputs
+    def __init__(
+        self, found: Sequence[Found], visit: Visit, inputs: bool = True, accumulate: bool = False
+    ) -> None:
+        self._visit, self._inputs, self._accumulate = visit, inputs, accumulate
         self._late: dict[Found, list[Tensor | None]] = {}
         self._pending: dict[Found, list[Tensor | None]] = {}
         self._waiting: dict[Found, int] = {}
@@ -35,6 +44,9 @@ class Watch:
             for f in found
             for index, (node, output) in f.nodes.items()
         ]
+        self._hosts = hosts_of(found)
+        for host in self._hosts:  # what the engine calls, for this node alone and as long as the watch lasts
+            host.node.apply = functools.partial(self._inside, host)
         if inputs:  # the node's own function may be what has the inputs computed again
             self._handles += [
                 node.register_hook(lambda *_: self._catch_up())
@@ -52,6 +64,45 @@ class Watch:
             self.arrived(found, index, None if signal is None else signal.unsqueeze(0))
 
         return arrived
+
+    def _inside(self, host: Host, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What a reentrant checkpoint's node does instead of its own backward pass."""
+        rerun, graph = host.again()
+        own = dict(zip(graph.found, host.found, strict=True))
+
+        def visit(found: Found, signals: list[Tensor | None]) -> None:
+            use = own[found].use
+            if self._inputs:
+                assert isinstance(use.source, Hosted)
+                use.source.live = found.entries()
+            self._call(own[found], signals)
+
+        pairs = [
+            (value, gradient)
+            for number, (value, gradient) in enumerate(zip(rerun.outputs, arriving, strict=True))
+            if value is not None and value.requires_grad and gradient is not None
+            if self._accumulate or number in host.reached
+        ]
+        outputs, seeds = [value for value, _ in pairs], [gradient for _, gradient in pairs]
+        leaves = [value for value in rerun.inputs if isinstance(value, Tensor) and value.requires_grad]
+        gradients: Sequence[Tensor | None]
+        if self._accumulate:
+            graph.hold(False)
+            with opened((found.use.source for found in graph.found), False):
+                watch = Watch(graph.found, visit, self._inputs, accumulate=True)
+                complete = False
+                try:
+                    torch.autograd.backward(outputs, seeds)
+                    complete = True
+                finally:
+                    watch.close(complete)
+            gradients = [leaf.grad for leaf in leaves]
+        else:
+            edges = [get_gradient_edge(value) for value in outputs]
+            gradients = sweep(edges, seeds, graph.found, visit, inputs=self._inputs, leaves=leaves)
+        graph.forget()
+        found = dict(zip(map(id, leaves), gradients, strict=True))
+        return rerun.gradients(found)
 
     def arrived(self, found: Found, index: int, signal: Tensor | None) -> None:
         """Note one signal ``[v, *y]``; visit the use if it was the last."""
@@ -89,6 +140,8 @@ class Watch:
         """Remove the hooks; visit uses of which some outputs were not reached."""
         for handle in self._handles:
             handle.remove()
+        for host in self._hosts:
+            host.node.__dict__.pop("apply", None)
         if complete:
             for found in list(self._pending):
                 self._finish(found)
@@ -105,7 +158,8 @@ def sweep(
     batched: bool = False,
     create_graph: bool = False,
     inputs: bool = True,
-) -> None:
+    leaves: Sequence[Tensor] = (),
+) -> Sequence[Tensor | None]:
     """Pull one seed (or many) back from ``outputs`` to every use in ``found`` that it reaches.
 
     Args:
@@ -116,9 +170,10 @@ def sweep(
         batched: Pull all columns back in one vectorised pass, which holds all signals at once.
         create_graph: Whether the signals shall be differentiable.
         inputs: Whether visits need the inputs of uses.
+        leaves: Tensors whose gradients are returned.
     """
     with opened((f.use.source for f in found), create_graph, inputs):
-        _sweep(outputs, seeds, found, visit, batched, create_graph, inputs)
+        return _sweep(outputs, seeds, found, visit, batched, create_graph, inputs, leaves)
 
 
 def _sweep(
@@ -129,7 +184,8 @@ def _sweep(
     batched: bool,
     create_graph: bool,
     inputs: bool,
-) -> None:
+    leaves: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
     watched = [] if batched else [f for f in found if not f.first]
     ends = [
         (f, index, GradientEdge(node, output))
@@ -137,14 +193,25 @@ def _sweep(
         if batched or f.first
         for index, (node, output) in f.nodes.items()
     ]
+    # a node is run only if something upstream of it is asked for
+    upstream = [
+        next(GradientEdge(node, output) for node, output in host.node.next_functions if node is not None)
+        for host in hosts_of(found)
+    ]
     watch = Watch(watched, visit, inputs)
+    gradients: Sequence[Tensor | None] = ()
     complete = False
     try:
         signals = pull_columns(
-            outputs, [edge for _, _, edge in ends], seeds, batched=batched, create_graph=create_graph
+            outputs,
+            [*(edge for _, _, edge in ends), *upstream, *map(get_gradient_edge, leaves)],
+            seeds,
+            batched=batched,
+            create_graph=create_graph,
         )
         with torch.set_grad_enabled(create_graph):
-            for (f, index, _), signal in zip(ends, signals, strict=True):
+            gradients = signals[len(ends) + len(upstream) :]
+            for (f, index, _), signal in zip(ends, signals[: len(ends)], strict=True):
                 if signal is not None and not batched:
                     signal = signal.unsqueeze(0)
                 watch.arrived(f, index, signal)
@@ -152,6 +219,7 @@ def _sweep(
     finally:
         with torch.set_grad_enabled(create_graph):
             watch.close(complete)
+    return gradients
 
 
 def pull_columns(

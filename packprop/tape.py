@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
         region = None if hooks is None else region_under(hooks)
         if region is not None and is_counted(func, (args, kwargs)):
             region.calls += 1
-        if _local.disabled:
+        if _local.disabled or _local.recorder is not self:
             return func(*args, **kwargs)
         if isinstance(func, MethodWrapperType):  # an attribute: shape, device, T, data, ...
             out = func(*args, **kwargs)
@@ -571,6 +571,21 @@ def record(*inputs: Any) -> Iterator[None]:
         yield
     finally:
         _stop(recorder)
+
+
+@contextlib.contextmanager
+def recording(inputs: list[Tensor]) -> Iterator[None]:
+    """Record a part of the forward pass that is run again, by itself, whatever else is being recorded."""
+    before, disabled = _local.recorder, _local.disabled
+    recorder = Recorder(None, None)
+    recorder.feed(inputs)
+    recorder.depth = 1  # modules in it are none that recording begins at
+    _local.recorder, _local.disabled = recorder, False
+    try:
+        with recorder:
+            yield
+    finally:
+        _local.recorder, _local.disabled = before, disabled
 
 
 @contextlib.contextmanager

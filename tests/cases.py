@@ -1058,7 +1058,6 @@ def _modules() -> Iterator[Case]:
             classes((3,), 3),
             output=lambda model, x: model.plain(x),
             total=lambda model, loss, x, y: loss(model(x), y),
-            refuses=("use_reentrant=False",) if reentrant else (),
         )
     yield Case("resnet", ResNet, nn.CrossEntropyLoss, classes((1, 4, 4), 3), tags=_SMOKE)
     for name, attention in (

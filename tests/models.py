@@ -357,7 +357,7 @@ class Checkpointed(nn.Module):
         return self.last(torch.tanh(x))
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same without recomputation: reentrant checkpoints refuse `torch.autograd.grad`."""
+        """The same without recomputation: PyTorch's reentrant checkpoints refuse `torch.autograd.grad`."""
         return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
 
 

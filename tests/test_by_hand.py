@@ -113,9 +113,8 @@ def measured(row: Row, hook: Any = None, frozen: int = 0) -> tuple[int, int]:
         layer.requires_grad_(False)
     x, y = torch.randn(32, 64), torch.randint(64, (32,))
     loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
-    options = (
-        {"mc_samples": 1} if row.sampled else {}
-    )  # results of several draws are there for all layers at once
+    # Several draws are swept one after the other: results of all layers would wait for the last.
+    options = {"mc_samples": 1} if row.sampled else {}
     with TensorBytes() as counted, packprop.backpack(row(generator(), **options), extension_hook=hook):
         loss.backward()
     values = [getattr(p, row.attribute, None) for p in model.parameters()]

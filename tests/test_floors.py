@@ -22,7 +22,7 @@ FLOORS = (
     ("structures", "statistics", "patches", "kernels", "kronecker"),
     ("uses", "rules", "recurrent", "losses"),
     (
-        *("regions", "tape", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
+        *("regions", "tape", "reentrant", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
         *("nodes", "hessian", "recursion", "products"),
     ),
     ("extensions/*",),
@@ -38,6 +38,7 @@ FLOORS = (
 AUTOGRAD = {
     "regions": "gets at what hooks on saved tensors have moved or a checkpoint computes again",
     "tape": "records uses on the nodes of the graph and finds them again",
+    "reentrant": "runs the function of a reentrant checkpoint again, as its node does",
     "seeds": "feeds columns in at the node of the loss",
     "sweep": "pulls the columns back to the uses",
     "graph": "walks the graph from the loss",

@@ -169,6 +169,11 @@ def test_sums_over_draws_are_accumulated_in_single_precision(dtype: torch.dtype)
     torch.testing.assert_close(0.25 * b.double()[0, 0], squares.sum((0, 1)).mean(), **near)
 
 
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_extension_says_what_it_adds_up_in(row: Row) -> None:
+    assert "in at least float32" in " ".join((row.make.__doc__ or "").split())
+
+
 # A gradient scaler
 
 
@@ -185,6 +190,7 @@ DEGREES = {
     "diag_ggn_mc_batch": [1.0],
     "sqrt_ggn_mc": [0.5],
     "kfac": [1.0, 0.0],
+    "kflr": [1.0, 0.0],
 }
 
 

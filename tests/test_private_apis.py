@@ -375,3 +375,25 @@ def test_a_checkpoint_is_known_by_its_hooks_the_first_time_and_again() -> None:
     assert [(known, again) for known, _, again in seen] == [(True, False), (True, True)]
     assert seen[1][1] is frame
     assert all(len(tensors) == 0 for tensors in frame.recomputed.values())
+
+
+def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
+    """The engine calls ``apply`` of the node itself, which knows what it was made of."""
+    from torch.utils.checkpoint import checkpoint
+
+    from packprop import reentrant
+
+    x = torch.full((2,), 0.5, requires_grad=True)
+    y = checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)
+    node: Any = y.grad_fn
+    assert reentrant.is_reentrant(node)
+    rerun = reentrant.run_again(node)
+    assert rerun.inputs[1] == 3.0
+    assert rerun.outputs[0] is not None
+    assert torch.equal(rerun.outputs[0], y)
+    assert rerun.gradients({id(rerun.inputs[0]): x}) == (None, None, x, None)
+    node.apply = lambda gradient: (None, None, gradient * 7, None)
+    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.full((2,), 7.0))
+    del node.apply
+    y.sum().backward()
+    assert torch.equal(x.grad, y)  # type: ignore[arg-type]

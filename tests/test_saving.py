@@ -17,10 +17,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import packprop
-from benchmarks.checkpointing import EXTENSIONS, Size, training_step
+from benchmarks.checkpointing import EXTENSIONS, Size, Step
 from packprop import extensions, observe
 from packprop.errors import PackpropError
-from packprop.tape import USE, marks_of
+from packprop.tape import USE, Use, marks_of
 from tests.running import ROWS, Row, as_tensors, generator
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
@@ -61,7 +61,34 @@ def checkpointed_offload(function: Callable[..., Any], x: Tensor) -> Any:
     return checkpoint(lambda x: offloaded(function, torch.tanh(x)), x, use_reentrant=False)
 
 
+def reentrant(function: Callable[..., Any], x: Tensor) -> Any:
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def reentrant_twice(function: Callable[..., Any], x: Tensor) -> Any:
+    """One inside the other, and one beside it that shares its parameters."""
+    return reentrant(lambda x: reentrant(function, torch.sin(x)) * 1.5, reentrant(function, x) + 1.0)
+
+
+def reentrant_inside(function: Callable[..., Any], x: Tensor) -> Any:
+    return checkpoint(lambda x: reentrant(function, torch.tanh(x)) + x, x, use_reentrant=False)
+
+
+def reentrant_around(function: Callable[..., Any], x: Tensor) -> Any:
+    return reentrant(lambda x: checkpoint(function, torch.tanh(x), use_reentrant=False) + x, x)
+
+
+def reentrant_under_save_on_cpu(function: Callable[..., Any], x: Tensor) -> Any:
+    with save_on_cpu():
+        return reentrant(function, x)
+
+
 WAYS: dict[str, Wrap] = {
+    "reentrant": reentrant,
+    "reentrant twice": reentrant_twice,
+    "reentrant in checkpoint": reentrant_inside,
+    "checkpoint in reentrant": reentrant_around,
+    "reentrant under save_on_cpu": reentrant_under_save_on_cpu,
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "without early stop": partial(checkpoint, use_reentrant=False, early_stop=False),
     "save_on_cpu": offloaded,
@@ -73,6 +100,9 @@ WAYS: dict[str, Wrap] = {
 }
 # The same function without anything saved elsewhere
 REFERENCE: dict[str, Wrap] = {
+    "reentrant twice": lambda function, x: function(torch.sin(function(x) + 1.0)) * 1.5,
+    "reentrant in checkpoint": lambda function, x: function(torch.tanh(x)) + x,
+    "checkpoint in reentrant": lambda function, x: function(torch.tanh(x)) + x,
     "twice": lambda function, x: function(torch.sin(function(x) + 1.0)) * 1.5,
     "save_on_cpu in checkpoint": lambda function, x: function(torch.tanh(x)),
 }
@@ -141,7 +171,7 @@ def test_numbers_are_the_same(way: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("way", ["checkpoint", "save_on_cpu"])
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
 def test_each_extension_alone(way: str, row: Row) -> None:
     assert_equal(run(WAYS[way], [row]), run(plain, [row]))
 
@@ -149,16 +179,16 @@ def test_each_extension_alone(way: str, row: Row) -> None:
 SMALL = Size(samples=256, width=128, blocks=6, layers=4)
 
 
-@pytest.mark.parametrize("way", ["checkpoint"])
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint"])
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
     # bites as small beside this network as the default ones beside a large one
     monkeypatch.setattr(observe, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
-    base, mine = training_step(way, None, SMALL)(), training_step(way, extension, SMALL)()
+    base, mine = Step(way, None, SMALL).bytes(), Step(way, extension, SMALL).bytes()
     assert mine.peak < 1.1 * (base.peak + mine.results)
     assert mine.kept < 1.01 * base.kept
-    held = training_step("plain", None, SMALL)()
+    held = Step("plain", None, SMALL).bytes()
     assert held.kept > 1.1 * base.peak  # so that the bound tells
 
 
@@ -225,9 +255,10 @@ def test_plain_training_sees_no_difference() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_retained_graphs_and_a_second_pass() -> None:
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
+def test_retained_graphs_and_a_second_pass(way: str) -> None:
     torch.manual_seed(0)
-    model = packprop.extend(Net(WAYS["checkpoint"]).eval())
+    model = packprop.extend(Net(WAYS[way]).eval())
     loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.randint(3, (4,)))
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward(retain_graph=True)
@@ -397,3 +428,150 @@ def test_values_are_differentiable(way: str) -> None:
         assert any(bool(value.abs().max() > 0) for value in values), attribute
         for mine, other in zip(found[attribute], values, strict=True):
             assert torch.allclose(mine, other, rtol=1e-9, atol=1e-12), attribute
+
+
+def test_a_loss_inside_a_checkpoint() -> None:
+    def go(wrap: Callable[..., Any]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, y = packprop.extend(nn.Linear(5, 3).double()), torch.tensor([0, 1, 2, 0])
+        with packprop.record():
+            out = model(torch.randn(4, 5, dtype=torch.float64))
+            loss = wrap(lambda f: 2.0 * F.cross_entropy(torch.tanh(f), y), out)
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(WAYS["checkpoint"]), go(plain))
+
+
+def test_selective_checkpointing_is_refused() -> None:
+    """PyTorch allows one pass through it, and finding the samples takes two more."""
+    contexts = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts
+    saved = partial(contexts, [torch.ops.aten.addmm.default])
+    torch.manual_seed(0)
+    model = Net(partial(checkpoint, use_reentrant=False, context_fn=saved)).eval()
+    packprop.extend(model)
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(PackpropError, match="selective"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+# Reentrant checkpoints: what cannot be is refused
+
+
+def test_an_input_that_is_data() -> None:
+    """The first block of a model, whose input must require a gradient."""
+
+    def go(wrap: Wrap) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Linear(5, 3).double())
+        x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+        with packprop.record(x):
+            out = wrap(lambda x: torch.tanh(model(x)), x)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, torch.tensor([0, 1, 2, 0]))
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward()
+        assert x.grad is not None
+        found = {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+        return found | {"x": x.grad}
+
+    assert_equal(go(WAYS["reentrant"]), go(plain))
+
+
+def test_several_inputs_and_outputs() -> None:
+    """With a tensor that needs no gradient, something that is no tensor, and an output that is not used."""
+
+    class Pair(nn.Module):
+        def __init__(self, wrap: Callable[..., Any]) -> None:
+            super().__init__()
+            self.wrap = wrap
+            self.first, self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def block(self, x: Tensor, power: int, mask: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
+            return torch.tanh(self.a(x)) * mask, power, self.b(x) ** power, self.a(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, power, two, _ = self.wrap(self.block, self.first(x), 2, x[:, :4].abs())
+            return one * power + two
+
+    def go(wrap: Callable[..., Any]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = packprop.extend(Pair(wrap).double())
+        x, y = torch.randn(3, 5, dtype=torch.float64), torch.tensor([0, 3, 1])
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(partial(checkpoint, use_reentrant=True)), go(lambda function, *inputs: function(*inputs)))
+
+
+def refusal(model: nn.Module, x: Tensor, *asked: Any, **options: Any) -> str:
+    loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(x), torch.zeros(len(x)).long())
+    with pytest.raises(PackpropError) as caught, packprop.backpack(*asked):
+        loss.backward(**options)
+    assert "use_reentrant=False" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_differentiating_a_reentrant_checkpoint_twice_is_refused() -> None:
+    model = Net(WAYS["reentrant"])
+    message = refusal(model, torch.randn(3, 6), extensions.Variance(), create_graph=True)
+    assert "create_graph=True" in message
+    assert not any(hasattr(p, "variance") for p in model.parameters())
+
+
+def test_a_parameter_as_an_argument_is_refused() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(5, 4), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(F.linear, self.first(x), self.weight, use_reentrant=True)
+
+    assert "arguments" in refusal(Given(), torch.randn(3, 5), extensions.BatchGrad())
+
+
+def test_a_loss_in_a_reentrant_checkpoint_is_refused() -> None:
+    layer = packprop.extend(nn.Linear(5, 3))
+    x = torch.randn(4, 5, requires_grad=True)
+    with packprop.record(x):
+        loss = checkpoint(lambda x: F.cross_entropy(layer(x), torch.zeros(4).long()), x, use_reentrant=True)
+    with pytest.raises(PackpropError, match="a loss in it"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_the_node_gets_its_own_backward_pass_back() -> None:
+    model = packprop.extend(Net(WAYS["reentrant"]).eval())
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(3, 6)), torch.tensor([0, 1, 2]))
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward(retain_graph=True)
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters()}, found)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "nested", "reentrant", "reentrant twice", "save_on_cpu"])
+def test_a_training_loop_does_not_grow(way: str) -> None:
+    """Without garbage collection: nothing of a pass refers to itself."""
+
+    def living() -> int:
+        return sum(isinstance(obj, (Tensor, Use)) for obj in gc.get_objects())
+
+    torch.manual_seed(0)
+    model, loss = packprop.extend(Net(WAYS[way])), packprop.extend(nn.CrossEntropyLoss())
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for step in range(8):
+            value = loss(model(torch.randn(4, 6)), torch.randint(3, (4,)))
+            with packprop.backpack(*(row() for row in ROWS)):
+                value.backward()
+            if step in (3, 7):
+                counts.append(living())
+        assert counts[0] == counts[1]
+    finally:
+        gc.enable()

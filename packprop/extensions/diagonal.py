@@ -20,6 +20,8 @@ from packprop.types import EXACT, Extension, Row
 class DiagGGNExact(Extension):
     """Diagonal of the GGN, ``diag_ggn_exact``: ``[*p]``.
 
+    Squares are added up over columns and samples in at least float32, and the sum is rounded once.
+
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
     """
@@ -33,6 +35,8 @@ class DiagGGNExact(Extension):
 class BatchDiagGGNExact(Extension):
     """Diagonal of each sample's GGN, ``diag_ggn_exact_batch``: ``[n, *p]``; rows sum to ``diag_ggn_exact``.
 
+    Squares are added up over columns in at least float32, and the sum is rounded once.
+
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
     """
@@ -45,6 +49,8 @@ class BatchDiagGGNExact(Extension):
 @dataclass(frozen=True, eq=False)
 class DiagGGNMC(Sampled):
     """Unbiased Monte Carlo estimate of the GGN's diagonal, ``diag_ggn_mc``: ``[*p]``.
+
+    Squares are added up over columns and samples in at least float32, and the sum is rounded once.
 
     Args:
         mc_samples: Draws for each sample of the batch.
@@ -63,6 +69,8 @@ class DiagGGNMC(Sampled):
 @dataclass(frozen=True, eq=False)
 class BatchDiagGGNMC(Sampled):
     """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
+
+    Squares are added up over columns in at least float32, and the sum is rounded once.
 
     Args:
         mc_samples: Draws for each sample of the batch.

@@ -21,6 +21,8 @@ from packprop.types import GRADIENT, Extension, Row
 class BatchGrad(Extension):
     """Gradient of each sample's loss term, ``grad_batch``: ``[n, *p]``.
 
+    Sums over positions are taken in at least float32; rows are rounded to the parameter's precision once.
+
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
     """
@@ -39,6 +41,8 @@ class BatchGrad(Extension):
 class BatchL2Grad(Extension):
     """Squared L2 norm of each row of ``grad_batch``, ``batch_l2``: ``[n]``.
 
+    Squares are formed and added up in at least float32, and the sum is rounded once.
+
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
     """
@@ -51,6 +55,8 @@ class BatchL2Grad(Extension):
 @dataclass(frozen=True, eq=False)
 class SumGradSquared(Extension):
     """Squares of the entries of ``grad_batch``, summed over samples, ``sum_grad_squared``: ``[*p]``.
+
+    Squares are formed and added up in at least float32, and the sum is rounded once.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -66,7 +72,7 @@ class Variance(Extension):
     """Population variance of the rows of ``grad_batch``, ``variance``: ``[*p]``; never negative.
 
     Mean and squared deviations are merged over samples as by Chan, Golub and LeVeque (1979), so that nothing
-    cancels.
+    cancels, in at least float32; the result is rounded once.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -85,6 +91,8 @@ class Variance(Extension):
 @dataclass(frozen=True, eq=False)
 class BatchDotGrad(Extension):
     """Inner products of the rows of ``grad_batch``, ``batch_dot``: ``[n, n]``.
+
+    Products are formed and added up in at least float32, and the sum is rounded once.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

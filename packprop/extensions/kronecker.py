@@ -61,7 +61,8 @@ class KFAC(Sampled):
     """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
     The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016).
-    See NOTE [Kronecker factors] for conventions and scales.
+    See NOTE [Kronecker factors] for conventions and scales. Both factors are added up in at least float32 and
+    rounded to the parameter's precision once.
 
     Args:
         mc_samples: Draws for each sample of the batch.
@@ -99,7 +100,8 @@ class KFLR(Extension):
     """Kronecker factors of the GGN from every column of its root, ``kflr``: ``[B, A]`` or ``[B]``.
 
     What ``KFAC`` comes to for infinitely many draws, without their noise (Botev et al. 2017). See NOTE
-    [Kronecker factors] for conventions and scales.
+    [Kronecker factors] for conventions and scales. Both factors are added up in at least float32 and rounded
+    once.
 
     Args:
         subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.

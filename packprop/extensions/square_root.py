@@ -15,6 +15,9 @@ from packprop.types import ENTRYWISE, Extension, Row
 class SqrtGGNExact(Extension):
     """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
 
+    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision
+    once.
+
     Args:
         subsampling: Indices of samples; they come in this order, at the scale of the full batch.
     """
@@ -27,6 +30,9 @@ class SqrtGGNExact(Extension):
 @dataclass(frozen=True, eq=False)
 class SqrtGGNMC(Sampled):
     """Root of a Monte Carlo estimate of the GGN block, ``sqrt_ggn_mc``: ``[m, n, *p]``, m draws.
+
+    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision
+    once.
 
     Args:
         mc_samples: Draws for each sample of the batch.

@@ -123,12 +123,20 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
         bad, curves, products = _curves([loss.call.edge.node for loss in graph.losses], masks)
         layouts, without = _layouts(graph, curves)
         bad |= without
+    coupled = (not known_losses or bool(graph.unlosed)) and _couples_samples(graph)
+    if coupled and per_sample:
+        raise PackpropError(
+            "A diagonal of the Hessian of each sample was asked for.",
+            "what was made of the samples' losses",
+            "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
+            "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
+        )
     chosen = Plan(bits=found)
     outputs: dict[tuple[Found, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
         own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
         bits = functools.reduce(int.__or__, (found[f] for f in own))
-        if not _is_affine(leaf, own, bits, masks):
+        if coupled or not _is_affine(leaf, own, bits, masks):
             chosen.parameter.append(leaf)
         elif bits & bad or any(sum(bool(bits & mask) for mask in factors) > 1 for factors in products):
             outputs.setdefault(tuple(own), []).append(leaf)
@@ -148,6 +156,47 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
     pairs = zip(curves, layouts, strict=True)
     chosen.curves = [(curve, layout) for curve, layout in pairs if curve.upstream & reached]
     return chosen
+
+
+def _couples_samples(graph: Graph) -> bool:
+    """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column."""
+    if graph.samples == 1:
+        return False
+    places = [(f, index) for f in graph.found for index in f.nodes]
+    edges = [GradientEdge(*f.nodes[index]) for f, index in places]
+    label = graph.label(graph.found[0])
+    try:
+        with torch.enable_grad():
+            slopes = slopes_at(graph, edges, create_graph=True)
+    except RuntimeError as error:
+        raise not_twice(label, error) from error
+    generator = torch.Generator().manual_seed(0)
+    fed: list[tuple[Tensor, Tensor]] = []
+    for (f, index), slope in zip(places, slopes, strict=True):
+        if slope is not None and slope.requires_grad:
+            noise = torch.randn(slope.shape, generator=generator).to(slope.device, slope.dtype)
+            fed.append((slope, noise * _even(f.layouts[index], slope)))
+    if not fed:
+        return False
+    try:
+        found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
+    except RuntimeError as error:
+        raise not_twice(label, error) from error
+    inside, leaked = [0.0], [0.0]
+    for (f, index), column in zip(places, found, strict=True):
+        if column is not None and column.numel():
+            even = _even(f.layouts[index], column)
+            inside.append((column * even).abs().max().item())
+            leaked.append((column * (1 - even)).abs().max().item())
+    return max(leaked) > 1e-5 * max(inside) or max(leaked) != max(leaked)
+
+
+def _even(layout: Layout, like: Tensor) -> Tensor:
+    """One in the rows of every second sample, zero elsewhere, to be broadcast against a tensor."""
+    if layout.axis is None:
+        return torch.ones((), dtype=like.dtype, device=like.device)
+    rows = (layout.sample_of(like.device) % 2 == 0).to(like.dtype)
+    return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])
 
 
 def _is_affine(leaf: Tensor, uses: Sequence[Found], bits: int, masks: dict[Node, int]) -> bool:

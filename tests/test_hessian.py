@@ -235,3 +235,43 @@ def test_coverage_says_which_way() -> None:
     assert found["mlp.0.weight"].hessian == "swept"
     assert found["attn.qkv.weight"].hessian == "output"
     assert found["pos_embed"].hessian == "parameter"
+
+
+COUPLINGS: dict[str, Any] = {
+    "square of the loss": lambda f, y: nn.functional.cross_entropy(f, y) ** 2,
+    "negative": lambda f, y: -nn.functional.cross_entropy(f, y),
+    "over samples": lambda f, y: f.logsumexp((0, 1)),
+    "with a penalty": lambda f, y: nn.functional.cross_entropy(f, y) + 0.1 * f.sum().square(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_whatever_is_made_of_the_loss(name: str) -> None:
+    """The diagonal is that of the root; where samples are coupled there, they have none of their own."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double())
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+
+    def value() -> Tensor:
+        with packprop.record():
+            return COUPLINGS[name](model(x), y)
+
+    root = value()
+    with packprop.backpack(extensions.DiagHessian()):
+        root.backward()
+    for key, parameter in model.named_parameters():
+        (slope,) = torch.autograd.grad(value(), parameter, create_graph=True)
+        rows = [torch.autograd.grad(g, parameter, retain_graph=True)[0].flatten() for g in slope.flatten()]
+        assert_near(parameter.diag_h.flatten(), torch.stack(rows).diagonal(), key)
+    root = value()
+    if name == "negative":
+        with packprop.backpack(extensions.BatchDiagHessian()):
+            root.backward()
+        for parameter in model.parameters():
+            assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, name)
+    else:
+        with (
+            pytest.raises(PackpropError, match="between samples"),
+            packprop.backpack(extensions.BatchDiagHessian()),
+        ):
+            root.backward()

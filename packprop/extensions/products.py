@@ -68,7 +68,7 @@ class GGNMP(_Products):
 
 @dataclass(frozen=True, eq=False)
 class PCHMP(_Products):
-    """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2019).
+    """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2018).
 
     The GGN, and at each elementwise nonlinearity its curvature with negative entries removed (``"clip"``) or
     made positive (``"abs"``). Behind nonlinearities of another kind it is not defined, and refused.

@@ -135,6 +135,13 @@ class Observation:
         if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
             tasks[ENTRYWISE] += tasks.pop(EXACT)
         _check_subsampling(self.extensions, self.graph.samples)
+        if self.graph.hosts and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
+            raise PackpropError(
+                "Second derivatives were asked for.",
+                "a part of the model inside torch.utils.checkpoint",
+                "reentrant checkpointing cannot be differentiated twice",
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            )
         hessian = tasks.pop(HESSIAN, [])
         if hessian and self._hessian(hessian):
             tasks.setdefault(EXACT, []).extend(hessian)

@@ -29,7 +29,7 @@ FLOORS = (
     ("context", "dataset", "eager", "eager/*", "hessianfree"),
     (
         *("testing", "testing/*", "coverage", "examples", "cli", "profile", "report/*", "compat/*"),
-        "custom_module/*",
+        *("custom_module/*", "core/*", "core/derivatives/*", "utils/*"),
     ),
     ("__init__",),
 )

@@ -414,3 +414,14 @@ def test_a_forced_algorithm_is_the_one_that_runs(monkeypatch: Any) -> None:
 def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
     with pytest.raises(BadInput, match="no such algorithm"), packprop.algorithms(**names):
         pass
+
+
+def test_the_older_switch_forces_single_products() -> None:
+    from packprop.algorithms import forced
+    from packprop.core.derivatives.convnd import weight_jac_t_save_memory
+
+    with weight_jac_t_save_memory(save_memory=True):
+        assert forced("products") == "single"
+        with weight_jac_t_save_memory(save_memory=False):
+            assert not weight_jac_t_save_memory.is_saving()
+    assert forced("products") is None

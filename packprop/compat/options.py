@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from packprop.algorithms import algorithms
 from packprop.errors import BadInput
 
 
@@ -150,24 +152,28 @@ class Curvature(_Choice):
 
 
 class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
-    """A choice of algorithm for weights of convolutions that nothing hangs on: values are equal either way.
+    """The older name of ``packprop.algorithms(products="single")``, or of what packprop chooses itself.
 
-    packprop takes samples in bites that bound temporary memory, whatever is chosen.
+    Temporary memory is bounded either way, and values are equal.
 
     Args:
-        save_memory: What ``is_saving`` says inside.
+        save_memory: Whether per-sample gradients are computed one at a time.
     """
 
     _SAVE_MEMORY = False
 
     def __init__(self, save_memory: bool = True) -> None:
         self._chosen, self._before = save_memory, False
+        self._forced: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
         self._before = weight_jac_t_save_memory._SAVE_MEMORY
         weight_jac_t_save_memory._SAVE_MEMORY = self._chosen
+        self._forced = algorithms(products="single") if self._chosen else nullcontext()
+        self._forced.__enter__()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._forced.__exit__(*error)
         weight_jac_t_save_memory._SAVE_MEMORY = self._before
 
     @staticmethod

@@ -1,0 +1,1 @@
+"""Where names of the older library are looked for."""

@@ -16,12 +16,13 @@ SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
 
-def outer_products(left: Tensor, right: Tensor) -> Tensor:
-    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``."""
+def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, into ``out`` if it is given."""
     kernel = _kernel_for(left, right)
     if kernel is None:
-        return torch.bmm(left, right.mT)
-    out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
+        return torch.bmm(left, right.mT) if out is None else torch.bmm(left, right.mT, out=out)
+    if out is None:
+        out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
     left, right = _plain(left), _plain(right)
     for place, one, other in zip(out, left, right, strict=True):
         place.copy_(kernel(one, other))
@@ -41,14 +42,23 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def sum_of_squares(rows: Tensor) -> Tensor:
-    """Squares of entries, summed over the leading axis."""
+def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Squares of entries, or of what they deviate from ``centre``, summed over the leading axis."""
     if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or len(rows) > 64:
-        return rows.square().sum(0)
+        return (rows if centre is None else rows - centre).square().sum(0)
     total = torch.zeros_like(rows[0])
     for row in rows:  # each is read once, and nothing as large as all of them is written
-        total.addcmul_(row, row)
+        deviation = row if centre is None else row - centre
+        total.addcmul_(deviation, deviation)
     return total
+
+
+def square_norms(rows: Tensor) -> Tensor:
+    """Squares of entries, summed over the last axis."""
+    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad):
+        return rows.square().sum(-1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.square_()
 
 
 def _plain(matrices: Tensor) -> Tensor:

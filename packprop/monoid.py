@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -120,11 +120,22 @@ class Partial:
         fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
         if grown and fits and not (columns.whole and samples.whole):
             place = self._place(value, grown)
-            place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
+            if not (self._over_v.grows and self._over_n.grows):
+                place.add_(value)
+            elif place.data_ptr() != value.data_ptr():  # else it was written there: see ``room``
+                place.copy_(value)
             return
         self._of_column.add(lift(self._over_n, value))
         if samples.stop == samples.total:
             self._total.add(lift(self._over_v, self._of_column.take()))
+
+    def room(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
+        """Where a value ``[v, n, *p]`` of some columns and samples can be written, if it is only kept."""
+        whole = columns.whole and samples.whole
+        if whole or (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
+            return None
+        size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
+        return self._place(like.expand(size), [(0, columns), (1, samples)])
 
     def result(self) -> Any:
         """The value, once everything has arrived."""

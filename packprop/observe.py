@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import FACTORED, forms_rows, summed_grad
-from packprop.structures import Dense, Diagonal, Product, Structure, join
+from packprop.statistics import FACTORED, forms_rows, per_sample_grad, summed_grad
+from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
     ENTRYWISE,
@@ -39,7 +39,7 @@ from packprop.types import (
     Seed,
     tensors_in,
 )
-from packprop.uses import choose
+from packprop.uses import choose, fold_to
 
 WORTH_SUMMING = 2**24
 """Multiplications of a weight's gradient from which on it is worth an effort not to compute it twice."""
@@ -375,6 +375,8 @@ class Observation:
                 structure: Structure | Product | Diagonal | None = None
                 try:
                     structure = build(parts, bite)
+                    if isinstance(structure, Outer):
+                        structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
                     values = [task.row.statistic(structure) for task in group]
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
@@ -388,6 +390,19 @@ class Observation:
                     self.log(leaf, [f for f, _, _ in parts], structure, step)
                 del structure, values
                 start = _after(start, step, count)
+
+    def _in_place(
+        self, leaf: Tensor, structure: Outer, tasks: list[_Task], columns: Extent, samples: Extent
+    ) -> Outer:
+        """The same, with per-sample gradients written to where they are kept, if they are asked for."""
+        kept = [task for task in tasks if task.row.statistic is per_sample_grad]
+        signal = structure.signal
+        if not kept or signal is None or structure.shape[1] == 1 or structure.fold is not fold_to(leaf.shape):
+            return structure
+        if columns.stop - columns.start != 1 or leaf.dtype != signal.dtype:
+            return structure
+        room = self._partial_of(leaf, kept[0]).room(signal.new_empty(()), leaf.shape, columns, samples)
+        return structure if room is None else replace(structure, room=room)
 
     def _merge(self, leaf: Tensor, task: _Task, value: Any) -> None:
         """Merge a value of all samples into what is there."""

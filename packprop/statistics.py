@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packprop.algorithms import forced
 from packprop.errors import PackpropError
-from packprop.kernels import squared_products, sum_of_squares
+from packprop.kernels import square_norms, squared_products, sum_of_squares
 from packprop.monoid import Moments
 from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, rows
 
@@ -56,7 +56,7 @@ def per_sample_grad(structure: Structure) -> Tensor:
 
 def summed_grad(structure: Structure) -> Tensor:
     """The gradient of one column, summed over samples, ``[*p]``."""
-    return rows(structure)[0].sum(0)
+    return structure.total if isinstance(structure, Outer) else rows(structure)[0].sum(0)
 
 
 def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
@@ -82,7 +82,7 @@ def batch_sq(structure: Structure | Product | Diagonal) -> Tensor:
 def sq_norm(structure: Structure) -> Tensor:
     """Squared norms of per-sample gradients, summed over columns, ``[n]``."""
     fast = _fast("sq_norm", structure)
-    return flat_rows(structure).square().sum((0, 2)) if fast is None else fast
+    return square_norms(flat_rows(structure)).sum(0) if fast is None else fast
 
 
 def gram(structure: Structure) -> Tensor:
@@ -97,8 +97,8 @@ def gram(structure: Structure) -> Tensor:
 def moments(structure: Structure) -> Moments:
     """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
     gradients = rows(structure)[0]
-    mean = gradients.mean(0)
-    return Moments(gradients.shape[0], mean, sum_of_squares(gradients - mean))
+    mean = summed_grad(structure) / gradients.shape[0]
+    return Moments(gradients.shape[0], mean, sum_of_squares(gradients, mean))
 
 
 def signal_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:

@@ -35,12 +35,14 @@ class Outer:
         signal: Signal at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
+        room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
     """
 
     given: Tensor | Later
     signal: Tensor | None
     fold: Fold
     moment: Callable[[], Tensor] | None = None
+    room: Tensor | None = None
 
     @cached_property
     def x(self) -> Tensor:
@@ -65,9 +67,17 @@ class Outer:
             return None
         if signal.shape[2] == 1:
             return self.fold(signal[:, :, 0, ..., None] * x[:, 0, :, None, :])
-        products = outer_products(*self.matrices)
         columns, samples, _, groups, fan_out = signal.shape
+        if self.room is not None:
+            outer_products(*self.matrices, out=self.room.view(samples * groups, fan_out, -1))
+            return self.room
+        products = outer_products(*self.matrices)
         return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Per-sample gradients of the first column, summed ``[*p]``."""
+        return rows(self)[0].sum(0)
 
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop.kernels import outer_products
+
 
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
@@ -62,21 +64,21 @@ def patch_moment(
     """
     space = x.shape[2:]
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    # channels lead and images come last: a shift is then an offset into flat rows, and zeros behind every
+    # space leads and channels come last: a shift is then an offset into flat rows, and zeros behind every
     # axis but the first keep what is shifted out at the end of one line from meeting the next
-    x = x.unflatten(1, (groups, -1)).movedim((0, 1), (-2, -1)).flatten(-2)
-    x = F.pad(x, [0, 0, *(width for r in reversed(reach[1:]) for width in (0, r))])
-    flat = x.flatten(1)
-    steps = [_product(x.shape[axis + 2 :]) for axis in range(len(kernel))]
+    x = x.unflatten(1, (groups, -1)).movedim((0, 1, 2), (-3, -2, -1)).flatten(-3, -2)
+    x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(reach[1:]) for width in (0, r))])
+    flat = x.flatten(0, -2)
+    steps = [_product(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))
-        return flat[:, : flat.shape[1] - offset] @ flat[:, offset:].T
+        return outer_products(flat[None, : len(flat) - offset].mT, flat[None, offset:].mT)[0]
 
     def inside(shift: tuple[int, ...], box: tuple[range, ...]) -> Tensor:
-        here = [slice(None), *(slice(r.start, r.stop) for r in box)]
-        there = [slice(None), *(slice(r.start + d, r.stop + d) for r, d in zip(box, shift, strict=True))]
-        return x[tuple(here)].flatten(1) @ x[tuple(there)].flatten(1).T
+        here = [slice(r.start, r.stop) for r in box]
+        there = [slice(r.start + d, r.stop + d) for r, d in zip(box, shift, strict=True)]
+        return x[tuple(here)].flatten(0, -2).T @ x[tuple(there)].flatten(0, -2)
 
     sums: dict[tuple[Any, ...], Tensor] = {}
 
@@ -84,7 +86,7 @@ def patch_moment(
         shift = tuple(b - a for a, b in zip(first, second, strict=True))
         valid = [range(max(0, -d), min(size, size - d)) for size, d in zip(space, shift, strict=True)]
         if not all(valid):
-            return x.new_zeros(x.shape[0], x.shape[0])
+            return x.new_zeros(x.shape[-1], x.shape[-1])
         if (shift,) not in sums:
             sums[shift,] = everywhere(shift)
         total = sums[shift,]
@@ -111,7 +113,7 @@ def patch_moment(
     table = torch.stack(
         [blocks[a, b] if a <= b else blocks[b, a].T for a in range(len(offsets)) for b in range(len(offsets))]
     )
-    size = x.shape[0] * len(offsets)
+    size = x.shape[-1] * len(offsets)
     pairs: Tensor = table.unflatten(0, (len(offsets), -1))
     return pairs.permute(2, 0, 3, 1).reshape(size, size)
 

@@ -41,7 +41,7 @@ STYLES: dict[str, tuple[str, str]] = {
 
 HEAD = """# Benchmarks
 
-Every number on this page was measured by `python -m benchmarks.run` (or `.eager`) and stands in
+Every number on this page was measured by `python -m benchmarks.run` (or `.planning`, `.eager`) and stands in
 `benchmarks/results/`; `python -m benchmarks.page` wrote the page from there. `plain` is a forward
 and a backward pass without any library.
 
@@ -366,6 +366,65 @@ def _eager_section(content: dict[str, Any]) -> list[str]:
     return [*parts, _environment(content["environment"])]
 
 
+def draw_planning(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw predicted over measured peaks, and the time that a smaller budget costs."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    names = _unique(point["extension"] for point in points)
+    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+    for point in points:
+        colour = colours[point["extension"]]
+        left.plot(
+            point["measured_bytes"] / MIB, point["predicted_bytes"] / MIB, "o", color=colour, markersize=6
+        )
+    sizes = [point["measured_bytes"] / MIB for point in points]
+    left.plot([min(sizes), max(sizes)], [min(sizes), max(sizes)], color="#999999", linewidth=1, zorder=0)
+    for problem in _unique(point["problem"] for point in points):
+        for name in names:
+            mine = [p for p in points if (p["problem"], p["extension"]) == (problem, name)]
+            if len(mine) > 1:
+                most = max(p["measured_bytes"] for p in mine)
+                right.plot(
+                    [p["measured_bytes"] / most for p in mine],
+                    [p["time_over_default"] for p in mine],
+                    "o-",
+                    color=colours[name],
+                    markersize=4,
+                    linewidth=1,
+                )
+    for axes, which in ((left, "x"), (left, "y"), (right, "y")):
+        _logarithmic(axes, which)
+    left.set_xlabel("measured peak of tensor bytes, MiB")
+    left.set_ylabel("predicted peak, MiB")
+    right.set_xlabel("measured peak over that of the default bites")
+    right.set_ylabel("time over that of the default bites")
+    for axes in (left, right):
+        axes.grid(color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = [Line2D([], [], color=colours[name], marker="o", linestyle="", label=name) for name in names]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(names), frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _planning_section(content: dict[str, Any], images: Path) -> list[str]:
+    """What ``python -m benchmarks.planning`` found: predicted and measured peaks, and plans as they print."""
+    points = content["points"]
+    draw_planning(points, images / "benchmark-planning.png")
+    worst = max(abs(point["predicted_bytes"] / point["measured_bytes"] - 1) for point in points)
+    kept = sum(point["measured_bytes"] <= point["budget_bytes"] for point in points)
+    parts = [
+        "## Predicted and measured peaks",
+        f"{len(points)} passes over five problems, six extensions and budgets down to the least that is "
+        f"possible. The prediction is off by at most {worst:.1%}; {kept} passes stayed under their budget to "
+        "the byte. On the right, what a smaller peak costs in time.",
+        "![Predicted over measured peaks, and the time of smaller ones](images/benchmark-planning.png)",
+    ]
+    for title, text in content["plans"].items():
+        parts += [f"{title}:", f"```text\n{text}\n```"]
+    return [*parts, _environment(content["environment"])]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -382,6 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts += ["## Figures aimed at", targets(everything)]
     for suite, content in suites.items():
         parts += _section(suite, content, images)
+    planning = options.results / "planning.json"
+    if planning.exists():
+        parts += _planning_section(json.loads(planning.read_text()), images)
     eager = options.results / "eager.json"
     if eager.exists():
         parts += _eager_section(json.loads(eager.read_text()))

@@ -286,7 +286,7 @@ class Observation:
             if any(self._worth_summing(found, site, statistics) for site in found.sites):
                 # a bias, too: autograd computes gradients of weight and bias by one function
                 chosen |= {id(s.leaf): s.leaf for s in found.sites if s.direct and s.leaf.is_leaf}
-        return graph.without(list(chosen.values()))
+        return graph.without(list(chosen.values())) if chosen else ([], [])
 
     def _worth_summing(self, found: Found, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
         fans = site.entry.fans
@@ -397,7 +397,7 @@ class Observation:
         """The same, with per-sample gradients written to where they are kept, if they are asked for."""
         kept = [task for task in tasks if task.row.statistic is per_sample_grad]
         signal = structure.signal
-        if not kept or signal is None or structure.shape[1] == 1 or structure.fold is not fold_to(leaf.shape):
+        if not kept or signal is None or structure.fold is not fold_to(leaf.shape):
             return structure
         if columns.stop - columns.start != 1 or leaf.dtype != signal.dtype:
             return structure

@@ -65,9 +65,13 @@ class Outer:
         signal, x = self.signal, self.x
         if signal is None:
             return None
-        if signal.shape[2] == 1:
-            return self.fold(signal[:, :, 0, ..., None] * x[:, 0, :, None, :])
-        columns, samples, _, groups, fan_out = signal.shape
+        columns, samples, positions, groups, fan_out = signal.shape
+        if positions == 1:
+            left, right = signal[:, :, 0, ..., None], x[:, 0, :, None, :]
+            if self.room is None:
+                return self.fold(left * right)
+            torch.mul(left, right, out=self.room.view(1, samples, groups, fan_out, -1))
+            return self.room
         if self.room is not None:
             outer_products(*self.matrices, out=self.room.view(samples * groups, fan_out, -1))
             return self.room

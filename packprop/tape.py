@@ -459,8 +459,8 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if recorder is None:
         if _local.disabled or not torch.is_grad_enabled():
             return
-        recorder = _start(module, sys._getframe(1))
-    if recorder.depth == 0:  # the outermost module, or one inside record()
+        recorder = _start(module, sys._getframe(1), (args, kwargs))
+    elif recorder.depth == 0:  # the outermost module inside record()
         if recorder.owner is None:
             recorder.forward = Forward(weakref.ref(module))
         recorder.feed((args, kwargs))
@@ -477,11 +477,11 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     recorder.depth -= 1
     if recorder.depth > 0:
         return
+    if recorder.owner is not None:
+        _stop(recorder)  # first, so that what is asked of the output is not recorded
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
         recorder.finish(output)
-    if recorder.owner is not None:
-        _stop(recorder)
 
 
 def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -522,8 +522,10 @@ def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
     return False
 
 
-def _start(module: nn.Module | None, owner: FrameType | None) -> Recorder:
+def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None) -> Recorder:
     recorder = Recorder(module, owner)
+    if inputs is not None:
+        recorder.feed(inputs)  # before it sees functions, so that what is asked of them is not recorded
     hooks = hooks_in_force()
     region = None if hooks is None else region_under(hooks)
     if region is not None:

@@ -111,6 +111,7 @@ class Partial:
     def __init__(self, over_v: Monoid, over_n: Monoid) -> None:
         self._over_v, self._over_n = over_v, over_n
         self._filled: Tensor | None = None
+        self._room: Tensor | None = None
         self._of_column, self._total = _Running(over_n), _Running(over_v)
 
     def put(self, value: Any, columns: Extent, samples: Extent) -> None:
@@ -119,11 +120,10 @@ class Partial:
         grown = [(axis, extent) for axis, extent in axes if axis is not None]
         fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
         if grown and fits and not (columns.whole and samples.whole):
+            if value is self._room:  # it was written where it belongs
+                return
             place = self._place(value, grown)
-            if not (self._over_v.grows and self._over_n.grows):
-                place.add_(value)
-            elif place.data_ptr() != value.data_ptr():  # else it was written there: see ``room``
-                place.copy_(value)
+            place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
             return
         self._of_column.add(lift(self._over_n, value))
         if samples.stop == samples.total:
@@ -135,7 +135,8 @@ class Partial:
         if whole or (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None
         size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
-        return self._place(like.expand(size), [(0, columns), (1, samples)])
+        self._room = self._place(like.expand(size), [(0, columns), (1, samples)])
+        return self._room
 
     def result(self) -> Any:
         """The value, once everything has arrived."""

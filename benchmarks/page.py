@@ -370,7 +370,7 @@ def draw_planning(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw predicted over measured peaks, and the time that a smaller budget costs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     names = _unique(point["extension"] for point in points)
-    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]  # matplotlib leaves it out
     for point in points:
         colour = colours[point["extension"]]
         left.plot(

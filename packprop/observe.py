@@ -107,7 +107,7 @@ class Observation:
         create_graph: Whether results shall be differentiable.
         done: Called with a leaf when all of its partial results are there.
         bites: How much is taken at once.
-        log: Called with what is taken of a leaf: uses, tasks, structure, samples in a bite.
+        log: Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite.
     """
 
     graph: Graph
@@ -132,8 +132,6 @@ class Observation:
         for extension in self.extensions:
             for index, row in enumerate(extension.rows):
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
-        if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
-            tasks[ENTRYWISE] += tasks.pop(EXACT)
         _check_subsampling(self.extensions, self.graph.samples)
         if self.graph.hosts and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
             raise PackpropError(
@@ -145,6 +143,8 @@ class Observation:
         hessian = tasks.pop(HESSIAN, [])
         if hessian and self._hessian(hessian):
             tasks.setdefault(EXACT, []).extend(hessian)
+        if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
+            tasks[ENTRYWISE] += tasks.pop(EXACT)
         for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "graph")]:
             self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
@@ -523,6 +523,7 @@ class _Collector:
         last: Whether all results are there after this sweep.
         columns: The columns that are swept.
         more: What is asked of some leaves before that.
+        build: What statistics are taken of; by default the structure of all uses of a leaf.
     """
 
     def __init__(

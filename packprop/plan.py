@@ -32,7 +32,7 @@ from packprop.observe import SCRATCH, Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Diagonal, Product, Structure
 from packprop.tape import extend, record
-from packprop.types import Extension, map_tensors, tensors_in
+from packprop.types import Extension, map_kind, map_tensors, tensors_in
 
 ASKED = "A plan was asked for."
 CUDA_BLOCK = 512
@@ -346,11 +346,15 @@ def _between(start: Node, ends: set[Node]) -> int:
 def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> Bites:
     """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
     kept = _CHOSEN.setdefault(graph.modules[0], {})
+    # options, such as the approximation of a factor, change what is taken; a source of draws does not
     asked = tuple(
         (
             type(extension),
-            tuple(extension.subsampling or ()),
-            tuple((row.seed.kind, row.seed.mc_samples) for row in extension.rows),
+            *(
+                (name, repr(option))
+                for name, option in vars(extension).items()
+                if not isinstance(option, torch.Generator)
+            ),
         )
         for extension in extensions
     )
@@ -602,11 +606,4 @@ def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
 
 def _made(value: Any, device: torch.device) -> Any:
     """The same nesting with tensors in place of their descriptions."""
-    if isinstance(value, Spec):
-        return value.make(device)
-    if isinstance(value, dict):
-        return {key: _made(item, device) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_made(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return map_kind(Spec, lambda spec: spec.make(device), value)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from packprop.errors import PackpropError
 from packprop.rules import EXPANSIONS
 from packprop.types import map_tensors, tensors_in
-from packprop.uses import Call, Entry, Samples, Signals, entries_of, name_of
+from packprop.uses import Call, Entry, Expansions, Samples, Signals, entries_of, name_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 REGION = "_packprop_region"
@@ -266,7 +266,7 @@ class Place:
         """Collect the inputs from the call that is just being made again."""
         if function is not self.recipe.function:
             raise differs(name_of(self.recipe.function), f"{name_of(function)} was called in its place")
-        self.live = self.recipe.entries(args, kwargs, replay.unexpanded, self.region.attached)
+        self.live = self.recipe.entries(args, kwargs, replay.expansions.source, self.region.attached)
 
 
 class Region:
@@ -414,7 +414,7 @@ class Replay(TorchFunctionMode):
         super().__init__()
         self._region = region
         self._recording, self._calls, self._depth = 0, 0, 0
-        self._expanded: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.expansions = Expansions()
 
     def __enter__(self) -> Replay:
         self._before, _local.replay = _local.replay, self
@@ -435,11 +435,6 @@ class Replay(TorchFunctionMode):
         """It is left."""
         self._depth -= 1
 
-    def unexpanded(self, tensor: Tensor) -> Tensor:
-        """As for ``Call``."""
-        reference, source = self._expanded.get(id(tensor), (None, tensor))
-        return source if reference is not None and reference() is tensor else tensor
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -457,7 +452,7 @@ class Replay(TorchFunctionMode):
             place.collect(self, func, args, kwargs)
         out = func(*args, **kwargs)
         if func in EXPANSIONS:
-            self._expanded[id(out)] = (weakref.ref(out), self.unexpanded(args[0]))
+            self.expansions.note(out, args[0])
         return out
 
 

@@ -43,7 +43,7 @@ from packprop.regions import (
 )
 from packprop.rules import EXPANSIONS, MIXERS, REORDERINGS
 from packprop.types import map_tensors, tensors_in
-from packprop.uses import RULES, Call, Entry, entries_of, name_of, random_state
+from packprop.uses import RULES, Call, Entry, Expansions, entries_of, name_of, random_state
 
 USE, LOSS, OUTPUT, MIXES = (f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes"))
 HANDLES = "_packprop_handles"
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
         self.owner = owner
         self.depth = 0
         self._samples, self._derived = _TensorSet(), _TensorSet()
-        self._expanded: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._expansions = Expansions()
 
     @property
     def stale(self) -> bool:
@@ -257,8 +257,7 @@ class Recorder(TorchFunctionMode):
         elif parameters:
             self._mark(self._derived, out)
             if func in EXPANSIONS:
-                source = self._unexpanded(args[0])
-                self._expanded[id(out)] = (weakref.ref(cast(Tensor, out)), source)
+                self._expansions.note(cast(Tensor, out), args[0])
         return out
 
     def _sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -310,10 +309,6 @@ class Recorder(TorchFunctionMode):
             for tensor in tensors_in(out):
                 kind.add(tensor)
 
-    def _unexpanded(self, tensor: Tensor) -> Tensor:
-        reference, source = self._expanded.get(id(tensor), (None, tensor))
-        return source if reference is not None and reference() is tensor else tensor
-
     def _record(
         self,
         func: Callable[..., Any],
@@ -347,7 +342,7 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
         if not outputs:
             return out
-        call = Call(func, kept, kwargs, tuple(parameters), outputs[0].shape, self._unexpanded, state)
+        call = Call(func, kept, kwargs, tuple(parameters), outputs[0].shape, self._expansions.source, state)
         shapes = [tensor.shape for tensor in outputs]
         entries = entries_of(call)
         source = None if hooks is None else _source(call, in_place, hooks)

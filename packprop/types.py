@@ -34,12 +34,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nesting with ``function`` applied to every tensor."""
-    if isinstance(value, Tensor):
+    return map_kind(Tensor, function, value)
+
+
+def map_kind(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nesting with ``function`` applied to every instance of ``kind``."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return {key: map_kind(kind, function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_kind(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

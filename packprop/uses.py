@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,6 +91,22 @@ class Call:
     def consumes(self, value: Any) -> bool:
         """Whether ``value`` is one of the trainable parameters of this call."""
         return any(value is parameter for parameter in self.parameters)
+
+
+class Expansions:
+    """Tensors that are parameters expanded to a larger shape, and what they were expanded from."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def note(self, out: Tensor, given: Tensor) -> None:
+        """``out`` was expanded from ``given``."""
+        self._sources[id(out)] = (weakref.ref(out), self.source(given))
+
+    def source(self, tensor: Tensor) -> Tensor:
+        """What a tensor was expanded from, or the tensor itself."""
+        reference, source = self._sources.get(id(tensor), (None, tensor))
+        return source if reference is not None and reference() is tensor else tensor
 
 
 Rule = Callable[..., Iterable[Entry] | None]

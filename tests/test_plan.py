@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -370,6 +371,22 @@ def test_results_are_named_by_parameter() -> None:
 
 def test_bytes_are_written_to_three_digits() -> None:
     assert [byte_text(n) for n in (5, 2048, 3 * MIB // 2)] == ["5 B", "2 KiB", "1.5 MiB"]
+
+
+def test_options_of_an_extension_have_plans_of_their_own(monkeypatch: Any) -> None:
+    """And the same options share one."""
+    made: list[Any] = []
+    planning = sys.modules["packprop.plan"].plan_again
+
+    def counted(*arguments: Any) -> Any:
+        made.append(planning(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
+    model, batch = network(), data(8)
+    for approximation in ("mixed", "expand", "mixed", "expand"):
+        step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")  # type: ignore[arg-type]
+    assert len(made) == 2
 
 
 # Algorithms by name

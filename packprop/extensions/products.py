@@ -51,7 +51,7 @@ class HMP(_Products):
         savefield: The attribute.
     """
 
-    savefield: str = "hmp"  # type: ignore[misc]
+    savefield: str = "hmp"  # type: ignore[misc]  # as above
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class GGNMP(_Products):
         savefield: The attribute.
     """
 
-    savefield: str = "ggnmp"  # type: ignore[misc]
+    savefield: str = "ggnmp"  # type: ignore[misc]  # as above
     matrix: ClassVar[Matrix] = "ggn"
 
 
@@ -78,7 +78,7 @@ class PCHMP(_Products):
         modify: What is done with negative curvature.
     """
 
-    savefield: str = "pchmp"  # type: ignore[misc]
+    savefield: str = "pchmp"  # type: ignore[misc]  # as above
     modify: Modify = "clip"
     matrix: ClassVar[Matrix] = "positive"
 

@@ -237,6 +237,10 @@ def _cross_entropy(
 ) -> Loss:
     axis = 1 if input.dim() > 1 else 0
     classes = input.shape[axis]
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
+        mass = (target != ignore_index).to(input.dtype)
+        return Loss(axis, mass, mass.sum() if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
@@ -248,7 +252,6 @@ def _cross_entropy(
         own = each[torch.where(counted, target, 0)] * counted
         mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
         divisor = own.sum()
-    mean = _reduction(reduction, size_average, reduce) == "mean"
     return Loss(axis, mass, divisor if mean else 1.0, softmax_root)
 
 

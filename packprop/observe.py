@@ -117,7 +117,7 @@ class Observation:
     bites: Bites = field(default_factory=default_bites)
     log: Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
-    _finite: dict[int, Tensor] = field(default_factory=dict)
+    _extremes: dict[int, list[Tensor]] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
 
@@ -466,16 +466,14 @@ class Observation:
         return max(1, min(self.graph.samples, room // (entries * leaf.element_size() or 1)))
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
-        """Remember, without waiting for the device, whether tensors are finite."""
+        """Remember, without waiting for the device, what tells whether tensors are finite."""
+        extremes = self._extremes.setdefault(id(leaf), [])
         for tensor in tensors:
             if tensor is not None and tensor.numel():
-                if tensor.is_complex():
-                    finite = tensor.isfinite().all()
-                else:
-                    low, high = tensor.detach().aminmax()
-                    finite = low.isfinite() & high.isfinite()
-                before = self._finite.get(id(leaf))
-                self._finite[id(leaf)] = finite if before is None else before & finite
+                values = tensor.detach()
+                extremes += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
+        if len(extremes) > 32:  # many sweeps; NaN is neither lost in them
+            extremes[:] = torch.stack(extremes).aminmax()
 
     def _finish(self, leaf: Tensor) -> None:
         results: dict[Extension, list[Any]] = {}
@@ -500,10 +498,10 @@ class Observation:
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
-        if is_dry() or not self._finite or bool(torch.stack(list(self._finite.values())).all()):
+        if is_dry() or _all_finite([each for own in self._extremes.values() for each in own]):
             return
         for leaf in self.graph.leaves():
-            if id(leaf) in self._finite and not bool(self._finite[id(leaf)]):
+            if not _all_finite(self._extremes.get(id(leaf), [])):
                 warnings.warn(
                     f"The signal at parameter {self.graph.name(leaf)!r} holds NaN or infinite values; so do "
                     "the quantities computed from it.",
@@ -586,6 +584,14 @@ def _after(start: int, step: int, count: int) -> int:
     if is_dry() and start > 0 and following < count:
         return max(following, (count - 1) // step * step)
     return following
+
+
+def _all_finite(scalars: Sequence[Tensor]) -> bool:
+    """Whether all of some scalars are finite; waits for each device once."""
+    places: dict[torch.device, list[Tensor]] = {}
+    for scalar in scalars:
+        places.setdefault(scalar.device, []).append(scalar)
+    return all(bool(torch.stack(same).isfinite().all()) for same in places.values())
 
 
 def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:

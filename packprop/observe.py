@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.algorithms import choosing
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.hessian import (
@@ -21,7 +22,7 @@ from packprop.hessian import (
     plan,
     subset,
 )
-from packprop.memory import is_dry
+from packprop.memory import found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
@@ -52,19 +53,35 @@ class Bites(NamedTuple):
         scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
         signals: Bytes of signals that a vectorised sweep may hold; with less than it takes to hold a few
             columns, columns are swept one at a time.
+        frugal: Whether algorithms are chosen by what they hold of a sample instead of by their time.
+        parameters: Of how many parameters results that wait for several columns are formed at once, at the
+            price of sweeping all columns for each of these groups; ``None`` for all.
     """
 
     scratch: int
     signals: int
+    frugal: bool = False
+    parameters: int | None = None
 
 
 SCRATCH = 8 * 2**20
 SIGNALS = 64 * 2**20
+LARGER = 32
+"""How much more an accelerator takes at once."""
 
 
-def default_bites() -> Bites:
-    """What is taken at once where there is no budget: small enough to stay in caches."""
-    return Bites(SCRATCH, SIGNALS)
+def default_bites(device: torch.device | None = None) -> Bites:
+    """What is taken at once where there is no budget.
+
+    On a processor what stays in caches; on an accelerator, which is slowed down by small pieces, more, but
+    no more than a small share of what is free there.
+    """
+    if device is None or device.type in ("cpu", "meta"):
+        return Bites(SCRATCH, SIGNALS)
+    free = free_bytes(device)
+    if free is None:
+        return Bites(LARGER * SCRATCH, LARGER * SIGNALS)
+    return Bites(min(LARGER * SCRATCH, free // 32), min(LARGER * SIGNALS, free // 8))
 
 
 ONE = Extent(0, 1, 1)
@@ -123,7 +140,7 @@ class Observation:
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
-        with torch.set_grad_enabled(self.create_graph):
+        with torch.set_grad_enabled(self.create_graph), choosing(self.bites.frugal):
             self._run(backward)
         self._warn_if_not_finite()
 
@@ -155,15 +172,12 @@ class Observation:
         }
         order = [INPUTS, *curved, GRADIENT]
         last = next((seed for seed in reversed(order) if seed in tasks), None)
-        for seed in order:
-            work = tasks.get(seed, [])
-            if seed == GRADIENT:
-                self._gradient(work, backward, last is seed)
-            elif seed == INPUTS:
-                if work:
-                    self._inputs(work)
-            else:
-                self._columns(curved[seed], work, last == seed)
+        if INPUTS in tasks:
+            self._inputs(tasks[INPUTS])
+        for found in self._in_turn(last):
+            for seed, groups in curved.items():
+                self._columns(groups, tasks[seed], last == seed, found)
+        self._gradient(tasks.get(GRADIENT, []), backward, last == GRADIENT)
         if last in (INPUTS, None):
             for leaf in self.graph.leaves():
                 self._finish(leaf)
@@ -298,6 +312,27 @@ class Observation:
             forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
         )
 
+    def _in_turn(self, last: Seed | None) -> list[list[Found]]:
+        """Uses by groups that columns are swept for one after the other, with all uses of a leaf in one.
+
+        That is of use where results can be finished, and taken away by a hook, before the next are begun.
+        """
+        most = self.bites.parameters
+        if most is None or last == GRADIENT:
+            return [self.graph.found]
+        groups: list[tuple[list[Found], set[int]]] = []
+        for found in self.graph.found:
+            leaves = {id(site.leaf) for site in found.sites}
+            uses = [found]
+            for group in [group for group in groups if group[1] & leaves]:
+                groups.remove(group)
+                uses, leaves = group[0] + uses, group[1] | leaves
+            if groups and len(groups[-1][1] | leaves) <= most:
+                uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
+            groups.append((uses, leaves))
+        # what is held of so few are the signals at all of them: each is an end of its own
+        return [[replace(f, first=f.host is None) for f in uses] for uses, _ in groups]
+
     def _last_pass(self, backward: Backward | None) -> None:
         """The user's own pass, when all that was asked for is there."""
         if backward is None:
@@ -307,10 +342,7 @@ class Observation:
                 found.release()
         backward(None)
 
-    def _columns(
-        self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found] | None = None
-    ) -> None:
-        found = self.graph.found if found is None else found
+    def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found]) -> None:
         total = sum(group.count for group in groups)
         before = 0
         for group in groups:
@@ -454,7 +486,8 @@ class Observation:
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
-            each = max(site.entry.scratch, leaf.numel(), own)
+            scratch = site.entry.single if columns == 1 and site.entry.single else site.entry.scratch
+            each = max(scratch, leaf.numel(), own)
             fans = site.entry.fans
             if not columns:  # what comes of inputs alone is a matrix that each bite is added to
                 entries += site.entry.alone or each
@@ -498,7 +531,7 @@ class Observation:
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
-        if is_dry() or _all_finite([each for own in self._extremes.values() for each in own]):
+        if _all_finite([each for own in self._extremes.values() for each in own]):
             return
         for leaf in self.graph.leaves():
             if not _all_finite(self._extremes.get(id(leaf), [])):
@@ -591,7 +624,7 @@ def _all_finite(scalars: Sequence[Tensor]) -> bool:
     places: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:
         places.setdefault(scalar.device, []).append(scalar)
-    return all(bool(torch.stack(same).isfinite().all()) for same in places.values())
+    return not any(found_fault(~torch.stack(same).isfinite().all()) for same in places.values())
 
 
 def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:

@@ -41,9 +41,9 @@ STYLES: dict[str, tuple[str, str]] = {
 
 HEAD = """# Benchmarks
 
-Every number on this page was measured by `python -m benchmarks.run` (or `.planning`, `.choices`, `.eager`) and stands in
-`benchmarks/results/`; `python -m benchmarks.page` wrote the page from there. `plain` is a forward
-and a backward pass without any library.
+Every number on this page was measured by `python -m benchmarks.run` (or `.planning`, `.choices`,
+`.eager`) and stands in `benchmarks/results/`; `python -m benchmarks.page` wrote the page from there.
+`plain` is a forward and a backward pass without any library.
 
 - **Time** is the median over rounds, in each of which every contestant has one turn in one process,
   as a ratio to `plain` in the same round. Freeing the results is part of it.
@@ -443,8 +443,8 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
     return [
         "## The default beside every fixed choice",
         "Without a budget packprop chooses sizes of bites and algorithms itself. The same passes with each of "
-        f"{len(points[0]['first_round_over_plain']) - 1} choices fixed, the best of them timed again: the default "
-        f"is within a tenth of the best in {within} of {len(points)} cases. Times over plain.",
+        f"{len(points[0]['first_round_over_plain']) - 1} choices fixed, the best of them timed again: the "
+        f"default is within a tenth of the best in {within} of {len(points)} cases. Times over plain.",
         markdown(["problem", "extension", "default", "best", "default / best", "which"], rows),
         _environment(content["environment"]),
     ]

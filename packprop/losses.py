@@ -147,12 +147,13 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
         rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
         before, behind = rest[:, :-1], rest[:, 1:]
-        at = (0.5 * (known[:, :-1] + behind - before))[:, start:stop]
         half = (0.5 * (known[:, :-1] - before - behind))[:, start:stop]
+        at = half + behind[:, start:stop]
         place = torch.arange(classes, device=p.device)
-        chosen, absent = place[start:stop, None], known.new_tensor(-torch.inf)
-        columns = torch.where(place == chosen, at[..., None], absent).exp()
-        columns = columns - torch.where(place > chosen, known[:, None, :] + half[..., None], absent).exp()
+        counted = place > place[start:stop, None]
+        # none of the exponents that count is positive, the others may be large
+        columns = (known[:, None, :] + half[..., None]).clamp(max=0).exp() * counted.to(known.dtype).neg()
+        columns = torch.diagonal_scatter(columns, at.exp(), start, 1, 2)
         return (columns.movedim(1, 0) * strength[None, :, t, None]).to(p.dtype)
 
     every = Root(classes, entrywise, draw)

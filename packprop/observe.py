@@ -25,7 +25,7 @@ from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import FACTORED, forms_rows, per_sample_grad, summed_grad
+from packprop.statistics import forms_no_rows, forms_rows, per_sample_grad, summed_grad
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
@@ -120,6 +120,7 @@ class Observation:
     _finite: dict[int, Tensor] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
+    _first: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
@@ -133,6 +134,7 @@ class Observation:
             for index, row in enumerate(extension.rows):
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
+        _check_second_passes(self.extensions)
         if self.graph.hosts and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
             raise PackpropError(
                 "Second derivatives were asked for.",
@@ -153,20 +155,41 @@ class Observation:
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }
-        order = [INPUTS, *curved, GRADIENT]
-        last = next((seed for seed in reversed(order) if seed in tasks), None)
-        for seed in order:
-            work = tasks.get(seed, [])
+        passes = self._passes(tasks, curved)
+        last = max((number for number, (_, work) in enumerate(passes) if work), default=0)
+        for number, (seed, work) in enumerate(passes):
             if seed == GRADIENT:
-                self._gradient(work, backward, last is seed)
+                self._gradient(work, backward, last == number)
             elif seed == INPUTS:
                 if work:
                     self._inputs(work)
             else:
-                self._columns(curved[seed], work, last == seed)
-        if last in (INPUTS, None):
+                self._columns(curved[seed], work, last == number)
+        if last == 0:  # inputs alone, or nothing
             for leaf in self.graph.leaves():
                 self._finish(leaf)
+
+    def _passes(
+        self, tasks: Mapping[Seed, list[_Task]], curved: Mapping[Seed, list[Columns]]
+    ) -> list[tuple[Seed, list[_Task]]]:
+        """What is swept, in this order: inputs, columns, columns for rows of a second pass, the gradient.
+
+        # NOTE [Second pass]
+        Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before the first column
+        can be looked at. Keeping signals of all columns until then would take their number times the memory
+        of a backward pass, and keeping per-sample gradients more; so the same columns are swept again, with
+        their draws. Where one sweep brings all columns of a leaf at once (a single draw, the empirical
+        Fisher, a vectorised sweep), both passes are made when the leaf is met, and there is no second sweep.
+        What was made of the first pass takes the place of its results, which are gone then.
+        """
+        first = {seed: tasks[seed] for seed in curved}
+        second: dict[Seed, list[_Task]] = {}
+        for seed, groups in curved.items():
+            once = len(groups) == 1 and self._columns_at_once(groups[0]) >= groups[0].count
+            if not once and any(task.row.after is not None for task in tasks[seed]):
+                first[seed] = [task for task in tasks[seed] if task.row.after is None]
+                second[seed] = [task for task in tasks[seed] if task.row.after is not None]
+        return [(INPUTS, tasks.get(INPUTS, [])), *first.items(), *second.items(), (GRADIENT, tasks.get(GRADIENT, []))]
 
     def _hessian(self, tasks: list[_Task]) -> bool:
         """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
@@ -359,10 +382,13 @@ class Observation:
         """
         build = _met if build is None else build
         samples = self.graph.samples
-        for chosen, group in _by_subsampling(tasks):
+        first = [task for task in tasks if task.row.after is None]
+        second = [task for task in tasks if task.row.after is not None]
+        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in parts)
+        for chosen, group in [*_by_subsampling(first), *_by_subsampling(second)]:
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            thin = all(getattr(task.row.statistic, "func", task.row.statistic) in FACTORED for task in group)
+            thin = all(forms_no_rows(task.row.statistic, groups) for task in group)
             most = self._most.get(id(leaf), count)
             step = count if whole else min(self._samples_at_once(leaf, parts, thin), most)
             start = 0
@@ -377,7 +403,7 @@ class Observation:
                     structure = build(parts, bite)
                     if isinstance(structure, Outer):
                         structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
-                    values = [task.row.statistic(structure) for task in group]
+                    values = [self._taken(leaf, task, structure) for task in group]
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
                         raise
@@ -390,6 +416,16 @@ class Observation:
                     self.log(leaf, [f for f, _, _ in parts], structure, step)
                 del structure, values
                 start = _after(start, step, count)
+
+    def _taken(self, leaf: Tensor, task: _Task, structure: Structure | Product | Diagonal) -> Any:
+        """The statistic; in a second pass of what the first has come to, too."""
+        row, key = task.row, (id(task.extension), id(leaf))
+        if row.after is None:
+            return row.statistic(structure)
+        if key not in self._first:
+            partial = [self._partial.pop((id(task.extension), i, id(leaf)), None) for i in range(task.index)]
+            self._first[key] = row.after([None if each is None else each.result() for each in partial])
+        return row.statistic(structure, self._first[key])
 
     def _in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[_Task], columns: Extent, samples: Extent
@@ -420,6 +456,7 @@ class Observation:
         """Tensors of results that are not finished yet."""
         for partial in self._partial.values():
             yield from partial.tensors()
+        yield from tensors_in([*self._first.values()])
         yield from self._gradients.values()
 
     def _partial_of(self, leaf: Tensor, task: _Task) -> Partial:
@@ -480,9 +517,11 @@ class Observation:
     def _finish(self, leaf: Tensor) -> None:
         results: dict[Extension, list[Any]] = {}
         for extension in (*self.extensions, SUMMED):
-            found = [self._partial.pop((id(extension), i, id(leaf)), None) for i in range(len(extension.rows))]
+            first = self._first.pop((id(extension), id(leaf)), [])
+            rest = range(len(first), len(extension.rows))
+            found = [self._partial.pop((id(extension), i, id(leaf)), None) for i in rest]
             if any(partial is not None for partial in found):
-                results[extension] = [None if partial is None else partial.result() for partial in found]
+                results[extension] = first + [None if each is None else each.result() for each in found]
         if SUMMED in results:
             self._gradients[id(leaf)] = results.pop(SUMMED)[0].to(leaf.dtype)
         # NaN in a signal is NaN in the sums that it enters; where there are none, the signals were looked at
@@ -626,6 +665,22 @@ def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Ta
         chosen = task.extension.subsampling
         groups.setdefault(None if chosen is None else tuple(chosen), []).append(task)
     return [(None if key is None else list(key), group) for key, group in groups.items()]
+
+
+def _check_second_passes(extensions: Sequence[Extension]) -> None:
+    for extension in extensions:
+        for index, row in enumerate(extension.rows):
+            if row.after is None:
+                continue
+            before, swept = extension.rows[:index], ("gradient", "ggn", "empirical", "jacobian")
+            fits = row.seed.kind in swept and all(each.seed in (INPUTS, row.seed) for each in before)
+            if not fits or index != len(extension.rows) - 1:
+                raise BadInput(
+                    f"{extension.name}() was asked for.",
+                    f"row {index}, which comes after others",
+                    "a second pass is one over the columns of the first",
+                    "make it the last row, of a seed that is swept, behind rows of that seed or of inputs",
+                )
 
 
 def _check_subsampling(extensions: Sequence[Extension], samples: int) -> None:

@@ -1,8 +1,8 @@
 """What is done with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
 
-Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A`` over
-entries ``[o, i]``, ``[B]`` for ``B`` itself; weights that keep fan-in first (transposed convolutions, tables)
-must be brought to ``[o, i]`` before. ``Eigen``, which EKFAC saves, knows the order of its parameter.
+Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
+over entries ``[o, i]``, ``[B]`` for ``B`` itself; weights that keep fan-in first (transposed convolutions,
+tables) must be brought to ``[o, i]`` before. ``Eigen``, which EKFAC saves, knows the order of its parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.memory import found_fault
+from packprop.memory import found_fault, is_dry
 from packprop.structures import Order
 
 Factors = Sequence[Tensor]
@@ -56,12 +56,24 @@ def eigen(block: Block) -> Eigen:
 def eigenvectors(factor: Tensor) -> Tensor:
     """Orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
 
-    NaN where the matrix is not finite: what is rotated by them shows it.
+    Where the matrix is singular rounding would decide between the bases of its null space; the one taken has
+    no correlation under fixed weights of the coordinates. The largest entry of each column is positive. NaN
+    where the matrix is not finite: what is rotated by them shows it.
     """
     factor = factor.detach()
     if found_fault(~factor.isfinite().all()):
         return torch.full_like(factor, math.nan)
-    vectors: Tensor = torch.linalg.eigh(factor)[1]
+    vectors: Tensor
+    values, vectors = torch.linalg.eigh(factor)
+    size = len(values)
+    null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
+    count = size if is_dry() else int(null.sum())
+    if count > 1:  # eigenvalues ascend
+        zero = vectors[:, :count]
+        weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
+        zero.copy_(zero @ torch.linalg.eigh((zero.mT * weights) @ zero)[1])
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors *= torch.where(largest < 0, -1.0, 1.0)
     return vectors
 
 
@@ -105,7 +117,7 @@ def multiply(block: Block, vectors: Tensor) -> Tensor:
 @overload
 def inverse(block: Eigen, damping: float) -> Eigen: ...
 @overload
-def inverse(block: Factors, damping: float) -> list[Tensor]: ...
+def inverse(block: list[Tensor] | tuple[Tensor, ...], damping: float) -> list[Tensor]: ...
 def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
     """The damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
 

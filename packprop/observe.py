@@ -189,7 +189,12 @@ class Observation:
             if not once and any(task.row.after is not None for task in tasks[seed]):
                 first[seed] = [task for task in tasks[seed] if task.row.after is None]
                 second[seed] = [task for task in tasks[seed] if task.row.after is not None]
-        return [(INPUTS, tasks.get(INPUTS, [])), *first.items(), *second.items(), (GRADIENT, tasks.get(GRADIENT, []))]
+        return [
+            (INPUTS, tasks.get(INPUTS, [])),
+            *first.items(),
+            *second.items(),
+            (GRADIENT, tasks.get(GRADIENT, [])),
+        ]
 
     def _hessian(self, tasks: list[_Task]) -> bool:
         """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.

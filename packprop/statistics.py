@@ -280,6 +280,7 @@ def forms_no_rows(statistic: Callable[..., Any], groups: int) -> bool:
     plain = getattr(statistic, "func", statistic)
     return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
 
+
 # Fast cells
 
 

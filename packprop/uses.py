@@ -174,7 +174,6 @@ def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
-
     return functools.partial(_as_it_is, shape=shape)
 
 

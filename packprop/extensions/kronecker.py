@@ -167,9 +167,10 @@ class EKFAC(Sampled):
     The eigenvectors are those of ``B kron A``; the eigenvalues are what the block itself has on its diagonal in
     their basis: squares of per-sample gradients, rotated and summed over samples and columns. Of all matrices
     with these eigenvectors it is the one nearest to the block, and its trace is that of the block (George et
-    al. 2018). ``values`` are ``[o, i]`` and carry the scale of the loss as reduced, ``vectors`` are ``[U_B, U_A]``;
-    for a parameter that no input multiplies matrix-wise ``[p]`` and ``[U_B]``, the exact block. Everything is
-    computed in at least float32 and rounded once; under ``create_graph=True`` for eigenvectors held fixed.
+    al. 2018). ``values`` are ``[o, i]`` and carry the scale of the loss as reduced, ``vectors`` are
+    ``[U_B, U_A]``; for a parameter that no input multiplies matrix-wise ``[p]`` and ``[U_B]``, the exact block.
+    Squares are added up in at least float32 and everything is rounded once. Under ``create_graph=True``
+    eigenvalues are differentiated with the eigenvectors held fixed.
 
     The columns are swept twice, the second time with the same draws, unless one sweep brings all of them: a
     single draw, the empirical Fisher, a small graph. See NOTE [Second pass] (``packprop/observe.py``).

@@ -17,7 +17,15 @@ from torch import Tensor
 from packprop import kronecker
 from packprop.errors import BadInput, PackpropError
 from packprop.kronecker import Block, Eigen
-from packprop.products import Product, Vectors, ggn_product, hessian_product, leaves_of
+from packprop.products import (
+    Product,
+    Vectors,
+    Versions,
+    ggn_product,
+    hessian_product,
+    versions_of,
+    were_changed,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +47,7 @@ class Operator:
     parameters: tuple[Tensor, ...]
     product: Product
     damping: float = 0.0
-    versions: tuple[tuple[Tensor, int], ...] = ()
+    versions: Versions = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,7 +79,7 @@ class Operator:
                 f"the operator has {self.shape[1]} columns",
                 "give [p] or [p, v], with the entries of all parameters side by side",
             )
-        if any(leaf._version != version for leaf, version in self.versions):
+        if were_changed(self.versions):
             raise PackpropError(
                 "A product with a curvature operator was asked for.",
                 "parameters of its graph",
@@ -141,7 +149,7 @@ def hessian(
     """
     chosen = _chosen("operators.hessian", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(chosen, product, damping, _versions(value))
+    return Operator(chosen, product, damping, versions_of(value))
 
 
 def ggn(
@@ -163,7 +171,7 @@ def ggn(
     """
     chosen = _chosen("operators.ggn", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(chosen, product, damping, _versions(loss))
+    return Operator(chosen, product, damping, versions_of(loss))
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:
@@ -205,10 +213,6 @@ def _fits(parameter: Tensor, block: Block) -> bool:
     if len(block) == 1:
         return len(block[0]) == parameter.numel()
     return (len(block[0]), len(block[1])) == (len(parameter), parameter.numel() // max(1, len(parameter)))
-
-
-def _versions(value: Tensor) -> tuple[tuple[Tensor, int], ...]:
-    return tuple((leaf, leaf._version) for leaf in leaves_of(value))
 
 
 def _chosen(asked: str, parameters: Sequence[Tensor], leaves: bool = True) -> tuple[Tensor, ...]:

@@ -49,7 +49,7 @@ class BlockProduct:
 
     leaf: Tensor
     product: Callable[[Tensor], Tensor]
-    versions: list[tuple[Tensor, int]]
+    versions: Versions
     name: str
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class BlockProduct:
                 f"parameter {self.name!r} has shape {list(shape)}",
                 "give [v, *p] or [*p]",
             )
-        if any(leaf._version != version for leaf, version in self.versions):
+        if were_changed(self.versions):
             raise PackpropError(
                 "A product with a curvature block was asked for.",
                 f"parameter {self.name!r}",
@@ -414,14 +414,22 @@ def _finished(found: Sequence[Tensor], bare: bool) -> list[Tensor]:
     return [each[0] if bare else each for each in found]
 
 
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """Leaves that a tensor was computed from, by its graph."""
+Versions = Sequence[tuple[Tensor, int]]
+
+
+def versions_of(value: Tensor) -> Versions:
+    """Leaves that a tensor was computed from, by its graph, and their versions."""
     stack, seen = [value.grad_fn], set()
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
+            leaves += [node.variable] if hasattr(node, "variable") else []
             stack += [upstream for upstream, _ in node.next_functions]
-    return found
+    return [(leaf, leaf._version) for leaf in leaves]
+
+
+def were_changed(versions: Versions) -> bool:
+    """Whether a leaf was changed in place since."""
+    return any(leaf._version != version for leaf, version in versions)

@@ -25,7 +25,7 @@ from packprop.memory import is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import forms_no_rows, forms_rows, per_sample_grad, summed_grad
+from packprop.statistics import OF_ROWS, forms_no_rows, forms_rows, per_sample_grad, summed_grad
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
@@ -582,6 +582,7 @@ class _Collector:
     ) -> None:
         self._observation, self._tasks, self._more = observation, tasks, more
         self._last, self._columns, self._build = last, columns, build
+        self._found = found
         self._parts: dict[int, list[Part]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected = _uses_by_leaf(found)
@@ -601,10 +602,24 @@ class _Collector:
     def flush(self) -> None:
         """End of the sweep: leaves that it has reached at some of their uses only, or at none."""
         for key in list(self._parts):
+            if any(task.row.statistic not in OF_ROWS for task in self._tasks):
+                self._parts[key] += self._unreached(key)
             self._consume(key)
         for leaf in list(self._leaves.values()):
             self._observation.vanish(leaf, self._columns, self._tasks)
             self._done(leaf)
+
+    def _unreached(self, key: int) -> list[Part]:
+        """Zeros for the uses that are missing: a factor is that of all uses together, in every sweep."""
+        there = {found for found, _, _ in self._parts[key]}
+        given = [signal for _, _, signals in self._parts[key] for signal in signals if signal is not None]
+        return [
+            (found, site, [given[0].new_zeros(len(given[0]), *shape) for shape in found.use.shapes])
+            for found in self._found
+            if found not in there and any(id(site.leaf) == key for site in found.sites)
+            for site in found.take()
+            if id(site.leaf) == key
+        ]
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]

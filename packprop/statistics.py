@@ -281,6 +281,9 @@ def forms_no_rows(statistic: Callable[..., Any], groups: int) -> bool:
     return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
 
 
+OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments)
+"""Statistics that are functions of per-sample gradients, whatever structure these come from."""
+
 # Fast cells
 
 

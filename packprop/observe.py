@@ -163,7 +163,7 @@ class Observation:
             elif seed == INPUTS:
                 if work:
                     self._inputs(work)
-            else:
+            elif work:
                 self._columns(curved[seed], work, last == number)
         if last == 0:  # inputs alone, or nothing
             for leaf in self.graph.leaves():
@@ -394,6 +394,8 @@ class Observation:
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
             thin = all(forms_no_rows(task.row.statistic, groups) for task in group)
+            for task in group:
+                self._begin_second(leaf, task)
             most = self._most.get(id(leaf), count)
             step = count if whole else min(self._samples_at_once(leaf, parts, thin), most)
             start = 0
@@ -408,7 +410,7 @@ class Observation:
                     structure = build(parts, bite)
                     if isinstance(structure, Outer):
                         structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
-                    values = [self._taken(leaf, task, structure) for task in group]
+                    values = [task.row.statistic(structure, *self._made_of_first(leaf, task)) for task in group]
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
                         raise
@@ -422,15 +424,17 @@ class Observation:
                 del structure, values
                 start = _after(start, step, count)
 
-    def _taken(self, leaf: Tensor, task: _Task, structure: Structure | Product | Diagonal) -> Any:
-        """The statistic; in a second pass of what the first has come to, too."""
-        row, key = task.row, (id(task.extension), id(leaf))
-        if row.after is None:
-            return row.statistic(structure)
-        if key not in self._first:
-            partial = [self._partial.pop((id(task.extension), i, id(leaf)), None) for i in range(task.index)]
-            self._first[key] = row.after([None if each is None else each.result() for each in partial])
-        return row.statistic(structure, self._first[key])
+    def _begin_second(self, leaf: Tensor, task: _Task) -> None:
+        """What is made of the first pass, once; no smaller bite of samples would take less memory for it."""
+        key = (id(task.extension), id(leaf))
+        if task.row.after is None or key in self._first:
+            return
+        partial = [self._partial.pop((id(task.extension), i, id(leaf)), None) for i in range(task.index)]
+        self._first[key] = task.row.after([None if each is None else each.result() for each in partial])
+
+    def _made_of_first(self, leaf: Tensor, task: _Task) -> tuple[list[Any], ...]:
+        """What a statistic is given beside the structure."""
+        return () if task.row.after is None else (self._first[id(task.extension), id(leaf)],)
 
     def _in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[_Task], columns: Extent, samples: Extent

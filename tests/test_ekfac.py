@@ -163,6 +163,19 @@ def test_no_pass_holds_a_gradient_for_each_sample() -> None:
     assert counted.peak < samples * width * width * 4 / 4
 
 
+def test_groups_are_mixed_in_bites() -> None:
+    """A basis of all output channels mixes groups, so that rows are formed even at a single position."""
+    torch.manual_seed(0)
+    samples, channels = 512, 256
+    model = packprop.extend(nn.Sequential(nn.Conv2d(channels, channels, 1, groups=2), nn.Flatten()))
+    loss = packprop.extend(nn.MSELoss())
+    x = torch.randn(samples, channels, 1, 1)
+    counted = LiveBytes()
+    with counted, packprop.backpack(extensions.EKFAC()):
+        loss(model(x), torch.zeros(samples, channels)).backward()
+    assert counted.peak < samples * model[0].weight.numel() * 4 / 2
+
+
 def test_gradients_of_eigenvalues_hold_the_eigenvectors_fixed() -> None:
     """The trace does not depend on them: its gradient is exact."""
     problem, other = BY_NAME["linear-deep"].problem(2), BY_NAME["linear-deep"].problem(2)

@@ -56,9 +56,9 @@ def eigen(block: Block) -> Eigen:
 def eigenvectors(factor: Tensor) -> Tensor:
     """Orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
 
-    Where the matrix is singular rounding would decide between the bases of its null space; the one taken
-    completes the other eigenvectors by Householder reflections. The largest entry of each column is positive.
-    NaN where the matrix is not finite: what is rotated by them shows it.
+    Where the matrix is singular rounding would decide between the bases of its null space; the one taken has
+    no correlation under fixed weights of the coordinates. The largest entry of each column is positive. NaN
+    where the matrix is not finite: what is rotated by them shows it.
     """
     factor = factor.detach()
     if found_fault(~factor.isfinite().all()):
@@ -67,20 +67,14 @@ def eigenvectors(factor: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(factor)
     size = len(values)
     null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
-    count = min(2, size) if is_dry() else int(null.sum())  # eigenvalues ascend
-    _make_largest_positive(vectors[:, count:])
-    if count == size:
-        return torch.eye(size, dtype=vectors.dtype, device=vectors.device)
-    if count > 1:
-        vectors[:, :count] = torch.linalg.qr(vectors[:, count:], mode="complete")[0][:, size - count :]
-    _make_largest_positive(vectors[:, :count])
+    count = size if is_dry() else int(null.sum())
+    if count > 1:  # eigenvalues ascend
+        zero = vectors[:, :count]
+        weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
+        zero.copy_(zero @ torch.linalg.eigh((zero.mT * weights) @ zero)[1])
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors *= torch.where(largest < 0, -1.0, 1.0)
     return vectors
-
-
-def _make_largest_positive(columns: Tensor) -> None:
-    if columns.numel():
-        largest = columns.gather(0, columns.abs().argmax(0, keepdim=True))
-        columns *= torch.where(largest < 0, -1.0, 1.0)
 
 
 def dense(block: Block) -> Tensor:

@@ -4,7 +4,7 @@ Seeds are swept back to signals; a use says how a parameter meets a signal; stat
 an extension says how numbers merge; the plan says how big the bites are.
 """
 
-from packprop import extensions, kronecker, products
+from packprop import extensions, kronecker, operators, products
 from packprop.algorithms import algorithms
 from packprop.context import backpack
 from packprop.coverage import Coverage, coverage
@@ -34,6 +34,7 @@ __all__ = [
     "extend",
     "extensions",
     "kronecker",
+    "operators",
     "plan",
     "products",
     "profile",

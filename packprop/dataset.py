@@ -344,6 +344,13 @@ def compute(
     """
     chosen = check_extensions(ASKED, list(extensions))
     for extension in chosen:
+        if any(row.after is not None for row in extension.rows):
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                "it goes over the samples twice, and data are read once",
+                "use it in `with backpack(...)` on one batch, or ask for KFAC or KFLR",
+            )
         if any(row.whole for row in extension.rows) or extension.subsampling is not None:
             raise BadInput(
                 ASKED,

@@ -506,6 +506,9 @@ def not_twice(where: str, error: RuntimeError) -> PackpropError:
     """The error for a function that PyTorch cannot differentiate twice, by what PyTorch says."""
     said = str(error).splitlines()[0]
     instead = "use functions that are twice differentiable, or ask for GGN quantities"
+    if "a second time" in said:
+        kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
+        return PackpropError(ASKED, where, "another backward pass has freed the graph", kept)
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         instead = (
             "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "

@@ -81,6 +81,7 @@ def concatenate(axis: int) -> Monoid:
 SUM = Monoid("SUM", _add, lambda total: total)
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
 SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
+KEEP = Monoid("KEEP", lambda a, b: a, lambda value: value)
 MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
 
 

@@ -26,7 +26,7 @@ from packprop.memory import found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import FACTORED, forms_rows, per_sample_grad, summed_grad
+from packprop.statistics import OF_ROWS, forms_no_rows, forms_rows, per_sample_grad, summed_grad
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
@@ -137,6 +137,7 @@ class Observation:
     _extremes: dict[int, list[Tensor]] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
+    _first: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
@@ -150,6 +151,7 @@ class Observation:
             for index, row in enumerate(extension.rows):
                 tasks.setdefault(row.seed, []).append(_Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
+        _check_second_passes(self.extensions)
         if self.graph.hosts and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
             raise PackpropError(
                 "Second derivatives were asked for.",
@@ -170,17 +172,39 @@ class Observation:
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }
-        order = [INPUTS, *curved, GRADIENT]
-        last = next((seed for seed in reversed(order) if seed in tasks), None)
-        if INPUTS in tasks:
-            self._inputs(tasks[INPUTS])
-        for found in self._in_turn(last):
-            for seed, groups in curved.items():
-                self._columns(groups, tasks[seed], last == seed, found)
-        self._gradient(tasks.get(GRADIENT, []), backward, last == GRADIENT)
-        if last in (INPUTS, None):
+        swept = self._passes(tasks, curved)
+        inputs, gradient = tasks.get(INPUTS, []), tasks.get(GRADIENT, [])
+        if inputs:
+            self._inputs(inputs)
+        for found in self._in_turn(waits=bool(gradient)):
+            for number, (seed, work) in enumerate(swept, 1):
+                self._columns(curved[seed], work, not gradient and number == len(swept), found)
+        self._gradient(gradient, backward, last=True)
+        if not swept and not gradient:
             for leaf in self.graph.leaves():
                 self._finish(leaf)
+
+    def _passes(
+        self, tasks: Mapping[Seed, list[_Task]], curved: Mapping[Seed, list[Columns]]
+    ) -> list[tuple[Seed, list[_Task]]]:
+        """The columns that are swept, and what for; at the end those for rows of a second pass.
+
+        # NOTE [Second pass]
+        Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before the first column
+        can be looked at. Keeping signals of all columns until then would take their number times the memory
+        of a backward pass, and keeping per-sample gradients more; so the same columns are swept again, with
+        their draws. Where one sweep brings all columns of a leaf at once (a single draw, the empirical
+        Fisher, a vectorised sweep), both passes are made when the leaf is met, and there is no second sweep.
+        What was made of the first pass takes the place of its results, which are gone then.
+        """
+        first = {seed: tasks[seed] for seed in curved}
+        second: dict[Seed, list[_Task]] = {}
+        for seed, groups in curved.items():
+            once = len(groups) == 1 and self._columns_at_once(groups[0]) >= groups[0].count
+            if not once and any(task.row.after is not None for task in tasks[seed]):
+                first[seed] = [task for task in tasks[seed] if task.row.after is None]
+                second[seed] = [task for task in tasks[seed] if task.row.after is not None]
+        return [(seed, work) for seed, work in [*first.items(), *second.items()] if work]
 
     def _hessian(self, tasks: list[_Task]) -> bool:
         """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
@@ -312,13 +336,14 @@ class Observation:
             forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
         )
 
-    def _in_turn(self, last: Seed | None) -> list[list[Found]]:
+    def _in_turn(self, waits: bool) -> list[list[Found]]:
         """Uses by groups that columns are swept for one after the other, with all uses of a leaf in one.
 
-        That is of use where results can be finished, and taken away by a hook, before the next are begun.
+        That is of use where results can be finished, and taken away by a hook, before the next are begun;
+        not where each ``waits`` for the gradient's pass.
         """
         most = self.bites.parameters
-        if most is None or last == GRADIENT:
+        if most is None or waits:
             return [self.graph.found]
         groups: list[tuple[list[Found], set[int]]] = []
         for found in self.graph.found:
@@ -391,10 +416,15 @@ class Observation:
         """
         build = _met if build is None else build
         samples = self.graph.samples
-        for chosen, group in _by_subsampling(tasks):
+        first = [task for task in tasks if task.row.after is None]
+        second = [task for task in tasks if task.row.after is not None]
+        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in parts)
+        for chosen, group in [*_by_subsampling(first), *_by_subsampling(second)]:
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            thin = all(getattr(task.row.statistic, "func", task.row.statistic) in FACTORED for task in group)
+            thin = all(forms_no_rows(task.row.statistic, groups) for task in group)
+            for task in group:
+                self._begin_second(leaf, task)
             most = self._most.get(id(leaf), count)
             step = count if whole else min(self._samples_at_once(leaf, parts, thin), most)
             start = 0
@@ -409,7 +439,7 @@ class Observation:
                     structure = build(parts, bite)
                     if isinstance(structure, Outer):
                         structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
-                    values = [task.row.statistic(structure) for task in group]
+                    values = [task.row.statistic(structure, *self._made_of_first(leaf, task)) for task in group]
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
                         raise
@@ -422,6 +452,18 @@ class Observation:
                     self.log(leaf, [f for f, _, _ in parts], structure, step)
                 del structure, values
                 start = _after(start, step, count)
+
+    def _begin_second(self, leaf: Tensor, task: _Task) -> None:
+        """What is made of the first pass, once; no smaller bite of samples would take less memory for it."""
+        key = (id(task.extension), id(leaf))
+        if task.row.after is None or key in self._first:
+            return
+        partial = [self._partial.pop((id(task.extension), i, id(leaf)), None) for i in range(task.index)]
+        self._first[key] = task.row.after([None if each is None else each.result() for each in partial])
+
+    def _made_of_first(self, leaf: Tensor, task: _Task) -> tuple[list[Any], ...]:
+        """What a statistic is given beside the structure."""
+        return () if task.row.after is None else (self._first[id(task.extension), id(leaf)],)
 
     def _in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[_Task], columns: Extent, samples: Extent
@@ -452,6 +494,7 @@ class Observation:
         """Tensors of results that are not finished yet."""
         for partial in self._partial.values():
             yield from partial.tensors()
+        yield from tensors_in([*self._first.values()])
         yield from self._gradients.values()
 
     def _partial_of(self, leaf: Tensor, task: _Task) -> Partial:
@@ -511,9 +554,11 @@ class Observation:
     def _finish(self, leaf: Tensor) -> None:
         results: dict[Extension, list[Any]] = {}
         for extension in (*self.extensions, SUMMED):
-            found = [self._partial.pop((id(extension), i, id(leaf)), None) for i in range(len(extension.rows))]
+            first = self._first.pop((id(extension), id(leaf)), [])
+            rest = range(len(first), len(extension.rows))
+            found = [self._partial.pop((id(extension), i, id(leaf)), None) for i in rest]
             if any(partial is not None for partial in found):
-                results[extension] = [None if partial is None else partial.result() for partial in found]
+                results[extension] = first + [None if each is None else each.result() for each in found]
         if SUMMED in results:
             self._gradients[id(leaf)] = results.pop(SUMMED)[0].to(leaf.dtype)
         # NaN in a signal is NaN in the sums that it enters; where there are none, the signals were looked at
@@ -569,6 +614,7 @@ class _Collector:
     ) -> None:
         self._observation, self._tasks, self._more = observation, tasks, more
         self._last, self._columns, self._build = last, columns, build
+        self._found = found
         self._parts: dict[int, list[Part]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected = _uses_by_leaf(found)
@@ -588,10 +634,24 @@ class _Collector:
     def flush(self) -> None:
         """End of the sweep: leaves that it has reached at some of their uses only, or at none."""
         for key in list(self._parts):
+            if any(task.row.statistic not in OF_ROWS for task in self._tasks):
+                self._parts[key] += self._unreached(key)
             self._consume(key)
         for leaf in list(self._leaves.values()):
             self._observation.vanish(leaf, self._columns, self._tasks)
             self._done(leaf)
+
+    def _unreached(self, key: int) -> list[Part]:
+        """Zeros for the uses that are missing: a factor is that of all uses together, in every sweep."""
+        there = {found for found, _, _ in self._parts[key]}
+        given = [signal for _, _, signals in self._parts[key] for signal in signals if signal is not None]
+        return [
+            (found, site, [given[0].new_zeros(len(given[0]), *shape) for shape in found.use.shapes])
+            for found in self._found
+            if found not in there and any(id(site.leaf) == key for site in found.sites)
+            for site in found.take()
+            if id(site.leaf) == key
+        ]
 
     def _consume(self, key: int) -> None:
         leaf = self._leaves[key]
@@ -665,6 +725,22 @@ def _by_subsampling(tasks: list[_Task]) -> list[tuple[list[int] | None, list[_Ta
         chosen = task.extension.subsampling
         groups.setdefault(None if chosen is None else tuple(chosen), []).append(task)
     return [(None if key is None else list(key), group) for key, group in groups.items()]
+
+
+def _check_second_passes(extensions: Sequence[Extension]) -> None:
+    for extension in extensions:
+        for index, row in enumerate(extension.rows):
+            if row.after is None:
+                continue
+            before, swept = extension.rows[:index], ("gradient", "ggn", "empirical", "jacobian")
+            fits = row.seed.kind in swept and all(each.seed in (INPUTS, row.seed) for each in before)
+            if not fits or index != len(extension.rows) - 1:
+                raise BadInput(
+                    f"{extension.name}() was asked for.",
+                    f"row {index}, which comes after others",
+                    "a second pass is one over the columns of the first",
+                    "make it the last row, of a seed that is swept, behind rows of that seed or of inputs",
+                )
 
 
 def _check_subsampling(extensions: Sequence[Extension], samples: int) -> None:

@@ -436,6 +436,7 @@ INSTEAD = {
     "SqrtGGNExact": "SqrtGGNMC",
     "DiagGGNExact": "DiagGGNMC",
     "BatchDiagGGNExact": "DiagGGNExact",
+    "EKFAC": "DiagGGNMC",
     "KFAC": "DiagGGNMC",
     "KFLR": "DiagGGNExact",
 }

@@ -49,7 +49,7 @@ class BlockProduct:
 
     leaf: Tensor
     product: Callable[[Tensor], Tensor]
-    versions: list[tuple[Tensor, int]]
+    versions: Versions
     name: str
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class BlockProduct:
                 f"parameter {self.name!r} has shape {list(shape)}",
                 "give [v, *p] or [*p]",
             )
-        if any(leaf._version != version for leaf, version in self.versions):
+        if were_changed(self.versions):
             raise PackpropError(
                 "A product with a curvature block was asked for.",
                 f"parameter {self.name!r}",
@@ -185,24 +185,43 @@ def _explained(where: str) -> Iterator[None]:
 
 
 def _pushed(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
-    """``J v`` for many v ``[v, *x]``: ``[v, *y]`` for each output. See NOTE [Products by double backward]."""
+    """``J v`` for many v ``[v, *x]``: ``[v, *y]`` for each output."""
+    return _pushing(outputs, inputs)(vectors)
+
+
+def _pushing(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> Callable[[Vectors], list[Tensor]]:
+    """From many v to ``J v``, by a graph that is made once. See NOTE [Products by double backward]."""
     with torch.enable_grad():
         arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
         pulled: Any = torch.autograd.grad(
             list(outputs), list(inputs), arbitrary, create_graph=True, allow_unused=True
         )
+
+    def push(vectors: Vectors) -> list[Tensor]:
+        return _filled(_pulled(pulled, arbitrary, vectors), arbitrary, len(vectors[0]))
+
+    return push
+
+
+def _pulled(
+    slopes: Sequence[Tensor | None], ends: Sequence[Tensor], vectors: Vectors
+) -> Sequence[Tensor | None]:
+    """Vector-Jacobian products of those slopes that depend on anything."""
     pairs = [
         (slope, vector)
-        for slope, vector in zip(pulled, vectors, strict=True)
+        for slope, vector in zip(slopes, vectors, strict=True)
         if slope is not None and slope.requires_grad
     ]
-    count = len(vectors[0])
-    found: list[Tensor | None] = [None] * len(arbitrary)
-    if pairs:
-        found = pull_columns([slope for slope, _ in pairs], arbitrary, [vector for _, vector in pairs])
+    if not pairs:
+        return [None] * len(ends)
+    return pull_columns([slope for slope, _ in pairs], ends, [vector for _, vector in pairs])
+
+
+def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The same with zeros for what was not reached ``[v, *p]``."""
     return [
-        place.new_zeros(count, *place.shape) if each is None else each
-        for place, each in zip(arbitrary, found, strict=True)
+        torch.zeros_like(own, requires_grad=False).expand(count, *own.shape).clone() if each is None else each
+        for each, own in zip(found, like, strict=True)
     ]
 
 
@@ -230,7 +249,7 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     bare = vectors.shape == outputs.shape
     _require_vectors("vjp", [outputs], [vectors], bare)
     found = pull_columns([outputs], parameters, [vectors[None] if bare else vectors])
-    return _finished(found, parameters, 1 if bare else len(vectors), bare)
+    return _finished(_filled(found, parameters, 1 if bare else len(vectors)), bare)
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -272,23 +291,37 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         [tensor([6., 0.])]
     """
     bare = _is_bare("hvp", parameters, vectors)
+    product, _ = hessian_product("hvp", loss, parameters)
+    return _finished(product(_many(vectors, bare)), bare)
+
+
+Product = Callable[[Vectors], list[Tensor]]
+"""From vectors ``[v, *p]`` for each parameter to their products."""
+
+
+def hessian_product(
+    asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
+) -> tuple[Product, Tensor]:
+    """``hvp`` with a gradient that is taken once and kept, and the loss.
+
+    Raises:
+        BadInput: If the loss is no scalar.
+        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+    """
     value = _evaluated(loss)
     if value.numel() != 1:
         raise BadInput(
-            "hvp(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
+            f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
-    with _explained("the loss given to hvp"):
-        with torch.enable_grad():
-            slopes: Any = torch.autograd.grad(value, list(parameters), create_graph=True, allow_unused=True)
-        pairs = [
-            (slope, vector)
-            for slope, vector in zip(slopes, _many(vectors, bare), strict=True)
-            if slope is not None and slope.requires_grad
-        ]
-        found: list[Tensor | None] = [None] * len(parameters)
-        if pairs:
-            found = pull_columns([slope for slope, _ in pairs], parameters, [vector for _, vector in pairs])
-    return _finished(found, parameters, 1 if bare else len(vectors[0]), bare)
+    with _explained(f"the loss given to {asked}"), torch.enable_grad():
+        slopes: Any = torch.autograd.grad(value, list(parameters), create_graph=True, allow_unused=True)
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with _explained(f"the loss given to {asked}"):
+            found = _pulled(slopes, parameters, vectors)
+        return _filled(found, parameters, len(vectors[0]))
+
+    return product, value
 
 
 def ggnvp(
@@ -312,17 +345,35 @@ def ggnvp(
         PackpropError: If something in the graph is not twice differentiable.
     """
     bare = _is_bare("ggnvp", parameters, vectors)
+    product, _ = ggn_product("ggnvp", graph, parameters)
+    return _finished(product(_many(vectors, bare)), bare)
+
+
+def ggn_product(
+    asked: str,
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+) -> tuple[Product, Tensor]:
+    """``ggnvp`` with graphs that are made once and kept, and the loss.
+
+    Raises:
+        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+    """
     outputs, loss = _evaluated(graph)
-    with _explained("the graph given to ggnvp"):
-        pushed = _pushed([outputs], parameters, _many(vectors, bare))
+    where = f"the graph given to {asked}"
+    with _explained(where):
+        push = _pushing([outputs], parameters)
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
-        curved = [torch.zeros_like(pushed[0])]
-        if slope.requires_grad:
-            (product,) = pull_columns([slope], [outputs], pushed)
-            curved = curved if product is None else [product]
-        found = pull_columns([outputs], parameters, curved)
-    return _finished(found, parameters, 1 if bare else len(vectors[0]), bare)
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with _explained(where):
+            pushed = push(vectors)
+            curved = _filled(_pulled([slope], [outputs], pushed), [outputs], len(pushed[0]))
+            found = pull_columns([outputs], parameters, curved)
+        return _filled(found, parameters, len(vectors[0]))
+
+    return product, loss
 
 
 def _evaluated(value: Any) -> Any:
@@ -359,13 +410,26 @@ def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
     return [vector.detach()[None] if bare else vector.detach() for vector in vectors]
 
 
-def _finished(
-    found: Sequence[Tensor | None], parameters: Sequence[Tensor], count: int, bare: bool
-) -> list[Tensor]:
-    filled = [
-        torch.zeros_like(parameter, requires_grad=False).expand(count, *parameter.shape).clone()
-        if each is None
-        else each
-        for each, parameter in zip(found, parameters, strict=True)
-    ]
-    return [each[0] if bare else each for each in filled]
+def _finished(found: Sequence[Tensor], bare: bool) -> list[Tensor]:
+    return [each[0] if bare else each for each in found]
+
+
+Versions = Sequence[tuple[Tensor, int]]
+
+
+def versions_of(value: Tensor) -> Versions:
+    """Leaves that a tensor was computed from, by its graph, and their versions."""
+    stack, seen = [value.grad_fn], set()
+    leaves: list[Tensor] = []
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            stack += [upstream for upstream, _ in node.next_functions]
+    return [(leaf, leaf._version) for leaf in leaves]
+
+
+def were_changed(versions: Versions) -> bool:
+    """Whether a leaf was changed in place since."""
+    return any(leaf._version != version for leaf, version in versions)

@@ -7,7 +7,7 @@ for one structure; the law "fast cell equals default" is tested for each of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from packprop.algorithms import forced, frugal
 from packprop.errors import PackpropError
-from packprop.kernels import square_norms, squared_products, sum_of_squares
+from packprop.kernels import outer_products, square_norms, squared_products, sum_of_squares
 from packprop.monoid import Moments
-from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, rows
+from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, order_of, rows
 
 Approximation = Literal["mixed", "expand", "reduce"]
 Cell = Callable[..., Tensor | None]
@@ -156,6 +156,40 @@ def input_sum(structure: Structure) -> Tensor | None:
     return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
 
 
+def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
+    """Squares of per-sample gradients in an orthonormal basis, summed over columns and samples.
+
+    Args:
+        structure: Of a parameter.
+        first: Matrices whose columns the basis is made of: ``[g*o, g*o]`` and ``[i, i]``, or ``[p, p]`` and
+            ``None``; more is not looked at.
+
+    Returns:
+        ``[g*o, i]``, or ``[p]``.
+    """
+    left, right = first[:2]
+    if isinstance(structure, Dense):
+        return sum_of_squares((flat_rows(structure) @ left).flatten(0, 1))
+    signal = structure.signal
+    assert signal is not None
+    if isinstance(structure, Lookup):
+        inputs = right[structure.index].unsqueeze(2)  # one-hot inputs choose rows
+        return sum_sq(Outer(inputs, (signal @ left).unsqueeze(3), _matrix))
+    columns, _, positions, groups, fan_out = signal.shape
+    fan_in = structure.shape[3]
+    factors_first = positions * (fan_in**2 + columns * fan_out**2)
+    if groups == 1 and (positions == 1 or factors_first <= columns * fan_out * fan_in * (fan_out + fan_in)):
+        return sum_sq(Outer(structure.x @ right, signal @ left, _matrix))
+    products = outer_products(*structure.matrices).reshape(-1, groups, columns, fan_out, fan_in)
+    products = products.transpose(1, 2).reshape(-1, groups * fan_out, fan_in)
+    return sum_of_squares(left.mT @ products @ right)
+
+
+def _matrix(gradient: Tensor) -> Tensor:
+    """``[..., 1, o, i] -> [..., o, i]``."""
+    return gradient.squeeze(-3)
+
+
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
     """A look-up is affine in one-hot inputs."""
     index = structure.index
@@ -240,8 +274,18 @@ def _signal_products(structure: Product) -> Tensor | None:
     )
 
 
-FACTORED = (sum_sq, batch_sq, sq_norm, signal_gram, input_gram, input_sum)
+FACTORED = (sum_sq, batch_sq, sq_norm, signal_gram, input_gram, input_sum, rotated_sum_sq, order_of)
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
+
+
+def forms_no_rows(statistic: Callable[..., Any], groups: int) -> bool:
+    """Whether that is so of a statistic; a basis of all output channels mixes the groups of a convolution."""
+    plain = getattr(statistic, "func", statistic)
+    return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
+
+
+OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments)
+"""Statistics that are functions of per-sample gradients, whatever structure these come from."""
 
 # Fast cells
 

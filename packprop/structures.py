@@ -19,6 +19,36 @@ from packprop.kernels import outer_products
 Fold = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Order:
+    """Where a parameter keeps the entries of its matrix ``[g*o, i]``.
+
+    Args:
+        fold: From ``[..., g, o, i]`` to ``[..., *p]``.
+        shape: Extents of g, o and i.
+    """
+
+    fold: Fold
+    shape: tuple[int, int, int]
+
+    def to_parameter(self, matrices: Tensor) -> Tensor:
+        """``[v, g*o, i] -> [v, *p]``."""
+        return self.fold(matrices.reshape(-1, *self.shape))
+
+    def to_matrices(self, vectors: Tensor) -> Tensor:
+        """``[v, *p] -> [v, g*o, i]``."""
+        groups, fan_out, fan_in = self.shape
+        places = torch.arange(groups * fan_out * fan_in, device=vectors.device)
+        index = self.to_parameter(places).reshape(1, -1).expand(len(vectors), -1)
+        found = torch.empty_like(vectors).reshape(len(vectors), -1)
+        return found.scatter(1, index, vectors.reshape(len(vectors), -1)).reshape(-1, groups * fan_out, fan_in)
+
+    @property
+    def parameter(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.to_parameter(torch.empty(self.shape, device="meta")).shape[1:]
+
+
 class Later(NamedTuple):
     """A tensor that is made when it is needed, and its shape."""
 
@@ -184,6 +214,21 @@ def rows(structure: Structure) -> Tensor:
     gradients = structure.rows
     assert gradients is not None, "this structure was built without a signal"
     return gradients
+
+
+def fold_table(gradient: Tensor) -> Tensor:
+    """``[..., 1, o, i] -> [..., i, o]``: of a table, whose rows are what one-hot inputs choose."""
+    return gradient.squeeze(-3).mT
+
+
+def order_of(structure: Structure) -> Order | None:
+    """Where the parameter keeps entries ``[g, o, i]``; ``None`` for one that no input multiplies."""
+    if isinstance(structure, Dense):
+        return None
+    assert structure.signal is not None
+    if isinstance(structure, Lookup):
+        return Order(fold_table, (1, structure.signal.shape[3], structure.entries))
+    return Order(structure.fold, (*structure.signal.shape[3:], structure.shape[3]))
 
 
 def with_squares(structure: Structure) -> Structure | None:

@@ -162,14 +162,18 @@ class Row:
         over_v: How results of disjoint columns merge.
         whole: Whether the statistic needs all samples at once.
         degree: Power of a factor on the loss that the statistic is multiplied by.
+        after: Makes the last row of an extension one of a second pass, which begins when the rows before it,
+            of the same seed or of inputs, are complete: turns their results into what takes their place, and
+            is given to the statistic beside the structure. See NOTE [Second pass].
     """
 
     seed: Seed
-    statistic: Callable[[Any], Any]
+    statistic: Callable[..., Any]
     over_n: Monoid = SUM
     over_v: Monoid = SUM
     whole: bool = False
     degree: float = 1.0
+    after: Callable[[list[Any]], list[Any]] | None = None
 
     @property
     def sums(self) -> bool:

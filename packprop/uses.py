@@ -176,23 +176,22 @@ def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
-
-    def fold(gradient: Tensor) -> Tensor:
-        return gradient.reshape(gradient.shape[:-3] + shape)
-
-    return fold
+    return functools.partial(_as_it_is, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
-    kernel = shape[2:].numel()
+    return functools.partial(_fan_in_first, shape=shape)
 
-    def fold(gradient: Tensor) -> Tensor:
-        split: Tensor = gradient.unflatten(-1, (-1, kernel)).movedim(-2, -3)
-        return split.reshape(gradient.shape[:-3] + shape)
 
-    return fold
+def _as_it_is(gradient: Tensor, shape: torch.Size) -> Tensor:
+    return gradient.reshape(gradient.shape[:-3] + shape)
+
+
+def _fan_in_first(gradient: Tensor, shape: torch.Size) -> Tensor:
+    split: Tensor = gradient.unflatten(-1, (-1, shape[2:].numel())).movedim(-2, -3)
+    return split.reshape(gradient.shape[:-3] + shape)
 
 
 def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> Meet:

@@ -1566,6 +1566,19 @@ def _losses() -> Iterator[Case]:
         score=lambda loss, f, y: loss[0](f[:, :2], y[0]) + 0.5 * loss[1](f[:, 2:], y[1]),
         total=_two_heads,
     )
+    # no sweep of one loss's columns reaches both uses, and yet the factors are those of both together
+    yield Case(
+        "two-losses-two-uses-of-one-weight",
+        lambda: Apply(
+            lambda m, x: (F.linear(x, m.shared.weight), (x[:, :2] @ m.shared.weight)[:, :2]),
+            shared=nn.Linear(3, 2, bias=False),
+        ),
+        lambda: nn.ModuleList([nn.MSELoss(), nn.MSELoss()]),
+        lambda n: (torch.randn(n, 3), (torch.randn(n, 2), torch.randn(n, 2))),
+        output=lambda model, x: torch.cat(model(x), dim=1),
+        score=lambda loss, f, y: loss[0](f[:, :2], y[0]) + 0.5 * loss[1](f[:, 2:], y[1]),
+        total=_two_heads,
+    )
     yield Case(
         "two-forward-passes",
         net(),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop import extensions
+from packprop import extensions, kronecker
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, Case
 from tests.oracle import Oracle, Problem
@@ -40,6 +40,13 @@ class Row:
         return self.make(**options)
 
 
+@dataclass(frozen=True, eq=False)
+class ExactEKFAC(extensions.EKFAC):
+    __doc__ = extensions.EKFAC.__doc__
+    fisher: Any = "exact"
+    savefield = "ekfac_exact"
+
+
 ROWS = [
     Row(extensions.BatchGrad, "grad_batch", 1, subsampling=True),
     Row(extensions.BatchL2Grad, "batch_l2", 1),
@@ -54,6 +61,8 @@ ROWS = [
     Row(extensions.SqrtGGNMC, "sqrt_ggn_mc", 2, sampled=True, subsampling=True),
     Row(extensions.KFAC, "kfac", 2, sampled=True),
     Row(extensions.KFLR, "kflr", 2),
+    Row(extensions.EKFAC, "ekfac", 2, sampled=True),
+    Row(ExactEKFAC, "ekfac_exact", 2),
 ]
 # Defined for losses that curve in no useful way, too.
 HESSIANS = [
@@ -176,6 +185,13 @@ def check_exact(
             for factor, expected in zip(factors, known or factors, strict=True):
                 assert_near(factor, expected, f"kflr of {name}", tolerance, 1e-4 * largest)
         return
+    if row.attribute == "ekfac_exact":
+        largest = max(block.abs().max().item() for block in oracle.ggn_block.values() if block.numel())
+        for name, found in saved.items():
+            factors = None if name in dense else oracle.kfac.get(name)
+            floor = 1e-4 * largest
+            check_eigen(found, oracle.ggn_block[name], factors, f"ekfac of {name}", tolerance, floor)
+        return
     if row.attribute != "sqrt_ggn_exact":
         assert_all_near(saved, getattr(oracle, row.attribute), row.attribute, tolerance)
         return
@@ -208,6 +224,12 @@ def check_sampled(
     assert_all_near(results(problem, "diag_ggn_mc_batch"), batch, "diag_ggn_mc_batch", tolerance)
     whole = {k: s.sum((0, 1)) for k, s in squares.items()}
     assert_all_near(results(problem, "diag_ggn_mc"), whole, "diag_ggn_mc", tolerance)
+    for name, block in results(problem, "ekfac").items():
+        flat = flattened(saved[name])
+        factors, floor = problem.parameters[name].kfac, 1e-4 * root.abs().max().item() ** 2
+        check_eigen(
+            block, torch.einsum("vnp,vnq->pq", flat, flat), factors, f"ekfac of {name}", tolerance, floor
+        )
     for name, factors in results(problem, "kfac").items():
         flat = flattened(saved[name])
         known = None if name in dense else oracle.kfac.get(name)
@@ -228,6 +250,43 @@ def check_sampled(
             assert_near(output_factor, block, f"kfac B of {name}", tolerance)
 
 
+def check_eigen(
+    found: kronecker.Eigen,
+    block: Tensor,
+    factors: list[Tensor] | None,
+    what: str,
+    tolerance: float,
+    floor: float,
+) -> None:
+    """Eigenvectors must be those of the factors; eigenvalues what the block has on its diagonal in their basis.
+
+    Eigenvectors of equal eigenvalues may be any of their span, so that no list of them is compared.
+    """
+    block = block.to(torch.float64)
+    vectors = [v.to(torch.float64) for v in found.vectors]
+    for side, columns in enumerate(vectors):
+        unit = torch.eye(len(columns), dtype=columns.dtype)
+        assert_near(columns.T @ columns, unit, f"orthonormal columns of {what}", tolerance)
+        if factors is not None and side < len(factors):
+            rotated = columns.T @ factors[side].to(torch.float64) @ columns
+            scale = floor if side == 0 else 0.0  # A has no scale of the loss
+            assert_near(rotated.diagonal().diag(), rotated, f"eigenvectors of {what}", tolerance, scale)
+    assert factors is None or len(factors) == len(vectors)
+    if len(vectors) == 2:
+        pairs = torch.einsum("ab,cd->bdac", *vectors).flatten(0, 1)
+        pairs = pairs if found.order is None else found.order.to_parameter(pairs)
+    else:
+        pairs = vectors[0].T
+    basis = pairs.reshape(len(pairs), -1)  # an eigenvector in each row, in the order of the parameter
+    eigenvalues = ((basis @ block) * basis).sum(1)
+    floor = max(floor, block.abs().max().item())
+    assert_near(found.values.flatten().to(torch.float64), eigenvalues, f"eigenvalues, {what}", tolerance, floor)
+    whole = (basis.T * found.values.flatten()) @ basis
+    assert_near(kronecker.dense(found).to(torch.float64), whole, f"dense matrix, {what}", tolerance, floor)
+
+
 def as_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a result: a list of Kronecker factors, or one tensor."""
+    """What is compared of a result: a list of Kronecker factors, the matrix of eigenvectors, or one tensor."""
+    if isinstance(value, kronecker.Eigen):
+        return [kronecker.dense(value)]
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -96,9 +96,8 @@ def test_alone_as_in_company(case: Case, row: Row) -> None:
     backward(together, *make_all(rows_for(case)), record=case.record)
     backward(alone, *make_all([row]), record=case.record)
     expected, found = results(together, row.attribute), results(alone, row.attribute)
-    if row.attribute in ("kfac", "kflr"):
-        expected = {f"{k}[{i}]": f for k, v in expected.items() for i, f in enumerate(v)}
-        found = {f"{k}[{i}]": f for k, v in found.items() for i, f in enumerate(v)}
+    expected = {f"{k}[{i}]": f for k, v in expected.items() for i, f in enumerate(as_tensors(v))}
+    found = {f"{k}[{i}]": f for k, v in found.items() for i, f in enumerate(as_tensors(v))}
     assert_all_near(found, expected, row.attribute, 1e-12)
     for other in ROWS:
         if other is not row:

@@ -23,7 +23,7 @@ FLOORS = (
     ("uses", "rules", "recurrent", "losses"),
     (
         *("regions", "tape", "reentrant", "graph", "seeds", "sweep", "samples", "plan", "state", "observe"),
-        *("nodes", "hessian", "recursion", "products"),
+        *("nodes", "hessian", "recursion", "products", "operators"),
     ),
     ("extensions/*",),
     ("context", "dataset", "eager", "eager/*", "hessianfree"),

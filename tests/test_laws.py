@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.types import tensors_in
 from tests.cases import BY_NAME, CASES, Case, map_tensors
 from tests.oracle import Problem
 from tests.running import (
@@ -266,12 +267,12 @@ def test_results_belong_to_the_user(row: Row) -> None:
     before = {k: p.detach().clone() for k, p in problem.parameters.items()}
     gradients = {k: p.grad.clone() for k, p in problem.parameters.items()}
     storages = [
-        t.untyped_storage().data_ptr() for v in results(problem, row.attribute).values() for t in as_tensors(v)
+        t.untyped_storage().data_ptr() for v in results(problem, row.attribute).values() for t in tensors_in(v)
     ]
     if row.attribute != "kfac":  # two factors of one layer may be one tensor
         assert len(storages) == len(set(storages))
     for value in results(problem, row.attribute).values():
-        for tensor in as_tensors(value):
+        for tensor in tensors_in(value):
             tensor.fill_(7.0)
     for name, parameter in problem.parameters.items():
         assert torch.equal(parameter, before[name])

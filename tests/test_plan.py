@@ -25,6 +25,7 @@ from tests.oracle import Problem
 from tests.running import (
     ROWS,
     Row,
+    as_tensors,
     assert_all_near,
     backward,
     forward,
@@ -157,7 +158,7 @@ def asked_with(row: Row, memory: int | None) -> dict[str, Any]:
     model = network()
     step(model, data(), row(torch.Generator().manual_seed(3)), memory=memory)
     values = {name: getattr(p, row.attribute) for name, p in model.named_parameters()}
-    return {f"{name}[{i}]": t for name, value in values.items() for i, t in enumerate(tensors_in(value))}
+    return {f"{name}[{i}]": t for name, value in values.items() for i, t in enumerate(as_tensors(value))}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -399,7 +400,7 @@ def test_out_of_memory_halves_the_bite_and_goes_on(row: Row, monkeypatch: Any) -
         with packprop.backpack(row(torch.Generator().manual_seed(0))), Scarce(limit):
             loss.backward()
         values = {name: getattr(p, row.attribute) for name, p in model.named_parameters()}
-        flat = {f"{n}[{i}]": t for n, value in values.items() for i, t in enumerate(tensors_in(value))}
+        flat = {f"{n}[{i}]": t for n, value in values.items() for i, t in enumerate(as_tensors(value))}
         return flat, {name: p.grad for name, p in model.named_parameters()}
 
     monkeypatch.setattr(packprop.observe, "SIGNALS", 0)  # one column at a time, so that one sample is small

@@ -191,6 +191,8 @@ DEGREES = {
     "sqrt_ggn_mc": [0.5],
     "kfac": [1.0, 0.0],
     "kflr": [1.0, 0.0],
+    "ekfac": [1.0],
+    "ekfac_exact": [1.0],
 }
 
 

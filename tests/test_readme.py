@@ -76,6 +76,21 @@ def test_a_model_of_ones_own(
     assert f"{from_python}\n" in capfd.readouterr().out
 
 
+def test_the_page_on_curvature(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every block in turn; numbers as far as training on another machine allows."""
+    page = (ROOT / "docs/guide/curvature.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    compared = 0
+    for code, shown in re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page, flags=re.DOTALL):
+        exec(compile(code, "curvature.md", "exec"), names)
+        printed = capfd.readouterr().out
+        assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
+        for mine, yours in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
+            assert float(mine) == pytest.approx(float(yours), rel=0.3), printed
+            compared += 1
+    assert compared > 20
+
+
 def test_every_extension_is_listed_with_its_attribute() -> None:
     rows = [line.split("|") for line in README.splitlines() if line.startswith("| `")]
     listed = {}

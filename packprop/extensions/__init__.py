@@ -15,12 +15,13 @@ from packprop.extensions.first_order import (
 )
 from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
 from packprop.extensions.jacobian import BatchJacobian
-from packprop.extensions.kronecker import HBP, KFAC, KFLR, KFRA
+from packprop.extensions.kronecker import EKFAC, HBP, KFAC, KFLR, KFRA
 from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
 __all__ = [
+    "EKFAC",
     "GGNMP",
     "HBP",
     "HMP",

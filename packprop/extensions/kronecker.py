@@ -26,11 +26,15 @@ from torch import Tensor
 
 from packprop.errors import BadInput
 from packprop.extensions.sampled import Sampled
+from packprop.kronecker import Eigen, eigenvectors
+from packprop.monoid import KEEP
 from packprop.recursion import Curvature, averaged_factors
-from packprop.statistics import Approximation, input_gram, input_sum, signal_gram
+from packprop.statistics import Approximation, input_gram, input_sum, rotated_sum_sq, signal_gram
+from packprop.structures import order_of
 from packprop.types import EMPIRICAL, EXACT, GRAPH, INPUTS, Extension, Row, Seed
 
 Fisher = Literal["sampled", "empirical"]
+Columns = Literal["sampled", "empirical", "exact"]
 
 
 def _require_one_of(asked: str, where: str, value: object, choices: tuple[str, ...]) -> None:
@@ -154,6 +158,61 @@ def _averaged_rows(seed: Seed, curvature: Curvature, average_jacobians: bool) ->
     )
     inputs: Any = input_sum if average_jacobians else input_gram
     return (Row(GRAPH, factors, whole=True), Row(INPUTS, inputs, degree=0))
+
+
+@dataclass(frozen=True, eq=False)
+class EKFAC(Sampled):
+    """Kronecker factors of the GGN with corrected eigenvalues, ``ekfac``: a ``kronecker.Eigen``.
+
+    The eigenvectors are those of ``B kron A``; the eigenvalues are what the block itself has on its diagonal in
+    their basis: squares of per-sample gradients, rotated and summed over samples and columns. Of all matrices
+    with these eigenvectors it is the one nearest to the block, and its trace is that of the block (George et
+    al. 2018). ``values`` are ``[o, i]`` and carry the scale of the loss as reduced, ``vectors`` are
+    ``[U_B, U_A]``; for a parameter that no input multiplies matrix-wise ``[p]`` and ``[U_B]``, the exact block.
+    Squares are added up in at least float32 and everything is rounded once. Under ``create_graph=True``
+    eigenvalues are differentiated with the eigenvectors held fixed.
+
+    The columns are swept twice, the second time with the same draws, unless one sweep brings all of them: a
+    single draw, the empirical Fisher, a small graph. See NOTE [Second pass] (``packprop/observe.py``).
+
+    Args:
+        mc_samples: Draws for each sample of the batch.
+        subsampling: Indices of samples, at the scale of the full batch.
+        generator: Makes the draws repeatable; the global random state is left alone then.
+        approximation: Which factors the eigenvectors are taken of, where weights are shared over positions;
+            eigenvalues are those of the block for each.
+        fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: those of the data are taken.
+            ``"exact"``: every column of the root of the loss's Hessian; nothing is drawn for either.
+    """
+
+    approximation: Approximation = "mixed"
+    fisher: Columns = "sampled"
+    savefield = "ekfac"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        asked = f"EKFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
+        _require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        _require_one_of(asked, "fisher", self.fisher, get_args(Columns))
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Factors, the order of entries, and squares in the eigenbasis of the factors."""
+        seed = {"sampled": self.seed, "empirical": EMPIRICAL, "exact": EXACT}[self.fisher]
+        order = Row(seed, order_of, over_n=KEEP, over_v=KEEP, degree=0)
+        return (*_kronecker_rows(seed, self.approximation), order, Row(seed, rotated_sum_sq, after=_rotations))
+
+    def finish(self, values: list[Any], samples: int) -> Eigen:
+        """Squares are the eigenvalues."""
+        left, right, order, squares = values
+        return Eigen(squares, [left] if right is None else [left, right], order)
+
+
+def _rotations(values: list[Any]) -> list[Any]:
+    """Eigenvectors in place of the factors."""
+    signals, inputs, order = values
+    return [eigenvectors(signals), None if inputs is None else eigenvectors(inputs), order]
 
 
 LossHessian = Literal["exact", "sampling", "sum"]

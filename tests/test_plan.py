@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import byte_count, byte_text
-from packprop.plan import CHOICES, BudgetTooSmall, LiveBytes, plan_again
+from packprop.memory import LiveBytes, byte_count, byte_text
+from packprop.plan import CHOICES, BudgetTooSmall, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
 from tests.oracle import Problem

@@ -37,13 +37,15 @@ ASKED = "A plan was asked for."
 CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds to."""
 KIB = 1024
-# Least time first: what is tried until the peak fits. Smaller bites cost calls, fewer columns at once sweeps.
+# Least time first: what is tried until the peak fits. Smaller bites cost calls, fewer columns at once sweeps,
+# which is dearer where a graph is small enough for vectorised ones: signals are given up last.
 CHOICES = (
     default_bites(),
     Bites(SCRATCH, 16 * KIB**2),
     Bites(SCRATCH, 4 * KIB**2),
-    Bites(SCRATCH, 0),
-    Bites(2 * KIB**2, 0),
+    Bites(2 * KIB**2, 4 * KIB**2),
+    Bites(2 * KIB**2, KIB**2),
+    Bites(KIB**2 // 2, KIB**2),
     Bites(KIB**2 // 2, 0),
     Bites(0, 0),
 )

@@ -1,16 +1,16 @@
 """Run the pages of the gallery, and write down what they say, print and draw: ``make gallery``.
 
 A page is a program in cells (``# %%``) with text between them (``# %% [markdown]``, and its docstring), which
-editors and notebooks open as it is. Beside it stands what came out: ``docs/gallery/<page>.md``. A cell's figures
-are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the code of
-such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
+editors and notebooks open as it is. Beside it stands what came out: ``docs/gallery/<page>.md``. The figures of
+a cell are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the
+code of such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
 
 Needs matplotlib and scikit-learn: ``pip install 'packprop[examples,report]'``.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import contextlib
 import io
 import re
@@ -27,16 +27,16 @@ GALLERY = Path(__file__).resolve().parent / "gallery"
 PAGES = ("hessian_trace", "convolutions", "auto_encoder", "variance_gradient", "eager_penalties")
 INDEX = """# Gallery
 
-Programs to read from top to bottom and to copy from. Each does a job by hand first, then in the way
-that people know from BackPACK, then shows what need not be done by hand any more; each checks its
-own claims whenever the tests run. `make gallery` runs them all and writes these pages.
+Programs to read from top to bottom and to copy from. Each does a job by hand first, then as people
+who come from BackPACK are used to, where it has a way, and then shows what need not be done by hand
+any more. Each checks its own claims whenever the tests run.
 """
 
 
 def cells(source: str) -> list[tuple[str, int, str]]:
-    """The parts of a page in order: ``"markdown"`` or ``"code"``, number of the first line, text.
+    r"""The parts of a page in order: ``"markdown"`` or ``"code"``, number of the first line, text.
 
-    >>> cells('\"\"\"# Title\"\"\"\\n\\n# %%\\nx = 1\\n\\n# %% [markdown]\\n# Read this.\\n')
+    >>> cells('\"\"\"# Title\"\"\"\n\n# %%\nx = 1\n\n# %% [markdown]\n# Read this.\n')
     [('markdown', 1, '# Title'), ('code', 4, 'x = 1'), ('markdown', 7, 'Read this.')]
     """
     found = []
@@ -75,7 +75,9 @@ def render(page: Path, images: Path) -> str:
                 exec(code, names)
             shown = f"```python\n{body.strip()}\n```"
             figures = [plt.figure(number) for number in plt.get_fignums()]
-            text.append(f"<details><summary>The figure</summary>\n\n{shown}\n\n</details>" if figures else shown)
+            text.append(
+                f"<details><summary>The figure</summary>\n\n{shown}\n\n</details>" if figures else shown
+            )
             if printed.getvalue():
                 lines = (line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
                 text.append("```text\n{}\n```".format("\n".join(lines)))

@@ -24,7 +24,7 @@ from packprop.memory import LiveBytes, byte_text
 
 plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
-images, _ = load_one_batch_mnist(batch_size=8)
+images, _ = load_one_batch_mnist(batch_size=4)
 images = images[:, :, 4:24, 4:24]  # the frame is empty
 pixels = images.flatten(1)
 
@@ -146,7 +146,7 @@ def in_chunks(count: int) -> Diagonal:
 
 
 chunked = {}
-for count in (1, 4, 16, 50):
+for count in (1, 4, 16):
     chunked[count], found = peak_of(lambda count=count: in_chunks(count))
     for name, diagonal in expected.items():
         torch.testing.assert_close(found[name], diagonal, rtol=1e-3, atol=1e-7)
@@ -165,32 +165,31 @@ assert chunked[16] < chunked[4] < chunked[1]
 
 # %%
 budgeted = {}
-for budget in (16, 4, 2):
+for budget in (4, 2):
     budgeted[budget], found = peak_of(lambda budget=budget: in_one_pass(f"{budget}MiB"))
     for name, diagonal in expected.items():
         torch.testing.assert_close(found[name], diagonal, rtol=1e-3, atol=1e-7)
     print(f"memory={budget}MiB: peak {byte_text(budgeted[budget])}")
     assert budgeted[budget] <= budget * 2**20
-assert budgeted[2] < 0.1 * peaks["one pass"]
+assert budgeted[2] < budgeted[4] < peaks["one pass"]
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 left.plot(list(chunked), [peak / 2**20 for peak in chunked.values()], "o-", color="C1")
 left.set_xscale("log", base=2)
 left.set_xticks(list(chunked), list(map(str, chunked)))
-left.set(title="By hand", xlabel="backward passes", ylabel="peak, tensors alive, MiB")
-right.plot([1.6, 24], [1.6, 24], color="0.7", linewidth=1)
-right.annotate("the budget", (7, 8), ha="right", color="0.4")
-right.plot(list(budgeted), [peak / 2**20 for peak in budgeted.values()], "o", color="C0")
-right.set_xscale("log", base=2)
-right.set_xticks(list(budgeted), list(map(str, budgeted)))
-right.set(title="One backward pass with a budget", xlabel="memory=, MiB")
+left.set(title="Chunks by hand", xlabel="backward passes", ylabel="peak, tensors alive, MiB")
+labels = ["none", *map(str, budgeted)]
+right.plot(labels, [peak / 2**20 for peak in (peaks["one pass"], *budgeted.values())], "o", color="C0")
+right.hlines(list(budgeted), [0.75, 1.75], [1.25, 2.25], color="0.4", linewidth=2)
+right.annotate("the budget", (1, 4), (0, 5), textcoords="offset points", ha="center", color="0.4")
+right.set(title="One backward pass", xlabel="memory=, MiB", xlim=(-0.5, 2.5), ylim=(1, 16))
 for axes in (left, right):
     axes.set_yscale("log", base=2)
     axes.axhline(peaks["by hand"] / 2**20, color="0.7", linewidth=1, linestyle="--")
-left.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-top = (1, peaks["by hand"] / 2**20)
-left.annotate("Jacobians by hand", top, (0, 4), textcoords="offset points", color="0.4")
+left.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+top = (16, peaks["by hand"] / 2**20)
+left.annotate("Jacobians by hand", top, (0, 4), textcoords="offset points", ha="right", color="0.4")
 plt.show()
 
 # %% [markdown]
@@ -202,7 +201,7 @@ plt.show()
 
 # %%
 halves = []
-for chosen in (range(4), range(4, 8)):
+for chosen in (range(2), range(2, 4)):
     with backpack(extensions.DiagGGNExact(subsampling=chosen)):
         loss_function(model(images), pixels).backward()
     halves.append(collected())
@@ -212,7 +211,7 @@ for name, diagonal in expected.items():
 
 loss = loss_function(model(images), pixels)
 for name, parameter in parameters.items():
-    with backpack(extensions.DiagGGNExact(), memory="4MiB"):
+    with backpack(extensions.DiagGGNExact()):
         loss.backward(inputs=[parameter], retain_graph=True)
     torch.testing.assert_close(parameter.diag_ggn_exact, expected[name], rtol=1e-3, atol=1e-7)
     others = [other for other in parameters.values() if other is not parameter]

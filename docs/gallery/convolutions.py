@@ -204,8 +204,8 @@ for name, gradient in clipped_by_hand().items():
     torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
 peaks["clipped, from BatchGrad"], _ = took(clipped_by_hand)
 peaks["clipped, from BatchL2Grad"], _ = took(clipped)
-peaks["the same with memory=\"22MiB\""], _ = took(lambda: clipped("22MiB"))
-assert peaks["the same with memory=\"22MiB\""] <= 22 * 2**20 < peaks["clipped, from BatchL2Grad"]
+peaks['the same with memory="22MiB"'], _ = took(lambda: clipped("22MiB"))
+assert peaks['the same with memory="22MiB"'] <= 22 * 2**20 < peaks["clipped, from BatchL2Grad"]
 assert peaks["clipped, from BatchL2Grad"] < peaks["BatchGrad"] < peaks["torch.func: vmap of grad"]
 
 

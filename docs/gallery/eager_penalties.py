@@ -134,11 +134,10 @@ assert peaks["eager_backward, 8 pieces"] < 0.5 * peaks["eager_backward"]
 
 # %%
 figure, axes = plt.subplots()
-shown = dict(zip(ways, ("0.55", "C1", None, "C0", "C2"), strict=True))
-for name, color in shown.items():
-    if color is not None:
-        axes.plot(histories[name], color=color, label=name)
-        axes.plot(turns[name], histories[name][turns[name] - 1], "o", color=color, markersize=5)
+colors = {"plain autograd": "0.55", "torch.utils.checkpoint": "C1", "eager_backward": "C0"}
+for name, color in colors.items():
+    axes.plot(histories[name], color=color, label=name)
+    axes.plot(turns[name], histories[name][turns[name] - 1], "o", color=color, markersize=5)
 axes.set(
     title=f"A penalty on each of {LAYERS} layers, {SAMPLES} samples",
     xlabel="operations of a step; the dot is where the backward pass begins",
@@ -152,7 +151,7 @@ plt.show()
 # %% [markdown]
 # Each saw tooth of the blue line is one penalty: evaluated, differentiated, freed. The grey line
 # climbs until the backward pass. The orange one pays in the backward pass for what it saved in the
-# forward pass: every penalty is computed twice. In pieces, the teeth are smaller, and more.
+# forward pass: every penalty is computed twice.
 #
 # ## A scale that is known only at the end
 #

@@ -190,8 +190,8 @@ def train(penalty: float, steps: int = 50, rate: float = 0.1) -> tuple[list[floa
         # rows carry the 1/N of the mean loss: n^2 times their variance is that of samples' gradients
         variance = len(images) ** 2 * sum(p.variance.sum() for p in parameters)
         against = torch.autograd.grad(variance, parameters)
-        losses.append(float(loss))
-        variances.append(float(variance))
+        losses.append(loss.item())
+        variances.append(variance.item())
         with torch.no_grad():
             for p, slope in zip(parameters, against, strict=True):
                 p -= rate * (p.grad.detach() + penalty * slope)
@@ -202,8 +202,9 @@ def train(penalty: float, steps: int = 50, rate: float = 0.1) -> tuple[list[floa
 
 runs = {f"penalty {strength:g}": train(strength) for strength in (0.0, 3e-3, 1e-2)}
 for name, (losses, variances) in runs.items():
-    print(f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.3f}, variance {variances[0]:.0f} -> {variances[-1]:.2f}")
-
+    print(
+        f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.3f}, variance {variances[0]:.0f} -> {variances[-1]:.2f}"
+    )
 
 
 def noise_at(level: float, losses: list[float], variances: list[float]) -> float:

@@ -49,6 +49,10 @@ format: $(VENV)/.installed-lint ## Put the code in its standard format
 bench: $(VENV)/.installed-bench ## Measure time and memory beside other libraries
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
+.PHONY: gallery
+gallery: $(VENV)/.installed-test ## Run the pages of the gallery, and write down what comes out
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)
+
 .PHONY: hooks
 hooks: $(VENV)/.installed-dev ## Check every commit before it is made
 	$(BIN)/pre-commit install

@@ -23,8 +23,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from benchmarks.tracked import TensorBytes, size_of
+from benchmarks.tracked import size_of
 from packprop import extensions
+from packprop.memory import LiveBytes
 
 MIB = 2**20
 
@@ -113,7 +114,7 @@ class Step:
         """What one step takes."""
         model, forward, asked = self.prepared()
         gc.collect()
-        with TensorBytes() as counted:
+        with LiveBytes() as counted:
             value = forward()
             kept = counted.now
             _backward(value, asked)

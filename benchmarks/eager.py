@@ -34,13 +34,13 @@ from benchmarks.measure import (
     MIB,
     ROOT,
     Spread,
-    TensorBytes,
     _reset_high_water,
     _settle,
     _status,
 )
 from benchmarks.run import environment
 from packprop import eager_backward
+from packprop.memory import LiveBytes
 
 Step = Callable[[], Tensor]
 Evaluate = Callable[..., Tensor]
@@ -235,7 +235,7 @@ def here(case: str, contestant: str, steps: int) -> dict[str, Any]:
         gc.collect()
     tracked = None
     if steps == 0:
-        with TensorBytes() as counted:
+        with LiveBytes() as counted:
             step()
         tracked = counted.peak
     norm = gradient.double().norm().item()

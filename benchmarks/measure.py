@@ -31,7 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contestants import CONTESTANTS, QUANTITIES, Call, Gap, Quantity, Results
 from benchmarks.problems import PROBLEMS, Task
-from benchmarks.tracked import TensorBytes, size_of
+from benchmarks.tracked import size_of
+from packprop.memory import LiveBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -218,7 +219,7 @@ def _peak_here(problem: str, quantity: str, contestant: str, kinds: str) -> dict
     answer["allocated"] = allocated(prepare(task, QUANTITIES[quantity]))
     call = prepare(task, QUANTITIES[quantity])
     gc.collect()
-    with TensorBytes() as tracked:
+    with LiveBytes() as tracked:
         call()
     return answer | {"tracked": tracked.peak}
 

@@ -25,8 +25,8 @@ from benchmarks.measure import MIB
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import BadInput, extensions
-from packprop.memory import byte_text
-from packprop.plan import BudgetTooSmall, LiveBytes
+from packprop.memory import LiveBytes, byte_text
+from packprop.plan import BudgetTooSmall
 
 ASKED = (
     extensions.BatchGrad,

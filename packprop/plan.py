@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +23,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, Graph, walk
-from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
+from packprop.memory import LiveBytes, Spec, byte_count, byte_text, pretending, storage_key
 from packprop.observe import Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Diagonal, Product, Structure
@@ -37,71 +36,20 @@ from packprop.types import Extension, map_kind, map_tensors, tensors_in
 ASKED = "A plan was asked for."
 CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds to."""
-KIB = 1024
 
 
 def choices(device: torch.device, freed: bool = False) -> list[Bites]:
     """What is tried until the peak fits, least time and largest peak first.
 
-    Fewer columns at once cost sweeps, smaller bites calls, frugal algorithms multiplications; parameters in
-    turn, which help only where their results are ``freed``, cost all sweeps again.
+    Smaller bites cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
+    vectorised ones: they are given up late. Frugal algorithms cost multiplications; parameters in turn, which
+    help only where their results are ``freed``, cost all sweeps again.
     """
     scratch, signals, *_ = default_bites(device)
-    found = [Bites(scratch, signals // part) for part in (1, 4, 16)]
-    found += [Bites(scratch // part, 0) for part in (1, 4, 16)]
-    found += [Bites(scratch // 16, 0, frugal=True), Bites(0, 0, frugal=True)]
+    parts = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
+    found = [Bites(scratch // samples, signals // columns) for samples, columns in parts]
+    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, frugal=True), Bites(0, 0, frugal=True)]
     return found + [Bites(0, 0, True, count) for count in (8, 1)] * freed
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensor storage that are alive, ``now`` and at the ``peak``.
-
-    Storages are counted once they are seen: those made while it is on, and those given to ``own``.
-
-    Args:
-        block: What each storage is rounded up to.
-        at_peak: Called at each new peak that is higher than the last by a noticeable part.
-    """
-
-    def __init__(self, block: int = 1, at_peak: Callable[[], None] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.now = self.peak = 0
-        self.phase = ""
-        self.labels: dict[int, tuple[str, str]] = {}
-        self.sizes: dict[int, int] = {}
-        self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry()
-
-    def own(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Count tensors that have been there before."""
-        for tensor in tensors:
-            self._meet(tensor, label, str([*tensor.shape]))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if is_dry() != self._dry:  # a dry run inside of what is counted takes nothing
-            return out
-        for tensor in tensors_in(out):
-            self._meet(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
-        if self.now > self.peak:
-            self.peak = self.now
-            if self._at_peak is not None and self.now > self._told:
-                self._told = 1.002 * self.now
-                self._at_peak()
-        return out
-
-    def _meet(self, tensor: Tensor, label: str, detail: str) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # the wrapper of a storage lives as long as the storage
-        size = -(-storage.nbytes() // self._block) * self._block
-        if key not in self.sizes:
-            self.labels[key] = (label, detail)
-            weakref.finalize(storage, self._part, key)
-        self.now += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-
-    def _part(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-        del self.labels[key]
 
 
 class BudgetTooSmall(BadInput):
@@ -559,9 +507,9 @@ class _DryRun:
         kinds = {key: label for key, (label, _) in self._counted.labels.items()}
         kinds |= dict.fromkeys(self._attached & kinds.keys(), "results")
         if self._observation is not None:
-            kinds |= dict.fromkeys(map(_key, self._observation.partial_results()), "results")
+            kinds |= dict.fromkeys(map(storage_key, self._observation.partial_results()), "results")
         gradients = [p.grad for p in self._copied.parameters() if p.grad is not None]
-        kinds |= dict.fromkeys(map(_key, gradients), "gradients")
+        kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
         sizes = self._counted.sizes
         self._parts = {}
         for key, size in sizes.items():
@@ -572,7 +520,7 @@ class _DryRun:
     def _attach(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         for extension, values in results.items():
             value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
-            self._attached.update(map(_key, tensors_in(value)))
+            self._attached.update(map(storage_key, tensors_in(value)))
             self._results += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
             if not self._freed:
                 setattr(leaf, extension.savefield, value)
@@ -602,10 +550,6 @@ class _DryRun:
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((found.use.name, tuple(shape)) for found in graph.found for shape in found.use.shapes)
-
-
-def _key(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())
 
 
 def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:

@@ -206,19 +206,21 @@ def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
 
 def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
     """Columns ``start`` to ``stop``, ordered by position, then by entry; zero at all other positions."""
-    pieces = []
+    pieces, places = [], []
     while start < stop:
         position, first = divmod(start, root.columns)
         last = min(root.columns, first + stop - start)
-        local = root.position(position, first, last)
-        if positions == 1:
-            pieces.append(local.unsqueeze(2))
-        else:
-            wide = local.new_zeros(local.shape[0], local.shape[1], positions, local.shape[2])
-            wide[:, :, position] = local
-            pieces.append(wide)
+        pieces.append(root.position(position, first, last))
+        places += [position] * (last - first)
         start += last - first
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if positions == 1:
+        return found.unsqueeze(2)
+    columns, samples, classes = found.shape
+    wide = found.new_zeros(columns, samples, positions, classes)
+    at = torch.tensor(places, device=found.device)[:, None]
+    column, sample = (torch.arange(size, device=found.device) for size in (columns, samples))
+    return wide.index_put_((column[:, None], sample, at), found)
 
 
 def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from benchmarks.tracked import TensorBytes, size_of
+from benchmarks.tracked import size_of
 from packprop import extensions, observe
+from packprop.memory import LiveBytes
 from tests.oracle import Oracle, Problem
 from tests.running import ROWS, Row, as_tensors, assert_all_near, generator
 
@@ -115,7 +116,7 @@ def measured(row: Row, hook: Any = None, frozen: int = 0) -> tuple[int, int]:
     loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
     # Several draws are swept one after the other: results of all layers would wait for the last.
     options = {"mc_samples": 1} if row.sampled else {}
-    with TensorBytes() as counted, packprop.backpack(row(generator(), **options), extension_hook=hook):
+    with LiveBytes() as counted, packprop.backpack(row(generator(), **options), extension_hook=hook):
         loss.backward()
     values = [getattr(p, row.attribute, None) for p in model.parameters()]
     return counted.peak, size_of([value for value in values if value is not None])
@@ -159,7 +160,7 @@ def test_fewer_samples_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak(kept: list[int] | None) -> int:
         model = packprop.extend(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
         loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(32, 64)), torch.randint(64, (32,)))
-        with TensorBytes() as counted, packprop.backpack(extensions.BatchGrad(subsampling=kept)):
+        with LiveBytes() as counted, packprop.backpack(extensions.BatchGrad(subsampling=kept)):
             loss.backward()
         return counted.peak
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import byte_count, byte_text
+from packprop.memory import LiveBytes, byte_count, byte_text
 from packprop.observe import Bites, Observation, default_bites
-from packprop.plan import BudgetTooSmall, LiveBytes, choices, plan_again
+from packprop.plan import BudgetTooSmall, choices, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
 from tests.oracle import Problem

@@ -34,7 +34,7 @@ PRIVATE = {
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
-    "_python_dispatch": {"plan.py"},
+    "_python_dispatch": {"memory.py"},
 }
 # The modules on the way to them, and one function of Python's own.
 ON_THE_WAY = {"_C", "_autograd", "_getframe"}

@@ -1,0 +1,235 @@
+"""# Gradients of single samples in a convolutional network
+
+There are several ways to compute them. They differ in memory and in time, and none is best for
+every layer. This page counts what the ways take, and leaves the choice to packprop, within a budget
+if there is one.
+"""
+
+# %%
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import backpack, extend, extensions
+from packprop.core.derivatives.convnd import weight_jac_t_save_memory
+from packprop.examples import load_one_batch_mnist
+from packprop.memory import LiveBytes, byte_text
+
+plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
+torch.manual_seed(0)
+images, digits = load_one_batch_mnist(batch_size=32)
+
+
+# %%
+class Network(nn.Module):
+    """Three convolutions and a linear map; the second convolution is by far the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 64, 3, padding=1)
+        self.second = nn.Conv2d(64, 128, 3, padding=1)
+        self.third = nn.Conv2d(128, 32, 3, padding=1)
+        self.head = nn.Linear(32 * 9, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(x)), 2)
+        x = F.max_pool2d(F.relu(self.second(x)), 2)
+        x = F.max_pool2d(F.relu(self.third(x)), 2)
+        return self.head(x.flatten(1))
+
+
+model, loss_function = extend(Network()), extend(nn.CrossEntropyLoss())
+names, parameters = zip(*model.named_parameters(), strict=True)
+Gradients = dict[str, Tensor]
+
+# %% [markdown]
+# ## By hand
+#
+# Either one sample after the other, which is what a gradient of a single sample means. A row
+# carries the 1/N of the mean loss here and below, so that the rows sum to the gradient.
+
+
+# %%
+def one_after_the_other() -> Gradients:
+    rows = []
+    with packprop.disable():
+        for image, digit in zip(images.split(1), digits.split(1), strict=True):
+            loss = F.cross_entropy(model(image), digit) / len(images)
+            rows.append(torch.autograd.grad(loss, parameters))
+    return {name: torch.stack(each) for name, *each in zip(names, *rows, strict=True)}
+
+
+# %% [markdown]
+# Or all at once by a transformation of the function, which has to be written as a function of the
+# parameters first.
+
+
+# %%
+def all_at_once() -> Gradients:
+    def loss_of_one(values: Gradients, image: Tensor, digit: Tensor) -> Tensor:
+        output = torch.func.functional_call(model, values, (image[None],))
+        return F.cross_entropy(output, digit[None]) / len(images)
+
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with packprop.disable():
+        return torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))(values, images, digits)
+
+
+# %% [markdown]
+# ## In one backward pass
+#
+# `BatchGrad` saves the rows as `grad_batch` while the gradient is computed. People who come from
+# BackPACK know a switch between two implementations for convolutions; it is there, and means "one
+# sample at a time" here.
+
+
+# %%
+def in_one_pass(memory: str | None = None, save_memory: bool = False) -> Gradients:
+    loss = loss_function(model(images), digits)
+    with weight_jac_t_save_memory(save_memory), backpack(extensions.BatchGrad(), memory=memory):
+        loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.grad_batch
+        parameter.grad = None
+        del parameter.grad_batch
+    return found
+
+
+# %% [markdown]
+# ## What it takes
+#
+# The peak is counted over all tensors that are alive during the step, parameters and images
+# included. What a kernel allocates inside of itself is not seen, and that is where grouped
+# convolutions, to which `vmap` comes down, take most. Part of the peak are the results, which no
+# way can do without.
+
+
+# %%
+def took(step: Callable[[], object]) -> tuple[int, float]:
+    """Peak in bytes and time in seconds of one step."""
+    step()
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    live = LiveBytes()
+    live.own([*parameters, images, digits], "there before")
+    with live:
+        step()
+    return live.peak, seconds
+
+
+ways: dict[str, Callable[[], Gradients]] = {
+    "one sample after the other": one_after_the_other,
+    "torch.func: vmap of grad": all_at_once,
+    "BatchGrad": in_one_pass,
+    "BatchGrad, save_memory": lambda: in_one_pass(save_memory=True),
+}
+expected = one_after_the_other()
+results = sum(rows.nbytes for rows in expected.values())
+peaks = {}
+print(f"the results alone: {byte_text(results)}")
+for name, way in ways.items():
+    for parameter, rows in way().items():
+        torch.testing.assert_close(rows, expected[parameter], rtol=1e-3, atol=1e-6)
+    peaks[name], seconds = took(way)
+    print(f"{name:28s} peak {byte_text(peaks[name])}, {seconds:.3f} s")
+
+# %% [markdown]
+# The switch changes next to nothing: packprop never unfolds a whole batch of images at once. It
+# takes samples in bites that fit a cache, by an algorithm chosen for each layer and its shapes.
+#
+# ## What nobody has to do any more
+#
+# **Choose.** `plan` says what has been chosen for each parameter, how many samples are taken at
+# once, and what the peak will be, without running the step on data.
+
+# %%
+plan = packprop.plan(model, loss_function, (images, digits), [extensions.BatchGrad()])
+print(plan)
+assert abs(plan.peak - peaks["BatchGrad"]) < 0.05 * plan.peak
+
+# %% [markdown]
+# **Try until it fits.** A budget that nothing fits is refused before any work, and the error says
+# what makes up the rest.
+
+# %%
+try:
+    in_one_pass(memory="30MiB")
+except packprop.BadInput as error:
+    print(error)
+else:
+    raise AssertionError("half of that are results and activations")
+
+# %% [markdown]
+# **Hold the rows at all**, if they are only a way to something else. To clip the gradient of every
+# sample to the same norm, as private training does, norms are enough: a sample's weight in the
+# clipped gradient follows from its norm, and the gradient of the weighted loss is an ordinary one.
+# Norms are taken with or without per-sample gradients, whichever is less work in a layer; below also
+# within a budget, of which the rows alone would take two thirds.
+
+
+# %%
+def clipped(memory: str | None = None, limit: float = 0.05) -> Gradients:
+    with backpack(extensions.BatchL2Grad(), memory=memory):
+        loss_function(model(images), digits).backward()
+    norms = sum(parameter.batch_l2 for parameter in parameters).sqrt()
+    for parameter in parameters:
+        parameter.grad = None
+        del parameter.batch_l2
+    weights = (limit / norms).clamp(max=1)
+    losses = F.cross_entropy(model(images), digits, reduction="none")
+    gradients = torch.autograd.grad((weights * losses).sum() / len(images), parameters)
+    return dict(zip(names, gradients, strict=True))
+
+
+def clipped_by_hand(limit: float = 0.05) -> Gradients:
+    rows = in_one_pass()
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows.values()]).norm(dim=0)
+    weights = (limit / norms).clamp(max=1)
+    assert (weights < 1).any()
+    return {name: torch.einsum("n,n...->...", weights, each) for name, each in rows.items()}
+
+
+found = clipped()
+for name, gradient in clipped_by_hand().items():
+    torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
+peaks["clipped, from BatchGrad"], _ = took(clipped_by_hand)
+peaks["clipped, from BatchL2Grad"], _ = took(clipped)
+peaks['the same with memory="22MiB"'], _ = took(lambda: clipped("22MiB"))
+assert peaks['the same with memory="22MiB"'] <= 22 * 2**20 < peaks["clipped, from BatchL2Grad"]
+assert peaks["clipped, from BatchL2Grad"] < peaks["BatchGrad"] < peaks["torch.func: vmap of grad"]
+
+
+def ordinary() -> None:
+    loss_function(model(images), digits).backward()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+peaks["the gradient alone"], _ = took(ordinary)
+for name, peak in peaks.items():
+    print(f"{name:28s} {byte_text(peak)}")
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3.9))
+sizes = {name: peak / 2**20 for name, peak in peaks.items()}
+rows_held = [results / 2**20 if name in ways or "from BatchGrad" in name else 0.0 for name in sizes]
+rest = [size - held for size, held in zip(sizes.values(), rows_held, strict=True)]
+axes.barh(list(sizes), rows_held, color="C4", height=0.65, label="gradients of all samples")
+bars = axes.barh(list(sizes), rest, left=rows_held, color="C0", height=0.65, label="everything else")
+axes.bar_label(bars, [f"{size:.0f}" for size in sizes.values()], padding=4)
+axes.invert_yaxis()
+axes.margins(x=0.08)
+axes.tick_params(axis="y", length=0)
+axes.set(title=f"Peak of a step on {len(images)} images", xlabel="tensors alive, MiB")
+axes.legend(loc="lower right")
+plt.show()

@@ -1,0 +1,118 @@
+"""Run the pages of the gallery, and write down what they say, print and draw: ``make gallery``.
+
+A page is a program in cells (``# %%``) with text between them (``# %% [markdown]``, and its docstring), which
+editors and notebooks open as it is. Beside it stands what came out: ``docs/gallery/<page>.md``. The figures of
+a cell are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the
+code of such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
+
+Needs matplotlib and scikit-learn: ``pip install 'packprop[examples,report]'``.
+"""
+
+from __future__ import annotations
+import __future__
+
+import contextlib
+import io
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+GALLERY = Path(__file__).resolve().parent / "gallery"
+# The order in which they are read.
+PAGES = ("hessian_trace", "convolutions", "auto_encoder", "variance_gradient", "eager_penalties")
+INDEX = """# Gallery
+
+Programs to read from top to bottom and to copy from. Each does a job by hand first, then as people
+who come from BackPACK are used to, where it has a way, and then shows what need not be done by hand
+any more. Each checks its own claims whenever the tests run.
+"""
+
+
+def cells(source: str) -> list[tuple[str, int, str]]:
+    r"""The parts of a page in order: ``"markdown"`` or ``"code"``, number of the first line, text.
+
+    >>> cells('\"\"\"# Title\"\"\"\n\n# %%\nx = 1\n\n# %% [markdown]\n# Read this.\n')
+    [('markdown', 1, '# Title'), ('code', 4, 'x = 1'), ('markdown', 7, 'Read this.')]
+    """
+    found = []
+    opening, *rest = re.split(r"^# %%", source, flags=re.MULTILINE)
+    found.append(("markdown", 1, opening.strip().removeprefix('"""').removesuffix('"""').strip()))
+    line = 1 + opening.count("\n")
+    for part in rest:
+        head, _, body = part.partition("\n")
+        if "[markdown]" in head:
+            found.append(("markdown", line + 1, re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip()))
+        else:
+            found.append(("code", line + 1, body.strip("\n")))
+        line += part.count("\n")
+    return found
+
+
+def render(page: Path, images: Path) -> str:
+    """Run a page; return it with what came out, and write its figures into ``images``."""
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("agg")
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(page)}
+    flags = __future__.annotations.compiler_flag
+    text, drawn = [], 0
+    plt.close("all")
+    with torch.random.fork_rng(), plt.rc_context():
+        for kind, line, body in cells(page.read_text(encoding="utf-8")):
+            if kind == "markdown":
+                text.append(body)
+                continue
+            printed = io.StringIO()
+            # empty lines in front: a traceback shows the line of the file
+            code = compile("\n" * (line - 1) + body, str(page), "exec", flags, dont_inherit=True)
+            with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FigureCanvasAgg is non-interactive")
+                exec(code, names)
+            shown = f"```python\n{body.strip()}\n```"
+            figures = [plt.figure(number) for number in plt.get_fignums()]
+            text.append(
+                f"<details><summary>The figure</summary>\n\n{shown}\n\n</details>" if figures else shown
+            )
+            if printed.getvalue():
+                lines = (line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
+                text.append("```text\n{}\n```".format("\n".join(lines)))
+            for figure in figures:
+                drawn += 1
+                name = page.stem if drawn == 1 else f"{page.stem}_{drawn}"
+                figure.savefig(images / f"{name}.png")
+                titles = [figure.get_suptitle(), *(axes.get_title(loc="left") for axes in figure.axes)]
+                text.append("![{}](images/{}.png)".format("; ".join(filter(None, titles)), name))
+            plt.close("all")
+    origin = f"*Made by `make gallery` from [{page.name}]({page.name}): run it, change it.*"
+    return "\n\n".join([text[0], origin, *text[1:]]) + "\n"
+
+
+def index(pages: dict[str, str]) -> str:
+    """The list of pages: title, first paragraph and first figure of each, by the name of the page."""
+    text = [INDEX.strip()]
+    for name, rendered in pages.items():
+        title, first, *_ = rendered.split("\n\n")
+        picture = next(iter(re.findall(rf"^!\[(.*)\]\(images/{name}\.png\)$", rendered, re.MULTILINE)))
+        text += [f"## [{title.removeprefix('# ')}]({name}.md)", first, f"![{picture}](images/{name}.png)"]
+    return "\n\n".join(text) + "\n"
+
+
+def main(chosen: list[str]) -> None:
+    """Render the pages of these names, or all, and the index."""
+    torch.set_num_threads(1)
+    for name in chosen or PAGES:
+        print(name)
+        rendered = render(GALLERY / f"{name}.py", GALLERY / "images")
+        (GALLERY / f"{name}.md").write_text(rendered, encoding="utf-8")
+    written = {name: GALLERY / f"{name}.md" for name in PAGES}
+    there = {name: path.read_text(encoding="utf-8") for name, path in written.items() if path.exists()}
+    (GALLERY / "README.md").write_text(index(there), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
 from packprop.hessian import Plan, not_twice, plan, residuals, slopes_at
+from packprop.memory import version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT
@@ -68,7 +69,7 @@ class BlockProduct:
                 f"parameter {self.name!r} has shape {list(shape)}",
                 "give [v, *p] or [*p]",
             )
-        if any(leaf._version != version for leaf, version in self.versions):
+        if any(version(leaf) != before for leaf, before in self.versions):
             raise PackpropError(
                 "A product with a curvature block was asked for.",
                 f"parameter {self.name!r}",
@@ -93,7 +94,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             elementwise ones have a positive part.
     """
     leaves = graph.leaves()
-    versions = [(leaf, leaf._version) for leaf in leaves]
+    versions = [(leaf, version(leaf)) for leaf in leaves]
     if matrix == "hessian":
         for leaf in leaves:
             yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), versions, graph.name(leaf))

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import FoundLoss, Graph, made_by
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
-from packprop.memory import found_fault
+from packprop.memory import found_fault, version
 from packprop.samples import layouts_at
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Layout, Seed
 
@@ -142,7 +142,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
             f"the loss {getattr(call.function, '__name__', call.function)}",
             *rule.refusal,
         )
-    if call.input._version != call.version:
+    if version(call.input) != call.version:
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             f"the input of the loss, of shape {list(call.shape)}",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.memory import is_dry
+from packprop.memory import is_dry, version
 from packprop.structures import Dense, Outer, Structure
 from packprop.types import Layout, accumulation_dtype, map_tensors
 
@@ -148,18 +148,23 @@ class Saved:
     """A tensor that must not change before the signal arrives."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
-        self._tensor, self._version, self._name = tensor, tensor._version, name
+        self._tensor, self._before, self._name = tensor, version(tensor), name
 
     def __call__(self) -> Tensor:
         """The tensor, unless it was changed."""
-        if self._tensor._version != self._version:
-            raise PackpropError(
-                "A per-sample quantity was asked for.",
-                f"an input of {self._name}, of shape {list(self._tensor.shape)}",
-                "it was changed in place after the function had used it",
-                "use the out-of-place version of the operation that changes it, or clone it first",
-            )
+        if version(self._tensor) != self._before:
+            raise changed_since(self._name, self._tensor)
         return self._tensor
+
+
+def changed_since(name: str, tensor: Tensor) -> PackpropError:
+    """The error for an input of a function that no longer holds what the function had used."""
+    return PackpropError(
+        "A per-sample quantity was asked for.",
+        f"an input of {name}, of shape {list(tensor.shape)}",
+        "it was changed in place after the function had used it",
+        "use the out-of-place version of the operation that changes it, or clone it first",
+    )
 
 
 def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:

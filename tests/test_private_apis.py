@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
+from packprop.memory import version
 from packprop.tape import Use
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
 
 # Private name -> the files that may mention it. Each says beside it why nothing public will do.
 PRIVATE = {
-    "_get_current_graph_task_keep_graph": {"tape.py", "eager/node.py"},
+    "_get_current_graph_task_keep_graph": {"tape.py"},
     "_input_metadata": {"graph.py"},
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py"},
     "_saved_training": {"nodes.py"},
-    "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "products.py", "eager/pieces.py"},
+    "_version": {"memory.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
@@ -243,6 +244,9 @@ def test_versions_count_changes_in_place() -> None:
     assert x._version == before + 3
     x.data.zero_()
     assert x._version == before + 3
+    assert version(x) == x._version
+    with torch.inference_mode():
+        assert version(torch.zeros(3)) == 0  # these have no count, and raise
 
 
 def test_nodes_know_the_shapes_of_their_outputs() -> None:

@@ -17,7 +17,9 @@ parameter) is differentiated twice in the parameter itself, entry by entry (*par
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -165,11 +167,8 @@ def _couples_samples(graph: Graph) -> bool:
     places = [(f, index) for f in graph.found for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     label = graph.label(graph.found[0])
-    try:
-        with torch.enable_grad():
-            slopes = slopes_at(graph, edges, create_graph=True)
-    except RuntimeError as error:
-        raise not_twice(label, error) from error
+    with twice(label), torch.enable_grad():
+        slopes = slopes_at(graph, edges, create_graph=True)
     generator = torch.Generator().manual_seed(0)
     fed: list[tuple[Tensor, Tensor]] = []
     for (f, index), slope in zip(places, slopes, strict=True):
@@ -178,10 +177,8 @@ def _couples_samples(graph: Graph) -> bool:
             fed.append((slope, noise * _even(f.layouts[index], slope)))
     if not fed:
         return False
-    try:
+    with twice(label):
         found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
-    except RuntimeError as error:
-        raise not_twice(label, error) from error
     inside, leaked = [0.0], [0.0]
     for (f, index), column in zip(places, found, strict=True):
         if column is not None and column.numel():
@@ -354,17 +351,14 @@ def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
     if slope is None:
         return torch.zeros(curve.shape, dtype=made.dtype, device=made.device)
     node: Any = curve.node  # nodes can be called, which torch's annotations leave out
-    try:
-        with torch.enable_grad():
-            first: Any = node(torch.ones_like(slope))
-            first = first[0] if isinstance(first, tuple) else first
-            second = None
-            if first.requires_grad:
-                (second,) = torch.autograd.grad(
-                    first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
-                )
-    except RuntimeError as error:
-        raise not_twice(curve.node.name(), error) from error
+    with twice(curve.node.name()), torch.enable_grad():
+        first: Any = node(torch.ones_like(slope))
+        first = first[0] if isinstance(first, tuple) else first
+        second = None
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(
+                first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
     with torch.set_grad_enabled(create_graph):
         return torch.zeros_like(slope) if second is None else second * slope
 
@@ -451,11 +445,8 @@ def output_columns(
     """
     places = [(f, index) for f in uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    try:
-        with torch.enable_grad():
-            slopes = slopes_at(graph, edges, create_graph=True)
-    except RuntimeError as error:
-        raise not_twice(graph.label(uses[0]), error) from error
+    with twice(graph.label(uses[0])), torch.enable_grad():
+        slopes = slopes_at(graph, edges, create_graph=True)
     slopes = [
         torch.zeros(f.use.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
         for (f, index), slope in zip(places, slopes, strict=True)
@@ -495,23 +486,45 @@ def _hessian_columns(
     """Derivatives of ``slope`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
     if not slope.requires_grad:
         return [None] * len(ends)
-
-    try:
+    with twice(where):
         return pull_columns([slope], ends, [vectors], create_graph=create_graph)
+
+
+NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
+"""How PyTorch says that there is no second derivative; its other errors are about something else."""
+
+
+@contextlib.contextmanager
+def twice(
+    where: str,
+    asked: str = ASKED,
+    instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
+) -> Iterator[None]:
+    """What is inside differentiates twice: what PyTorch says of functions that it cannot is said in four parts.
+
+    Raises:
+        PackpropError: With the name of PyTorch's function.
+    """
+    try:
+        yield
+    except PackpropError:
+        raise
     except RuntimeError as error:
-        raise not_twice(where, error) from error
+        said = str(error).splitlines()[0]
+        if not NOT_TWICE.search(said):
+            raise
+        why = f"PyTorch cannot differentiate twice what lies above: {said}"
+        raise PackpropError(asked, where, why, _attention(said) or instead) from error
 
 
-def not_twice(where: str, error: RuntimeError) -> PackpropError:
-    """The error for a function that PyTorch cannot differentiate twice, by what PyTorch says."""
-    said = str(error).splitlines()[0]
-    instead = "use functions that are twice differentiable, or ask for GGN quantities"
+def _attention(said: str) -> str:
+    """What to do where PyTorch names a fused kernel of attention."""
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
-        instead = (
+        return (
             "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
             "kernels of scaled_dot_product_attention have no second derivative"
         )
-    return PackpropError(ASKED, where, f"PyTorch cannot differentiate twice what lies above: {said}", instead)
+    return ""
 
 
 # Double backward in the parameter
@@ -523,13 +536,8 @@ def parameter_diagonals(
     """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
-    with torch.enable_grad():
-        try:
-            slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
-        except RuntimeError as error:
-            if isinstance(error, PackpropError):
-                raise
-            raise not_twice(f"parameter {graph.name(leaves[0])!r}", error) from error
+    with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
+        slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
         yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, slope, create_graph)
 
@@ -596,7 +604,7 @@ def estimated_diagonals(
     if create_graph:
         require_third_derivatives(graph, leaves)
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
-    try:
+    with twice(where):
         with torch.enable_grad():
             slopes = _whole_gradients(graph, leaves)
         totals: list[Tensor | float] = [0.0] * len(leaves)
@@ -617,8 +625,6 @@ def estimated_diagonals(
                 if product is not None:
                     product = product.to_dense() if product.is_sparse else product
                     totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
-    except RuntimeError as error:
-        raise not_twice(where, error) from error
     for leaf, total in zip(leaves, totals, strict=True):
         yield leaf, total / draws if isinstance(total, Tensor) else torch.zeros_like(leaf, requires_grad=False)
 

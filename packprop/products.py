@@ -1,17 +1,16 @@
-"""Products with curvature matrices: with the block of one parameter, and with that of all of them.
+"""Products with curvature matrices and Jacobians: for the block of one parameter, and for all of them.
 
 # NOTE [Products by double backward]
 All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
 InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative, along v, of ``J^T u`` in a
-vector u that is otherwise arbitrary.
+vector u that is otherwise arbitrary (Townsend 2017).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
-from packprop.hessian import Plan, not_twice, plan, residuals, slopes_at
+from packprop.hessian import Plan, plan, residuals, slopes_at, twice
 from packprop.memory import version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
@@ -29,6 +28,8 @@ from packprop.types import EXACT
 Matrix = Literal["hessian", "ggn", "positive"]
 Modify = Literal["clip", "abs"]
 Vectors = Sequence[Tensor]
+ASKED = "A product with a curvature matrix or a Jacobian was asked for."
+INSTEAD = "use functions that are twice differentiable"
 
 
 # One parameter's block
@@ -141,16 +142,13 @@ class _HessianBlock:
     _slope: list[Tensor | None] = field(default_factory=list)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        where = f"parameter {self.graph.name(self.leaf)!r}"
-        with _explained(where):
+        with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
             if not self._slope:
                 with torch.enable_grad():
                     self._slope += slopes_at(self.graph, [self.leaf], create_graph=True)
             slope = self._slope[0]
             slope = slope.to_dense() if slope is not None and slope.is_sparse else slope
-            found = None
-            if slope is not None and slope.requires_grad:
-                (found,) = pull_columns([slope], [self.leaf], [vectors])
+            (found,) = pulled([slope], [self.leaf], [vectors])
         return torch.zeros_like(vectors) if found is None else found
 
 
@@ -164,46 +162,71 @@ class _RootBlock:
     shares: Sequence[Callable[[Tensor], Tensor]]
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        with _explained(f"parameter {self.graph.name(self.leaf)!r}"):
-            pushed = _pushed(self.targets, [self.leaf], [vectors])
-            curved = [share(each) for share, each in zip(self.shares, pushed, strict=True)]
-            (found,) = pull_columns(self.targets, [self.leaf], curved)
+        with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
+            pushed_on = pushed(self.targets, [self.leaf], [vectors])
+            curved = [share(each) for share, each in zip(self.shares, pushed_on, strict=True)]
+            (found,) = pulled(self.targets, [self.leaf], curved)
         return torch.zeros_like(vectors) if found is None else found
 
 
-@contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """What torch says of functions without second derivatives, in four parts."""
-    try:
-        yield
-    except PackpropError:
-        raise
-    except RuntimeError as error:
-        raise not_twice(where, error) from error
+# What all products are made of: at tensors or edges of a graph, for many vectors at once
 
 
-# Vector-Jacobian and Jacobian-vector products of many vectors at once
+class How(TypedDict, total=False):
+    """Options of ``pull_columns``."""
+
+    batched: bool
+    create_graph: bool
+    retain_graph: bool
 
 
-def _pushed(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
-    """``J v`` for many v ``[v, *x]``: ``[v, *y]`` for each output. See NOTE [Products by double backward]."""
+def slopes(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a scalar, as functions of the inputs; ``None`` for those that it does not depend on."""
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    with torch.enable_grad():
+        found: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
+    return list(found)
+
+
+def pulled(
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor | None]:
+    """``J^T u``, for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` where nothing arrives.
+
+    Outputs that are ``None`` or constant are passed over.
+    """
+    pairs = [
+        (output, vector)
+        for output, vector in zip(outputs, vectors, strict=True)
+        if output is not None and (not isinstance(output, Tensor) or output.requires_grad)
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **how)
+
+
+def pushed(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor]:
+    """``J v``, for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
+
+    See NOTE [Products by double backward].
+    """
+    retain_graph, batched = how.get("retain_graph", True), how.get("batched", True)
     with torch.enable_grad():
         arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
-        pulled: Any = torch.autograd.grad(
-            list(outputs), list(inputs), arbitrary, create_graph=True, allow_unused=True
-        )
-    pairs = [
-        (slope, vector)
-        for slope, vector in zip(pulled, vectors, strict=True)
-        if slope is not None and slope.requires_grad
-    ]
-    count = len(vectors[0])
-    found: list[Tensor | None] = [None] * len(arbitrary)
-    if pairs:
-        found = pull_columns([slope for slope, _ in pairs], arbitrary, [vector for _, vector in pairs])
+        linear = pulled(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
+    found = pulled(linear, arbitrary, vectors, **how)
+    return filled(found, arbitrary, len(vectors[0]) if batched else None)
+
+
+def filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
+    """Products, with zeros in place of ``None``: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
+    front = () if count is None else (count,)
     return [
-        place.new_zeros(count, *place.shape) if each is None else each
-        for place, each in zip(arbitrary, found, strict=True)
+        tensor.new_zeros(*front, *tensor.shape) if each is None else each
+        for each, tensor in zip(found, like, strict=True)
     ]
 
 
@@ -212,6 +235,34 @@ def _zeros_at(output: Any) -> Tensor:
         return torch.zeros_like(output, requires_grad=False)
     made = made_by(output.node)[output.output_nr]
     return torch.zeros(tuple(made.shape), dtype=made.dtype, device=made.device)
+
+
+def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: bool = False) -> None:
+    """Refuse vectors that do not belong to some tensors.
+
+    Args:
+        call: How the function was called, for the message.
+        like: The tensors.
+        vectors: One for each, of its shape; or, if ``many``, all with one more leading axis.
+        many: Whether there is that axis.
+
+    Raises:
+        BadInput: If numbers or shapes differ.
+    """
+    fits = len(like) == len(vectors)
+    if fits and many:
+        fits = len({vector.shape[:1] for vector in vectors}) == 1 and all(vector.dim() for vector in vectors)
+    if fits:
+        pairs = zip(vectors, like, strict=True)
+        fits = all((vector.shape[1:] if many else vector.shape) == own.shape for vector, own in pairs)
+    if not fits:
+        given, wanted = ([tuple(tensor.shape) for tensor in each] for each in (vectors, like))
+        raise BadInput(
+            f"{call} was called.",
+            f"vectors of shapes {given}",
+            f"they do not match {wanted}",
+            "give one for each, of its shape" + (", or all with one more leading axis" if many else ""),
+        )
 
 
 # All parameters
@@ -228,10 +279,9 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
-    bare = vectors.shape == outputs.shape
-    _require_vectors("vjp", [outputs], [vectors], bare)
-    found = pull_columns([outputs], parameters, [vectors[None] if bare else vectors])
-    return _finished(found, parameters, 1 if bare else len(vectors), bare)
+    bare = _is_bare("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    found = pulled([outputs], parameters, _many([vectors], bare))
+    return _finished(found, parameters, [vectors], bare)
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -245,9 +295,9 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     Returns:
         ``[*y]`` or ``[v, *y]``.
     """
-    bare = _is_bare("jvp", parameters, vectors)
-    with _explained("the outputs given to jvp"):
-        (found,) = _pushed([outputs], parameters, _many(vectors, bare))
+    bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
+    with twice("the outputs given to jvp", ASKED, INSTEAD):
+        (found,) = pushed([outputs], parameters, _many(vectors, bare))
     return found[0] if bare else found
 
 
@@ -272,24 +322,15 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
-    bare = _is_bare("hvp", parameters, vectors)
+    bare = _is_bare("hvp(loss, parameters, vectors)", parameters, vectors)
     value = _evaluated(loss)
     if value.numel() != 1:
         raise BadInput(
             "hvp(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
-    with _explained("the loss given to hvp"):
-        with torch.enable_grad():
-            slopes: Any = torch.autograd.grad(value, list(parameters), create_graph=True, allow_unused=True)
-        pairs = [
-            (slope, vector)
-            for slope, vector in zip(slopes, _many(vectors, bare), strict=True)
-            if slope is not None and slope.requires_grad
-        ]
-        found: list[Tensor | None] = [None] * len(parameters)
-        if pairs:
-            found = pull_columns([slope for slope, _ in pairs], parameters, [vector for _, vector in pairs])
-    return _finished(found, parameters, 1 if bare else len(vectors[0]), bare)
+    with twice("the loss given to hvp", ASKED, INSTEAD):
+        found = pulled(slopes(value, parameters), parameters, _many(vectors, bare))
+    return _finished(found, parameters, vectors, bare)
 
 
 def ggnvp(
@@ -312,18 +353,13 @@ def ggnvp(
         BadInput: If vectors do not fit.
         PackpropError: If something in the graph is not twice differentiable.
     """
-    bare = _is_bare("ggnvp", parameters, vectors)
+    bare = _is_bare("ggnvp(graph, parameters, vectors)", parameters, vectors)
     outputs, loss = _evaluated(graph)
-    with _explained("the graph given to ggnvp"):
-        pushed = _pushed([outputs], parameters, _many(vectors, bare))
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
-        curved = [torch.zeros_like(pushed[0])]
-        if slope.requires_grad:
-            (product,) = pull_columns([slope], [outputs], pushed)
-            curved = curved if product is None else [product]
-        found = pull_columns([outputs], parameters, curved)
-    return _finished(found, parameters, 1 if bare else len(vectors[0]), bare)
+    with twice("the graph given to ggnvp", ASKED, INSTEAD):
+        forward = pushed([outputs], parameters, _many(vectors, bare))
+        curved = filled(pulled(slopes(loss, [outputs]), [outputs], forward), [outputs], len(forward[0]))
+        found = pulled([outputs], parameters, curved)
+    return _finished(found, parameters, vectors, bare)
 
 
 def _evaluated(value: Any) -> Any:
@@ -333,27 +369,11 @@ def _evaluated(value: Any) -> Any:
         return value()
 
 
-def _is_bare(asked: str, parameters: Sequence[Tensor], vectors: Vectors) -> bool:
-    bare = len(parameters) == len(vectors) and all(
-        vector.shape == parameter.shape for vector, parameter in zip(vectors, parameters, strict=True)
-    )
-    _require_vectors(asked, parameters, vectors, bare)
+def _is_bare(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
+    bare = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
+    if not bare:
+        require_vectors(call, like, vectors, many=True)
     return bare
-
-
-def _require_vectors(asked: str, like: Sequence[Tensor], vectors: Vectors, bare: bool) -> None:
-    fits = len(like) == len(vectors) > 0
-    if fits and not bare:
-        sizes = {vector.shape[:1] for vector in vectors}
-        pairs = zip(vectors, like, strict=True)
-        fits = len(sizes) == 1 and all(vector.shape[1:] == own.shape and vector.dim() for vector, own in pairs)
-    if not fits:
-        raise BadInput(
-            f"{asked}(...) was called.",
-            f"vectors of shapes {', '.join(str(list(vector.shape)) for vector in vectors)}",
-            f"they belong to tensors of shapes {', '.join(str(list(own.shape)) for own in like)}",
-            "give one for each, of its shape, or all with one more leading axis",
-        )
 
 
 def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
@@ -361,12 +381,7 @@ def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
 
 
 def _finished(
-    found: Sequence[Tensor | None], parameters: Sequence[Tensor], count: int, bare: bool
+    found: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, bare: bool
 ) -> list[Tensor]:
-    filled = [
-        torch.zeros_like(parameter, requires_grad=False).expand(count, *parameter.shape).clone()
-        if each is None
-        else each
-        for each, parameter in zip(found, parameters, strict=True)
-    ]
-    return [each[0] if bare else each for each in filled]
+    products = filled(found, parameters, 1 if bare else len(vectors[0]))
+    return [product[0] if bare else product for product in products]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import EAGER, Found, Graph, made_by
-from packprop.nodes import is_wrong_in_third_order, kind_of
+from packprop.nodes import is_wrong_in_second_order, is_wrong_in_third_order, kind_of, nodes_above
 from packprop.samples import layouts_at
 from packprop.seeds import Columns, unit_columns
 from packprop.structures import join, rows
@@ -337,6 +337,8 @@ def _has_squares(found: Found, weight: Tensor) -> bool:
 
 def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
     """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
+    if not plan.curves:
+        return []
     slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
     pairs = zip(plan.curves, slopes, strict=True)
     return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
@@ -517,6 +519,36 @@ def twice(
         raise PackpropError(asked, where, why, _attention(said) or instead) from error
 
 
+def require_second_derivatives(
+    roots: Iterable[Tensor], leaves: Sequence[Tensor], name: Callable[[Tensor], str], asked: str = ASKED
+) -> None:
+    """Refuse functions between roots and leaves whose second derivative is wrong in PyTorch.
+
+    Args:
+        roots: Where the graph begins.
+        leaves: What is differentiated in, twice.
+        name: Of a leaf, for the message.
+        asked: What for.
+
+    Raises:
+        PackpropError: With the name of the node.
+    """
+    wanted = {id(leaf): leaf for leaf in leaves}
+    for node in nodes_above(root.grad_fn for root in roots):
+        if not is_wrong_in_second_order(node):
+            continue
+        for above in nodes_above([node]):
+            leaf = wanted.get(id(getattr(above, "variable", None)))
+            if leaf is not None:
+                raise PackpropError(
+                    asked,
+                    f"{node.name()}, between the loss and {name(leaf)}",
+                    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
+                    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN "
+                    "quantities",
+                )
+
+
 def _attention(said: str) -> str:
     """What to do where PyTorch names a fused kernel of attention."""
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
@@ -536,6 +568,7 @@ def parameter_diagonals(
     """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
+    require_second_derivatives(graph.roots, leaves, lambda leaf: f"parameter {graph.name(leaf)!r}")
     with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
@@ -603,6 +636,7 @@ def estimated_diagonals(
     """
     if create_graph:
         require_third_derivatives(graph, leaves)
+    require_second_derivatives(graph.roots, leaves, lambda leaf: f"parameter {graph.name(leaf)!r}")
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with twice(where):
         with torch.enable_grad():

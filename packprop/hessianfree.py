@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from packprop.hessian import twice
-from packprop.products import ASKED, INSTEAD, filled, ggnvp, pulled, pushed, require_vectors, slopes
+from packprop.hessian import require_second_derivatives, twice
+from packprop.products import ASKED, INSTEAD, filled, ggnvp, pulled, pushed, require_vectors, shown, slopes
 
 Vectors = Tensor | Iterable[Tensor]
 WHERE = "the graph of the forward pass"
@@ -43,6 +43,7 @@ def hessian_vector_product(
     """
     inputs, vectors = _listed(params), _listed(v)
     require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
+    require_second_derivatives([f], inputs, shown, ASKED)
     with twice(WHERE, ASKED, INSTEAD):
         slope = slopes(f, inputs) if grad_params is None else _listed(grad_params)
         found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)

@@ -7,7 +7,7 @@ not elementwise, which costs time but is always right.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from torch.autograd.function import BackwardCFunction
@@ -116,3 +116,24 @@ def is_wrong_in_third_order(node: Node) -> bool:
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))
+
+
+def is_wrong_in_second_order(node: Node) -> bool:
+    """Whether torch's derivative of a node is itself differentiated wrongly, without a word.
+
+    Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
+    """
+    return name_of_node(node) == "WeightNormInterface"
+
+
+def nodes_above(nodes: Iterable[Node | None]) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once."""
+    stack = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                stack.append(above)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
-from packprop.hessian import Plan, plan, residuals, slopes_at, twice
+from packprop.hessian import Plan, plan, require_second_derivatives, residuals, slopes_at, twice
 from packprop.memory import version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
@@ -144,6 +144,8 @@ class _HessianBlock:
     def __call__(self, vectors: Tensor) -> Tensor:
         with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
             if not self._slope:
+                own = f"parameter {self.graph.name(self.leaf)!r}"
+                require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED)
                 with torch.enable_grad():
                     self._slope += slopes_at(self.graph, [self.leaf], create_graph=True)
             slope = self._slope[0]
@@ -328,6 +330,7 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         raise BadInput(
             "hvp(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
+    require_second_derivatives([value], parameters, shown, ASKED)
     with twice("the loss given to hvp", ASKED, INSTEAD):
         found = pulled(slopes(value, parameters), parameters, _many(vectors, bare))
     return _finished(found, parameters, vectors, bare)
@@ -367,6 +370,11 @@ def _evaluated(value: Any) -> Any:
         return value
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         return value()
+
+
+def shown(tensor: Tensor) -> str:
+    """What a tensor without a name is called in messages."""
+    return f"the tensor of shape {list(tensor.shape)}"
 
 
 def _is_bare(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:

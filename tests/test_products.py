@@ -25,7 +25,7 @@ TWICE = list(
     dict.fromkeys(
         case
         for case in [*SMOKE, *ONE_OF_EACH]
-        if case.name not in ("embedding-bag-sum", "multi-margin", "multilabel-margin", "weight-norm")
+        if case.name not in ("embedding-bag-sum", "multi-margin", "multilabel-margin")
     )
 )
 NOT_ELEMENTWISE = (
@@ -79,8 +79,9 @@ def check(product: Any, dense: Tensor, shape: torch.Size, what: str) -> None:
 
 
 def products_for(case: Case) -> list[Row]:
-    """The products that are defined for a case."""
-    return [row for row in PRODUCTS if row.order == 1 or (case.order == 2 and not case.refuses_curvature)]
+    """The products that are defined for a case; the Hessian of normalised weights is wrong in PyTorch."""
+    curved, wrong = case.order == 2 and not case.refuses_curvature, case.name == "weight-norm"
+    return [row for row in PRODUCTS if (curved if row.order == 2 else not wrong)]
 
 
 @pytest.mark.covers(by=products_for)
@@ -89,13 +90,11 @@ def test_blocks_of_hessian_and_ggn(case: Case) -> None:
     problem, asked = case.problem(3, case.reductions[0]), products_for(case)
     with sdpa_kernel(SDPBackend.MATH):
         backward(problem, *(row() for row in asked), record=case.record)
-        dense = {"hmp": {name: block(problem, name) for name in problem.parameters}}
-        if len(asked) > 1:
-            dense["ggnmp"] = Oracle(case.problem(3, case.reductions[0])).ggn_block
-    for row in asked:
-        for name, product in results(problem, row.attribute).items():
-            shape = problem.parameters[name].shape
-            check(product, dense[row.attribute][name], shape, f"{row.attribute} of {name}")
+        ggn = Oracle(case.problem(3, case.reductions[0]))
+        for row in asked:
+            for name, product in results(problem, row.attribute).items():
+                dense = block(problem, name) if row.order == 1 else ggn.ggn_block[name]
+                check(product, dense, problem.parameters[name].shape, f"{row.attribute} of {name}")
 
 
 def test_wrong_second_derivatives_are_refused() -> None:
@@ -335,7 +334,7 @@ def test_many_signs_come_near_the_diagonal() -> None:
 
 
 @pytest.mark.covers("DiagHessianMC")
-@pytest.mark.parametrize("case", TWICE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in TWICE if c.name != "weight-norm"], ids=lambda case: case.name)
 def test_sign_columns_are_what_they_say(case: Case) -> None:
     """With the signs known, the estimate is the mean of u * H u to the last digit."""
     draws, problem = 2, case.problem(3, case.reductions[0])

@@ -203,22 +203,35 @@ def test_names_of_ones_own_functions_mean_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_create_graph_with_smooth_activations_and_max_pooling() -> None:
+@pytest.mark.parametrize("pool", [nn.Identity, lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2)])
+@pytest.mark.parametrize("bend", [nn.Sigmoid, nn.ELU, nn.ReLU])
+def test_create_graph_with_activations_and_pooling(bend: Any, pool: Any) -> None:
     """A root of the curvature would have no derivative where pooling lets no gradient through."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2))
-    packprop.extend(model.double())
-    loss = packprop.extend(nn.MSELoss())(
-        model(torch.randn(2, 1, 5, 5, dtype=torch.float64)), torch.zeros(2, 2).double()
-    )
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), bend(), pool(), nn.Flatten(), nn.LazyLinear(2)).double()
+    x, y = torch.randn(2, 1, 5, 5, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    nn.functional.mse_loss(model(x), y)  # which says how wide it is
+    parameters = list(model.parameters())
+    slopes = torch.autograd.grad(nn.functional.mse_loss(model(x), y), parameters, create_graph=True)
+    expected = [
+        torch.stack(
+            [
+                torch.autograd.grad(g, p, create_graph=True)[0].flatten()[place]
+                for place, g in enumerate(slope.flatten())
+            ]
+        )
+        for p, slope in zip(parameters, slopes, strict=True)
+    ]
+    known = torch.autograd.grad(torch.cat(expected).square().sum(), parameters)
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())(model(x), y)
     with packprop.backpack(extensions.DiagHessian()):
         loss.backward(create_graph=True)
-    slopes = torch.autograd.grad(
-        sum(p.diag_h.square().sum() for p in model.parameters()), list(model.parameters())
-    )
-    assert all(bool(slope.isfinite().all()) for slope in slopes)
-    for parameter in model.parameters():
-        parameter.grad = None
+    found = torch.autograd.grad(sum(p.diag_h.square().sum() for p in parameters), parameters)
+    for p, diagonal, slope, wanted in zip(parameters, expected, found, known, strict=True):
+        assert_near(p.diag_h.flatten(), diagonal, "diag_h", 1e-9)
+        assert_near(slope, wanted, "its gradient", 1e-9)
+        p.grad = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -62,7 +62,8 @@ class ParameterCoverage:
         missing: The nodes that use it without a record.
         factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
         hessian: How the Hessian's diagonal is taken, by NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
-            ``"parameter"``; ``"refused"`` where PyTorch's second derivative is wrong; empty if unknown.
+            ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
+            unknown.
     """
 
     name: str
@@ -85,6 +86,15 @@ class ParameterCoverage:
         if any(use.refusal for use in self.uses):
             return "refused"
         return "used" if self.uses else "unused"
+
+
+WAYS = {
+    "swept": "signed seeds at the elementwise nonlinearities, beside those of the GGN",
+    "output": "Hessian columns at the outputs of its uses, by double backward",
+    "parameter": "Hessian columns in the parameter itself, entry by entry",
+    "refused": "PyTorch has no second derivative of a function on the way, or a wrong one",
+}
+"""What ``ParameterCoverage.hessian`` says."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,8 @@ class Coverage:
         found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
         lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
+        ways = {parameter.hessian for parameter in self.parameters.values()}
+        lines += [f"Hessian diagonals, {way}: {text}" for way, text in WAYS.items() if way in ways]
         lines += [str(self.refusal)] if self.refusal is not None else []
         return Group(table, below, *map(Text, lines))
 
@@ -390,11 +402,11 @@ def _hessians(graph: Graph) -> dict[int, str]:
 
 def _way(graph: Graph, chosen: Plan, leaf: Tensor) -> str:
     way = chosen.way(leaf)
-    if way == "parameter":
-        try:
+    try:
+        if way != "swept":
             require_second_derivatives(graph.roots, [leaf], graph.name)
-        except PackpropError:
-            return "refused"
+    except PackpropError:
+        return "refused"
     return way
 
 

@@ -30,7 +30,13 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import EAGER, Found, Graph, made_by
-from packprop.nodes import is_wrong_in_second_order, is_wrong_in_third_order, kind_of, nodes_above
+from packprop.nodes import (
+    is_once_differentiable,
+    is_wrong_in_second_order,
+    is_wrong_in_third_order,
+    kind_of,
+    nodes_above,
+)
 from packprop.samples import layouts_at
 from packprop.seeds import Columns, unit_columns
 from packprop.structures import join, rows
@@ -160,10 +166,15 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
     return chosen
 
 
+def _named(graph: Graph) -> Callable[[Tensor], str]:
+    return lambda leaf: f"parameter {graph.name(leaf)!r}"
+
+
 def _couples_samples(graph: Graph) -> bool:
     """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column."""
     if graph.samples == 1:
         return False
+    require_second_derivatives(graph.roots, graph.leaves(), _named(graph), linear=True)
     places = [(f, index) for f in graph.found for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     label = graph.label(graph.found[0])
@@ -445,6 +456,7 @@ def output_columns(
     Yields:
         For each use and output, ``[v, *y]`` of both.
     """
+    require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], _named(graph))
     places = [(f, index) for f in uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     with twice(graph.label(uses[0])), torch.enable_grad():
@@ -519,34 +531,46 @@ def twice(
         raise PackpropError(asked, where, why, _attention(said) or instead) from error
 
 
+ONCE = (
+    "its backward pass is marked once_differentiable: it has no second derivative",
+    "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
+)
+WRONG = (
+    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
+    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+)
+
+
 def require_second_derivatives(
-    roots: Iterable[Tensor], leaves: Sequence[Tensor], name: Callable[[Tensor], str], asked: str = ASKED
+    roots: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+    asked: str = ASKED,
+    linear: bool = False,
 ) -> None:
-    """Refuse functions between roots and leaves whose second derivative is wrong in PyTorch.
+    """Refuse functions between roots and leaves of which PyTorch gives second derivatives that are none.
 
     Args:
         roots: Where the graph begins.
         leaves: What is differentiated in, twice.
         name: Of a leaf, for the message.
         asked: What for.
+        linear: Whether derivatives are differentiated only in what they are linear in, as for ``J v``.
 
     Raises:
         PackpropError: With the name of the node.
     """
     wanted = {id(leaf): leaf for leaf in leaves}
     for node in nodes_above(root.grad_fn for root in roots):
-        if not is_wrong_in_second_order(node):
+        fault = ONCE if is_once_differentiable(node) else None
+        if not linear and is_wrong_in_second_order(node):
+            fault = WRONG
+        if fault is None:
             continue
         for above in nodes_above([node]):
             leaf = wanted.get(id(getattr(above, "variable", None)))
             if leaf is not None:
-                raise PackpropError(
-                    asked,
-                    f"{node.name()}, between the loss and {name(leaf)}",
-                    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
-                    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN "
-                    "quantities",
-                )
+                raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
 
 
 def _attention(said: str) -> str:
@@ -568,7 +592,7 @@ def parameter_diagonals(
     """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
-    require_second_derivatives(graph.roots, leaves, lambda leaf: f"parameter {graph.name(leaf)!r}")
+    require_second_derivatives(graph.roots, leaves, _named(graph))
     with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
@@ -636,7 +660,7 @@ def estimated_diagonals(
     """
     if create_graph:
         require_third_derivatives(graph, leaves)
-    require_second_derivatives(graph.roots, leaves, lambda leaf: f"parameter {graph.name(leaf)!r}")
+    require_second_derivatives(graph.roots, leaves, _named(graph))
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with twice(where):
         with torch.enable_grad():

@@ -141,6 +141,7 @@ def R_op(  # noqa: N802
     """
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(vs)
     require_vectors("R_op(ys, xs, vs)", inputs, vectors)
+    require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
     with twice(WHERE, ASKED, INSTEAD):
         found = pushed(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph

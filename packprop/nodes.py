@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -124,6 +125,19 @@ def is_wrong_in_second_order(node: Node) -> bool:
     Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
     """
     return name_of_node(node) == "WeightNormInterface"
+
+
+def is_once_differentiable(node: Node) -> bool:
+    """Whether it is a user's function whose backward pass is marked ``once_differentiable``.
+
+    Nothing leads from such a derivative to the inputs: PyTorch gives no error where it is differentiated in
+    them, but nothing, which stands for zeros everywhere else. The class that a node was made by has no public
+    name; the wrapper that the mark puts around its backward pass is known by the file that it comes from.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return False
+    backward = getattr(type(node)._forward_cls, "backward", None)
+    return getattr(backward, "__globals__", None) is vars(torch.autograd.function)
 
 
 def nodes_above(nodes: Iterable[Node | None]) -> Iterator[Node]:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
 from packprop.hessian import Plan, plan, require_second_derivatives, residuals, slopes_at, twice
-from packprop.memory import version
+from packprop.memory import is_dry, version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT
@@ -42,16 +42,18 @@ class BlockProduct:
     Args:
         leaf: The parameter.
         product: From vectors ``[v, *p]`` to products.
-        versions: All parameters that the graph was made with, and their versions then.
+        states: All parameters that the graph was made with, and their storage and version then.
         name: Name of the parameter, for messages.
 
     It holds the graph of its forward pass: it stays valid, and holds memory, until it is dropped (``del
-    parameter.hmp``) or overwritten by another backward pass; nothing is run again.
+    parameter.hmp``) or overwritten by another backward pass; nothing is run again. That a parameter
+    has changed is known from PyTorch's count of changes and from where its values are; what is written through
+    ``.data`` is not counted.
     """
 
     leaf: Tensor
     product: Callable[[Tensor], Tensor]
-    versions: list[tuple[Tensor, int]]
+    states: list[tuple[Tensor, tuple[int, int]]]
     name: str
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class BlockProduct:
                 f"parameter {self.name!r} has shape {list(shape)}",
                 "give [v, *p] or [*p]",
             )
-        if any(version(leaf) != before for leaf, before in self.versions):
+        if any(_state(leaf) != before for leaf, before in self.states):
             raise PackpropError(
                 "A product with a curvature block was asked for.",
                 f"parameter {self.name!r}",
@@ -78,8 +80,22 @@ class BlockProduct:
                 "run a forward and a backward pass with the extension again",
             )
         given = vectors.detach().to(self.leaf.dtype)
-        product = self.product(given[None] if bare else given)
+        try:
+            product = self.product(given[None] if bare else given)
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise PackpropError(
+                "A product with a curvature block was asked for.",
+                f"parameter {self.name!r}",
+                "inputs or other tensors of the forward pass were changed in place since",
+                "run a forward and a backward pass with the extension again",
+            ) from error
         return (product[0] if bare else product).to(vectors.dtype)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return 0 if is_dry() else tensor.data_ptr(), version(tensor)
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:
@@ -95,10 +111,10 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             elementwise ones have a positive part.
     """
     leaves = graph.leaves()
-    versions = [(leaf, version(leaf)) for leaf in leaves]
+    states = [(leaf, _state(leaf)) for leaf in leaves]
     if matrix == "hessian":
         for leaf in leaves:
-            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), versions, graph.name(leaf))
+            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), states, graph.name(leaf))
         return
     columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
     targets: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
@@ -110,7 +126,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             targets.append(curve.input)
             shares.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
     for leaf in leaves:
-        yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), versions, graph.name(leaf))
+        yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), states, graph.name(leaf))
 
 
 def _require_swept(graph: Graph, way: Plan) -> None:
@@ -164,7 +180,9 @@ class _RootBlock:
     shares: Sequence[Callable[[Tensor], Tensor]]
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
+        own = f"parameter {self.graph.name(self.leaf)!r}"
+        require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
+        with twice(own, ASKED, INSTEAD):
             pushed_on = pushed(self.targets, [self.leaf], [vectors])
             curved = [share(each) for share, each in zip(self.shares, pushed_on, strict=True)]
             (found,) = pulled(self.targets, [self.leaf], curved)
@@ -298,6 +316,7 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
         ``[*y]`` or ``[v, *y]``.
     """
     bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
+    require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
     with twice("the outputs given to jvp", ASKED, INSTEAD):
         (found,) = pushed([outputs], parameters, _many(vectors, bare))
     return found[0] if bare else found
@@ -358,6 +377,7 @@ def ggnvp(
     """
     bare = _is_bare("ggnvp(graph, parameters, vectors)", parameters, vectors)
     outputs, loss = _evaluated(graph)
+    require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     with twice("the graph given to ggnvp", ASKED, INSTEAD):
         forward = pushed([outputs], parameters, _many(vectors, bare))
         curved = filled(pulled(slopes(loss, [outputs]), [outputs], forward), [outputs], len(forward[0]))

@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 
 import packprop
 from packprop.memory import version
+from packprop.nodes import is_once_differentiable
 from packprop.tape import Use
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
@@ -31,6 +33,7 @@ PRIVATE = {
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py"},
     "_saved_training": {"nodes.py"},
+    "_forward_cls": {"nodes.py"},
     "_version": {"memory.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
@@ -261,6 +264,34 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
     norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     assert norm(x).grad_fn._saved_training is True
     assert norm.eval()(x).grad_fn._saved_training is False
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+
+
+class Often(Once):
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+
+
+def test_functions_that_are_differentiable_once_are_known() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert is_once_differentiable(Once.apply(x).grad_fn)
+    assert not is_once_differentiable(Often.apply(x).grad_fn)
+    assert not is_once_differentiable((x**3).grad_fn)  # type: ignore[arg-type]
+    # the reason for looking: PyTorch does not say so itself
+    (slope,) = torch.autograd.grad(Once.apply(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), x, allow_unused=True) == (None,)
 
 
 def test_nodes_can_be_called() -> None:

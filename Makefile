@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(VENV)/.installed-examples ## Profile a small network on real data, into profile/
@@ -44,6 +44,11 @@ lint-types: $(VENV)/.installed-lint
 format: $(VENV)/.installed-lint ## Put the code in its standard format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+.PHONY: coverage-table
+coverage-table: $(VENV)/.installed-test ## Write docs/coverage.md: each extension on each use and loss
+	$(BIN)/python -W ignore -m tests.coverage_page > docs/coverage.md.new
+	mv docs/coverage.md.new docs/coverage.md
 
 .PHONY: bench
 bench: $(VENV)/.installed-bench ## Measure time and memory beside other libraries

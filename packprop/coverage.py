@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from packprop import extensions as catalogue
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
-from packprop.hessian import plan
+from packprop.hessian import Plan, plan, require_second_derivatives
 from packprop.losses import describe
+from packprop.nodes import nodes_above
 from packprop.samples import check_graph
 from packprop.seeds import columns
 from packprop.structures import Dense, join
-from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, record
+from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, marks_of, record
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed, tensors_in
 from packprop.uses import Entry, random_state, set_random_state
 
@@ -61,7 +62,8 @@ class ParameterCoverage:
         missing: The nodes that use it without a record.
         factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
         hessian: How the Hessian's diagonal is taken, by NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
-            ``"parameter"``; empty if unknown.
+            ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
+            unknown.
     """
 
     name: str
@@ -84,6 +86,15 @@ class ParameterCoverage:
         if any(use.refusal for use in self.uses):
             return "refused"
         return "used" if self.uses else "unused"
+
+
+WAYS = {
+    "swept": "signed seeds at the elementwise nonlinearities, beside those of the GGN",
+    "output": "Hessian columns at the outputs of its uses, by double backward",
+    "parameter": "Hessian columns in the parameter itself, entry by entry",
+    "refused": "PyTorch has no second derivative of a function on the way, or a wrong one",
+}
+"""What ``ParameterCoverage.hessian`` says."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,8 @@ class Coverage:
         found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
         lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
+        ways = {parameter.hessian for parameter in self.parameters.values()}
+        lines += [f"Hessian diagonals, {way}: {text}" for way, text in WAYS.items() if way in ways]
         lines += [str(self.refusal)] if self.refusal is not None else []
         return Group(table, below, *map(Text, lines))
 
@@ -351,26 +364,15 @@ def _consumption(use: Use, entry: Entry, leaf: Tensor) -> Consumption:
     return Consumption(use.name, entry.structure, entry.parameter is leaf, refusal)
 
 
-def _nodes(values: Iterable[Tensor]) -> Iterator[Any]:
-    stack = [value.grad_fn for value in values if value.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                stack.append(upstream)
-
-
 def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
-    return [node.metadata[mark] for node in _nodes(values) if mark in node.metadata]
+    found = (marks_of(node) for node in nodes_above(value.grad_fn for value in values))
+    return [marks[mark] for marks in found if mark in marks]
 
 
 def _leaves(parameter: Tensor) -> list[Tensor]:
     if parameter.grad_fn is None:
         return [parameter]
-    return [node.variable for node in _nodes([parameter]) if hasattr(node, "variable")]
+    return [node.variable for node in nodes_above([parameter.grad_fn]) if hasattr(node, "variable")]
 
 
 def _factors(graph: Graph) -> dict[int, str]:
@@ -395,7 +397,17 @@ def _hessians(graph: Graph) -> dict[int, str]:
         chosen = plan(graph, with_roots, per_sample=True)
     except PackpropError:
         return {}
-    return {id(leaf): chosen.way(leaf) for leaf in graph.leaves()}
+    return {id(leaf): _way(graph, chosen, leaf) for leaf in graph.leaves()}
+
+
+def _way(graph: Graph, chosen: Plan, leaf: Tensor) -> str:
+    way = chosen.way(leaf)
+    try:
+        if way != "swept":
+            require_second_derivatives(graph.roots, [leaf], graph.name)
+    except PackpropError:
+        return "refused"
+    return way
 
 
 def _layer(model: nn.Module, name: str) -> str:

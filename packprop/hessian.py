@@ -17,8 +17,10 @@ parameter) is differentiated twice in the parameter itself, entry by entry (*par
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,7 +30,13 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import EAGER, Found, Graph, made_by
-from packprop.nodes import is_wrong_in_third_order, kind_of
+from packprop.nodes import (
+    is_once_differentiable,
+    is_wrong_in_second_order,
+    is_wrong_in_third_order,
+    kind_of,
+    nodes_above,
+)
 from packprop.samples import layouts_at
 from packprop.seeds import Columns, unit_columns
 from packprop.structures import join, rows
@@ -158,18 +166,20 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
     return chosen
 
 
+def _named(graph: Graph) -> Callable[[Tensor], str]:
+    return lambda leaf: f"parameter {graph.name(leaf)!r}"
+
+
 def _couples_samples(graph: Graph) -> bool:
     """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column."""
     if graph.samples == 1:
         return False
+    require_second_derivatives(graph.roots, graph.leaves(), _named(graph), linear=True)
     places = [(f, index) for f in graph.found for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     label = graph.label(graph.found[0])
-    try:
-        with torch.enable_grad():
-            slopes = slopes_at(graph, edges, create_graph=True)
-    except RuntimeError as error:
-        raise not_twice(label, error) from error
+    with twice(label), torch.enable_grad():
+        slopes = slopes_at(graph, edges, create_graph=True)
     generator = torch.Generator().manual_seed(0)
     fed: list[tuple[Tensor, Tensor]] = []
     for (f, index), slope in zip(places, slopes, strict=True):
@@ -178,10 +188,8 @@ def _couples_samples(graph: Graph) -> bool:
             fed.append((slope, noise * _even(f.layouts[index], slope)))
     if not fed:
         return False
-    try:
+    with twice(label):
         found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
-    except RuntimeError as error:
-        raise not_twice(label, error) from error
     inside, leaked = [0.0], [0.0]
     for (f, index), column in zip(places, found, strict=True):
         if column is not None and column.numel():
@@ -340,6 +348,8 @@ def _has_squares(found: Found, weight: Tensor) -> bool:
 
 def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
     """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
+    if not plan.curves:
+        return []
     slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
     pairs = zip(plan.curves, slopes, strict=True)
     return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
@@ -354,17 +364,14 @@ def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
     if slope is None:
         return torch.zeros(curve.shape, dtype=made.dtype, device=made.device)
     node: Any = curve.node  # nodes can be called, which torch's annotations leave out
-    try:
-        with torch.enable_grad():
-            first: Any = node(torch.ones_like(slope))
-            first = first[0] if isinstance(first, tuple) else first
-            second = None
-            if first.requires_grad:
-                (second,) = torch.autograd.grad(
-                    first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
-                )
-    except RuntimeError as error:
-        raise not_twice(curve.node.name(), error) from error
+    with twice(curve.node.name()), torch.enable_grad():
+        first: Any = node(torch.ones_like(slope))
+        first = first[0] if isinstance(first, tuple) else first
+        second = None
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(
+                first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
     with torch.set_grad_enabled(create_graph):
         return torch.zeros_like(slope) if second is None else second * slope
 
@@ -449,13 +456,11 @@ def output_columns(
     Yields:
         For each use and output, ``[v, *y]`` of both.
     """
+    require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], _named(graph))
     places = [(f, index) for f in uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    try:
-        with torch.enable_grad():
-            slopes = slopes_at(graph, edges, create_graph=True)
-    except RuntimeError as error:
-        raise not_twice(graph.label(uses[0]), error) from error
+    with twice(graph.label(uses[0])), torch.enable_grad():
+        slopes = slopes_at(graph, edges, create_graph=True)
     slopes = [
         torch.zeros(f.use.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
         for (f, index), slope in zip(places, slopes, strict=True)
@@ -495,26 +500,90 @@ def _hessian_columns(
     """Derivatives of ``slope`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
     if not slope.requires_grad:
         return [None] * len(ends)
-
-    try:
+    with twice(where):
         return pull_columns([slope], ends, [vectors], create_graph=create_graph)
+
+
+NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
+"""How PyTorch says that there is no second derivative; its other errors are about something else."""
+
+
+@contextlib.contextmanager
+def twice(
+    where: str,
+    asked: str = ASKED,
+    instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
+) -> Iterator[None]:
+    """What is inside differentiates twice: what PyTorch says of functions that it cannot is said in four parts.
+
+    Raises:
+        PackpropError: With the name of PyTorch's function.
+    """
+    try:
+        yield
+    except PackpropError:
+        raise
     except RuntimeError as error:
-        raise not_twice(where, error) from error
+        said = str(error).splitlines()[0]
+        if "a second time" in said:
+            kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
+            raise PackpropError(asked, where, "another backward pass has freed the graph", kept) from error
+        if not NOT_TWICE.search(said):
+            raise
+        why = f"PyTorch cannot differentiate twice what lies above: {said}"
+        raise PackpropError(asked, where, why, _attention(said) or instead) from error
 
 
-def not_twice(where: str, error: RuntimeError) -> PackpropError:
-    """The error for a function that PyTorch cannot differentiate twice, by what PyTorch says."""
-    said = str(error).splitlines()[0]
-    instead = "use functions that are twice differentiable, or ask for GGN quantities"
-    if "a second time" in said:
-        kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
-        return PackpropError(ASKED, where, "another backward pass has freed the graph", kept)
+ONCE = (
+    "its backward pass is marked once_differentiable: it has no second derivative",
+    "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
+)
+WRONG = (
+    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
+    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+)
+
+
+def require_second_derivatives(
+    roots: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+    asked: str = ASKED,
+    linear: bool = False,
+) -> None:
+    """Refuse functions between roots and leaves of which PyTorch gives second derivatives that are none.
+
+    Args:
+        roots: Where the graph begins.
+        leaves: What is differentiated in, twice.
+        name: Of a leaf, for the message.
+        asked: What for.
+        linear: Whether derivatives are differentiated only in what they are linear in, as for ``J v``.
+
+    Raises:
+        PackpropError: With the name of the node.
+    """
+    wanted = {id(leaf): leaf for leaf in leaves}
+    for node in nodes_above(root.grad_fn for root in roots):
+        fault = ONCE if is_once_differentiable(node) else None
+        if not linear and is_wrong_in_second_order(node):
+            fault = WRONG
+        if fault is None:
+            continue
+        for above in nodes_above([node]):
+            leaf = wanted.get(id(getattr(above, "variable", None)))
+            if leaf is not None:
+                raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
+
+
+def _attention(said: str) -> str:
+    """What to do where PyTorch names a fused kernel of attention."""
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
-        instead = (
+        return (
             "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
             "kernels of scaled_dot_product_attention have no second derivative"
         )
-    return PackpropError(ASKED, where, f"PyTorch cannot differentiate twice what lies above: {said}", instead)
+    return ""
 
 
 # Double backward in the parameter
@@ -526,13 +595,9 @@ def parameter_diagonals(
     """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
-    with torch.enable_grad():
-        try:
-            slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
-        except RuntimeError as error:
-            if isinstance(error, PackpropError):
-                raise
-            raise not_twice(f"parameter {graph.name(leaves[0])!r}", error) from error
+    require_second_derivatives(graph.roots, leaves, _named(graph))
+    with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
+        slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
         yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, slope, create_graph)
 
@@ -598,8 +663,9 @@ def estimated_diagonals(
     """
     if create_graph:
         require_third_derivatives(graph, leaves)
+    require_second_derivatives(graph.roots, leaves, _named(graph))
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
-    try:
+    with twice(where):
         with torch.enable_grad():
             slopes = _whole_gradients(graph, leaves)
         totals: list[Tensor | float] = [0.0] * len(leaves)
@@ -620,8 +686,6 @@ def estimated_diagonals(
                 if product is not None:
                     product = product.to_dense() if product.is_sparse else product
                     totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
-    except RuntimeError as error:
-        raise not_twice(where, error) from error
     for leaf, total in zip(leaves, totals, strict=True):
         yield leaf, total / draws if isinstance(total, Tensor) else torch.zeros_like(leaf, requires_grad=False)
 

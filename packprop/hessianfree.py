@@ -1,21 +1,20 @@
-"""Products with curvature matrices of the whole model, and with Jacobians, by autograd alone.
+"""BackPACK's names for products with the Hessian and the GGN of a whole model, and with Jacobians.
 
-Nothing needs to be extended. Every function differentiates a graph that is already there, and keeps it. The
-products are double backward passes (Pearlmutter 1994; Schraudolph 2002), which are right wherever PyTorch
-differentiates twice: through LayerNorm, and through BatchNorm in training mode, where a GGN- or
-Hessian-vector product is that of the whole batch.
+What ``packprop.products`` computes for one vector, under other names and with other options. Nothing needs to
+be extended; every function differentiates a graph that is already there, and keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
-from packprop.errors import BadInput, PackpropError
+from packprop.hessian import require_second_derivatives, twice
+from packprop.products import ASKED, INSTEAD, filled, ggnvp, pulled, pushed, require_vectors, shown, slopes
 
 Vectors = Tensor | Iterable[Tensor]
+WHERE = "the graph of the forward pass"
 
 
 def hessian_vector_product(
@@ -25,7 +24,7 @@ def hessian_vector_product(
     grad_params: Vectors | None = None,
     detach: bool = True,
 ) -> tuple[Tensor, ...]:
-    """``H v`` with H the Hessian of a scalar in all of ``params`` together.
+    """``H v`` with H the Hessian of a scalar in all of ``params`` together (Pearlmutter 1994).
 
     Args:
         f: The scalar; its graph must still be there.
@@ -43,9 +42,12 @@ def hessian_vector_product(
         PackpropError: If a function on the way cannot be differentiated twice.
     """
     inputs, vectors = _listed(params), _listed(v)
-    _check_shapes("hessian_vector_product(f, params, v)", inputs, vectors)
-    slope = _pull([f], inputs, None) if grad_params is None else _listed(grad_params)
-    return _detached(_pull(slope, inputs, vectors, create_graph=not detach), detach)
+    require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
+    require_second_derivatives([f], inputs, shown, ASKED)
+    with twice(WHERE, ASKED, INSTEAD):
+        slope = slopes(f, inputs) if grad_params is None else _listed(grad_params)
+        found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)
+    return _given(filled(found, inputs, None), detach)
 
 
 def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
@@ -59,6 +61,10 @@ def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vector
 
     Returns:
         One tensor for each parameter, cut from the graph.
+
+    Raises:
+        BadInput: If shapes of ``v`` and the parameters differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
     """
     return ggn_vector_product_from_plist(loss, output, [p for p in model.parameters() if p.requires_grad], v)
 
@@ -76,11 +82,14 @@ def ggn_vector_product_from_plist(
 
     Returns:
         One tensor for each parameter, cut from the graph.
+
+    Raises:
+        BadInput: If shapes of ``v`` and the parameters differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
     """
     parameters, vectors = _listed(plist), _listed(v)
-    _check_shapes("A product with the generalized Gauss-Newton matrix", parameters, vectors)
-    curved = hessian_vector_product(loss, output, R_op(output, parameters, vectors))
-    return L_op(output, parameters, curved)
+    require_vectors("ggn_vector_product_from_plist(loss, output, plist, v)", parameters, vectors)
+    return _given(ggnvp((output, loss), parameters, vectors), detach=True)
 
 
 def L_op(  # noqa: N802  # the name in the literature
@@ -97,18 +106,24 @@ def L_op(  # noqa: N802  # the name in the literature
 
     Returns:
         One tensor for each of ``xs``, of their shapes; zeros where no output depends on it.
+
+    Raises:
+        BadInput: If shapes of ``ws`` and ``ys`` differ.
+        PackpropError: If ``ys`` are gradients through a function that cannot be differentiated twice.
     """
-    outputs, vectors = _listed(ys), _listed(ws)
-    _check_shapes("L_op(ys, xs, ws)", outputs, vectors)
-    return _detached(_pull(outputs, _listed(xs), vectors, retain_graph, create_graph=not detach), detach)
+    outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
+    require_vectors("L_op(ys, xs, ws)", outputs, vectors)
+    with twice(WHERE, ASKED, INSTEAD):
+        found = pulled(
+            outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
+        )
+    return _given(filled(found, inputs, None), detach)
 
 
 def R_op(  # noqa: N802
     ys: Vectors, xs: Vectors, vs: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
     """``J v``, a Jacobian-vector product, with J the Jacobian of ``ys`` in ``xs``.
-
-    ``J^T w`` is linear in w, so that its own vector-Jacobian product in w is ``J v`` (Townsend 2017).
 
     Args:
         ys: Outputs.
@@ -119,12 +134,19 @@ def R_op(  # noqa: N802
 
     Returns:
         One tensor for each of ``ys``, of their shapes; zeros where it depends on no input.
+
+    Raises:
+        BadInput: If shapes of ``vs`` and ``xs`` differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
     """
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(vs)
-    _check_shapes("R_op(ys, xs, vs)", inputs, vectors)
-    ws = [torch.zeros_like(y).requires_grad_(True) for y in outputs]
-    pulled = _pull(outputs, inputs, ws, retain_graph)
-    return _detached(_pull(pulled, ws, vectors, create_graph=not detach), detach)
+    require_vectors("R_op(ys, xs, vs)", inputs, vectors)
+    require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
+    with twice(WHERE, ASKED, INSTEAD):
+        found = pushed(
+            outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
+        )
+    return _given(found, detach)
 
 
 def transposed_jacobian_vector_product(
@@ -145,49 +167,5 @@ def _listed(value: Vectors) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _detached(found: Sequence[Tensor], detach: bool) -> tuple[Tensor, ...]:
+def _given(found: list[Tensor], detach: bool) -> tuple[Tensor, ...]:
     return tuple(tensor.detach() for tensor in found) if detach else tuple(found)
-
-
-def _pull(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    vectors: Sequence[Tensor] | None,
-    retain_graph: bool = True,
-    create_graph: bool = True,
-) -> list[Tensor]:
-    """Vector-Jacobian products; zeros for outputs that are constant."""
-    places = [place for place, output in enumerate(outputs) if output.requires_grad]
-    if not places:
-        return [torch.zeros_like(tensor) for tensor in inputs]
-    try:
-        found = torch.autograd.grad(
-            [outputs[place] for place in places],
-            list(inputs),
-            None if vectors is None else [vectors[place] for place in places],
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            materialize_grads=True,
-        )
-    except RuntimeError as error:
-        if "is not implemented" not in str(error):
-            raise
-        raise PackpropError(
-            "A product with a curvature matrix or a Jacobian was asked for.",
-            "the graph of the forward pass",
-            f"PyTorch cannot differentiate one of its functions twice: {error}",
-            "run the forward pass with a twice differentiable one; for attention, inside `with "
-            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`",
-        ) from error
-    return list(found)
-
-
-def _check_shapes(asked: str, tensors: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
-    shapes, given = ([tuple(tensor.shape) for tensor in each] for each in (tensors, vectors))
-    if shapes != given:
-        raise BadInput(
-            f"{asked} was asked for." if "(" not in asked else f"{asked} was called.",
-            f"vectors of shapes {given}",
-            f"they do not match {shapes}",
-            "give one tensor for each, of the same shape",
-        )

@@ -1,4 +1,4 @@
-"""Numbers of bytes, tensors without their data, whether a pass is only pretended, and what is alive in one."""
+"""Numbers of bytes; tensors without their data, or changed since; dry passes; what is alive in a pass."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def byte_text(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 if that is not counted.
+
+    ``Tensor._version`` is private, and stands here alone: nothing public tells whether a tensor still holds
+    what was computed with, and a number from other values would be wrong without a sign of it.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Spec(NamedTuple):

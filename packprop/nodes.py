@@ -7,9 +7,11 @@ not elementwise, which costs time but is always right.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -116,3 +118,43 @@ def is_wrong_in_third_order(node: Node) -> bool:
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))
+
+
+def is_wrong_in_second_order(node: Node) -> bool:
+    """Whether torch's derivative of a node is itself differentiated wrongly, without a word.
+
+    Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
+    """
+    return name_of_node(node) == "WeightNormInterface"
+
+
+def is_once_differentiable(node: Node) -> bool:
+    """Whether it is a user's function whose backward pass is marked ``once_differentiable``.
+
+    Nothing leads from such a derivative to the inputs: PyTorch gives no error where it is differentiated in
+    them, but nothing, which stands for zeros everywhere else. The class that a node was made by has no public
+    name; the wrapper that the mark puts around its backward pass is known by the file that it comes from.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return False
+    backward = getattr(type(node)._forward_cls, "backward", None)
+    return getattr(backward, "__globals__", None) is vars(torch.autograd.function)
+
+
+def leaves_above(tensor: Tensor) -> list[Tensor]:
+    """Leaves that require gradients and that a tensor was computed from."""
+    above = nodes_above([tensor.grad_fn])
+    return [leaf for node in above if (leaf := getattr(node, "variable", None)) is not None]
+
+
+def nodes_above(nodes: Iterable[Node | None]) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once."""
+    stack = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                stack.append(above)

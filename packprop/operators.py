@@ -17,13 +17,14 @@ from torch import Tensor
 from packprop import kronecker
 from packprop.errors import BadInput, PackpropError
 from packprop.kronecker import Block, Eigen
+from packprop.nodes import leaves_above
 from packprop.products import (
     Product,
+    States,
     Vectors,
-    Versions,
     ggn_product,
     hessian_product,
-    versions_of,
+    states_of,
     were_changed,
 )
 
@@ -36,7 +37,7 @@ class Operator:
         parameters: Whose entries it is over, in this order.
         product: From vectors ``[v, *p]`` for each parameter to products.
         damping: What is added to the diagonal, in units of the curvature.
-        versions: Tensors that the product is a function of, and their versions when it was made.
+        states: Tensors that the product is a function of, as they were when it was made.
 
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -47,7 +48,7 @@ class Operator:
     parameters: tuple[Tensor, ...]
     product: Product
     damping: float = 0.0
-    versions: Versions = ()
+    states: States = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class Operator:
                 f"the operator has {self.shape[1]} columns",
                 "give [p] or [p, v], with the entries of all parameters side by side",
             )
-        if were_changed(self.versions):
+        if were_changed(self.states):
             raise PackpropError(
                 "A product with a curvature operator was asked for.",
                 "parameters of its graph",
@@ -149,7 +150,7 @@ def hessian(
     """
     chosen = _chosen("operators.hessian", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(chosen, product, damping, versions_of(value))
+    return Operator(chosen, product, damping, states_of(leaves_above(value)))
 
 
 def ggn(
@@ -171,7 +172,7 @@ def ggn(
     """
     chosen = _chosen("operators.ggn", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(chosen, product, damping, versions_of(loss))
+    return Operator(chosen, product, damping, states_of(leaves_above(loss)))
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:

@@ -1,17 +1,16 @@
-"""Products with curvature matrices: with the block of one parameter, and with that of all of them.
+"""Products with curvature matrices and Jacobians: for the block of one parameter, and for all of them.
 
 # NOTE [Products by double backward]
 All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
 InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative, along v, of ``J^T u`` in a
-vector u that is otherwise arbitrary.
+vector u that is otherwise arbitrary (Townsend 2017).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
-from packprop.hessian import Plan, not_twice, plan, residuals, slopes_at
+from packprop.hessian import Plan, plan, require_second_derivatives, residuals, slopes_at, twice
+from packprop.memory import is_dry, version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT
@@ -28,6 +28,8 @@ from packprop.types import EXACT
 Matrix = Literal["hessian", "ggn", "positive"]
 Modify = Literal["clip", "abs"]
 Vectors = Sequence[Tensor]
+ASKED = "A product with a curvature matrix or a Jacobian was asked for."
+INSTEAD = "use functions that are twice differentiable"
 
 
 # One parameter's block
@@ -40,16 +42,18 @@ class BlockProduct:
     Args:
         leaf: The parameter.
         product: From vectors ``[v, *p]`` to products.
-        versions: All parameters that the graph was made with, and their versions then.
+        states: All parameters that the graph was made with, as they were then.
         name: Name of the parameter, for messages.
 
     It holds the graph of its forward pass: it stays valid, and holds memory, until it is dropped (``del
-    parameter.hmp``) or overwritten by another backward pass; nothing is run again.
+    parameter.hmp``) or overwritten by another backward pass; nothing is run again. That a parameter
+    has changed is known from PyTorch's count of changes and from where its values are; what is written through
+    ``.data`` is not counted.
     """
 
     leaf: Tensor
     product: Callable[[Tensor], Tensor]
-    versions: Versions
+    states: States
     name: str
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ class BlockProduct:
                 f"parameter {self.name!r} has shape {list(shape)}",
                 "give [v, *p] or [*p]",
             )
-        if were_changed(self.versions):
+        if were_changed(self.states):
             raise PackpropError(
                 "A product with a curvature block was asked for.",
                 f"parameter {self.name!r}",
@@ -76,8 +80,36 @@ class BlockProduct:
                 "run a forward and a backward pass with the extension again",
             )
         given = vectors.detach().to(self.leaf.dtype)
-        product = self.product(given[None] if bare else given)
+        try:
+            product = self.product(given[None] if bare else given)
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise PackpropError(
+                "A product with a curvature block was asked for.",
+                f"parameter {self.name!r}",
+                "inputs or other tensors of the forward pass were changed in place since",
+                "run a forward and a backward pass with the extension again",
+            ) from error
         return (product[0] if bare else product).to(vectors.dtype)
+
+
+States = Sequence[tuple[Tensor, tuple[int, int]]]
+"""Tensors, with their storage and version when something was computed from them."""
+
+
+def states_of(tensors: Iterable[Tensor]) -> States:
+    """Tensors as they are now."""
+    return [(tensor, _state(tensor)) for tensor in tensors]
+
+
+def were_changed(states: States) -> bool:
+    """Whether one of the tensors has been changed in place since, or has got another storage."""
+    return any(_state(tensor) != before for tensor, before in states)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return 0 if is_dry() else tensor.data_ptr(), version(tensor)
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:
@@ -93,10 +125,10 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             elementwise ones have a positive part.
     """
     leaves = graph.leaves()
-    versions = [(leaf, leaf._version) for leaf in leaves]
+    states = states_of(leaves)
     if matrix == "hessian":
         for leaf in leaves:
-            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), versions, graph.name(leaf))
+            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), states, graph.name(leaf))
         return
     columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
     targets: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
@@ -108,7 +140,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             targets.append(curve.input)
             shares.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
     for leaf in leaves:
-        yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), versions, graph.name(leaf))
+        yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), states, graph.name(leaf))
 
 
 def _require_swept(graph: Graph, way: Plan) -> None:
@@ -140,16 +172,15 @@ class _HessianBlock:
     _slope: list[Tensor | None] = field(default_factory=list)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        where = f"parameter {self.graph.name(self.leaf)!r}"
-        with _explained(where):
+        with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
             if not self._slope:
+                own = f"parameter {self.graph.name(self.leaf)!r}"
+                require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED)
                 with torch.enable_grad():
                     self._slope += slopes_at(self.graph, [self.leaf], create_graph=True)
             slope = self._slope[0]
             slope = slope.to_dense() if slope is not None and slope.is_sparse else slope
-            found = None
-            if slope is not None and slope.requires_grad:
-                (found,) = pull_columns([slope], [self.leaf], [vectors])
+            (found,) = pulled([slope], [self.leaf], [vectors])
         return torch.zeros_like(vectors) if found is None else found
 
 
@@ -163,65 +194,88 @@ class _RootBlock:
     shares: Sequence[Callable[[Tensor], Tensor]]
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        with _explained(f"parameter {self.graph.name(self.leaf)!r}"):
-            pushed = _pushed(self.targets, [self.leaf], [vectors])
-            curved = [share(each) for share, each in zip(self.shares, pushed, strict=True)]
-            (found,) = pull_columns(self.targets, [self.leaf], curved)
+        own = f"parameter {self.graph.name(self.leaf)!r}"
+        require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
+        with twice(own, ASKED, INSTEAD):
+            pushed_on = pushed(self.targets, [self.leaf], [vectors])
+            curved = [share(each) for share, each in zip(self.shares, pushed_on, strict=True)]
+            (found,) = pulled(self.targets, [self.leaf], curved)
         return torch.zeros_like(vectors) if found is None else found
 
 
-@contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """What torch says of functions without second derivatives, in four parts."""
-    try:
-        yield
-    except PackpropError:
-        raise
-    except RuntimeError as error:
-        raise not_twice(where, error) from error
+# What all products are made of: at tensors or edges of a graph, for many vectors at once
 
 
-# Vector-Jacobian and Jacobian-vector products of many vectors at once
+class How(TypedDict, total=False):
+    """Options of ``pull_columns``."""
+
+    batched: bool
+    create_graph: bool
+    retain_graph: bool
 
 
-def _pushed(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
-    """``J v`` for many v ``[v, *x]``: ``[v, *y]`` for each output."""
-    return _pushing(outputs, inputs)(vectors)
+class Push(Protocol):
+    """``J v`` for vectors at some inputs."""
+
+    def __call__(self, vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
+        """From ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
 
 
-def _pushing(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> Callable[[Vectors], list[Tensor]]:
-    """From many v to ``J v``, by a graph that is made once. See NOTE [Products by double backward]."""
+def slopes(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a scalar, as functions of the inputs; ``None`` for those that it does not depend on."""
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    with torch.enable_grad():
+        found: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
+    return list(found)
+
+
+def pulled(
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor | None]:
+    """``J^T u``, for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` where nothing arrives.
+
+    Outputs that are ``None`` or constant are passed over.
+    """
+    pairs = [
+        (output, vector)
+        for output, vector in zip(outputs, vectors, strict=True)
+        if output is not None and (not isinstance(output, Tensor) or output.requires_grad)
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **how)
+
+
+def pushed(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor]:
+    """``J v``, for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
+
+    See NOTE [Products by double backward].
+    """
+    return pushing(outputs, inputs, how.get("retain_graph", True))(vectors, **how)
+
+
+def pushing(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> Push:
+    """``pushed`` with a graph that is made once."""
     with torch.enable_grad():
         arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
-        pulled: Any = torch.autograd.grad(
-            list(outputs), list(inputs), arbitrary, create_graph=True, allow_unused=True
-        )
+        linear = pulled(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
 
-    def push(vectors: Vectors) -> list[Tensor]:
-        return _filled(_pulled(pulled, arbitrary, vectors), arbitrary, len(vectors[0]))
+    def push(vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
+        found = pulled(linear, arbitrary, vectors, **how)
+        return filled(found, arbitrary, len(vectors[0]) if how.get("batched", True) else None)
 
     return push
 
 
-def _pulled(
-    slopes: Sequence[Tensor | None], ends: Sequence[Tensor], vectors: Vectors
-) -> Sequence[Tensor | None]:
-    """Vector-Jacobian products of those slopes that depend on anything."""
-    pairs = [
-        (slope, vector)
-        for slope, vector in zip(slopes, vectors, strict=True)
-        if slope is not None and slope.requires_grad
-    ]
-    if not pairs:
-        return [None] * len(ends)
-    return pull_columns([slope for slope, _ in pairs], ends, [vector for _, vector in pairs])
-
-
-def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The same with zeros for what was not reached ``[v, *p]``."""
+def filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
+    """Products, with zeros in place of ``None``: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
+    front = () if count is None else (count,)
     return [
-        torch.zeros_like(own, requires_grad=False).expand(count, *own.shape).clone() if each is None else each
-        for each, own in zip(found, like, strict=True)
+        tensor.new_zeros(*front, *tensor.shape) if each is None else each
+        for each, tensor in zip(found, like, strict=True)
     ]
 
 
@@ -230,6 +284,34 @@ def _zeros_at(output: Any) -> Tensor:
         return torch.zeros_like(output, requires_grad=False)
     made = made_by(output.node)[output.output_nr]
     return torch.zeros(tuple(made.shape), dtype=made.dtype, device=made.device)
+
+
+def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: bool = False) -> None:
+    """Refuse vectors that do not belong to some tensors.
+
+    Args:
+        call: How the function was called, for the message.
+        like: The tensors.
+        vectors: One for each, of its shape; or, if ``many``, all with one more leading axis.
+        many: Whether there is that axis.
+
+    Raises:
+        BadInput: If numbers or shapes differ.
+    """
+    fits = len(like) == len(vectors)
+    if fits and many:
+        fits = len({vector.shape[:1] for vector in vectors}) == 1 and all(vector.dim() for vector in vectors)
+    if fits:
+        pairs = zip(vectors, like, strict=True)
+        fits = all((vector.shape[1:] if many else vector.shape) == own.shape for vector, own in pairs)
+    if not fits:
+        given, wanted = ([tuple(tensor.shape) for tensor in each] for each in (vectors, like))
+        raise BadInput(
+            f"{call} was called.",
+            f"vectors of shapes {given}",
+            f"they do not match {wanted}",
+            "give one for each, of its shape" + (", or all with one more leading axis" if many else ""),
+        )
 
 
 # All parameters
@@ -246,10 +328,9 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
-    bare = vectors.shape == outputs.shape
-    _require_vectors("vjp", [outputs], [vectors], bare)
-    found = pull_columns([outputs], parameters, [vectors[None] if bare else vectors])
-    return _finished(_filled(found, parameters, 1 if bare else len(vectors)), bare)
+    bare = _is_bare("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    found = pulled([outputs], parameters, _many([vectors], bare))
+    return _finished(found, parameters, [vectors], bare)
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -263,9 +344,10 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     Returns:
         ``[*y]`` or ``[v, *y]``.
     """
-    bare = _is_bare("jvp", parameters, vectors)
-    with _explained("the outputs given to jvp"):
-        (found,) = _pushed([outputs], parameters, _many(vectors, bare))
+    bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
+    require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
+    with twice("the outputs given to jvp", ASKED, INSTEAD):
+        (found,) = pushed([outputs], parameters, _many(vectors, bare))
     return found[0] if bare else found
 
 
@@ -290,9 +372,9 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
-    bare = _is_bare("hvp", parameters, vectors)
+    bare = _is_bare("hvp(loss, parameters, vectors)", parameters, vectors)
     product, _ = hessian_product("hvp", loss, parameters)
-    return _finished(product(_many(vectors, bare)), bare)
+    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
 
 
 Product = Callable[[Vectors], list[Tensor]]
@@ -313,13 +395,14 @@ def hessian_product(
         raise BadInput(
             f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
-    with _explained(f"the loss given to {asked}"), torch.enable_grad():
-        slopes: Any = torch.autograd.grad(value, list(parameters), create_graph=True, allow_unused=True)
+    require_second_derivatives([value], parameters, shown, ASKED)
+    where = f"the loss given to {asked}"
+    with twice(where, ASKED, INSTEAD):
+        slope = slopes(value, parameters)
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with _explained(f"the loss given to {asked}"):
-            found = _pulled(slopes, parameters, vectors)
-        return _filled(found, parameters, len(vectors[0]))
+        with twice(where, ASKED, INSTEAD):
+            return filled(pulled(slope, parameters, vectors), parameters, len(vectors[0]))
 
     return product, value
 
@@ -344,9 +427,9 @@ def ggnvp(
         BadInput: If vectors do not fit.
         PackpropError: If something in the graph is not twice differentiable.
     """
-    bare = _is_bare("ggnvp", parameters, vectors)
+    bare = _is_bare("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
-    return _finished(product(_many(vectors, bare)), bare)
+    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
 
 
 def ggn_product(
@@ -360,18 +443,16 @@ def ggn_product(
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
     """
     outputs, loss = _evaluated(graph)
+    require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where = f"the graph given to {asked}"
-    with _explained(where):
-        push = _pushing([outputs], parameters)
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(loss, outputs, create_graph=True)
+    with twice(where, ASKED, INSTEAD):
+        push, slope = pushing([outputs], parameters), slopes(loss, [outputs])
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with _explained(where):
-            pushed = push(vectors)
-            curved = _filled(_pulled([slope], [outputs], pushed), [outputs], len(pushed[0]))
-            found = pull_columns([outputs], parameters, curved)
-        return _filled(found, parameters, len(vectors[0]))
+        with twice(where, ASKED, INSTEAD):
+            forward = push(vectors)
+            curved = filled(pulled(slope, [outputs], forward), [outputs], len(forward[0]))
+            return filled(pulled([outputs], parameters, curved), parameters, len(vectors[0]))
 
     return product, loss
 
@@ -383,53 +464,24 @@ def _evaluated(value: Any) -> Any:
         return value()
 
 
-def _is_bare(asked: str, parameters: Sequence[Tensor], vectors: Vectors) -> bool:
-    bare = len(parameters) == len(vectors) and all(
-        vector.shape == parameter.shape for vector, parameter in zip(vectors, parameters, strict=True)
-    )
-    _require_vectors(asked, parameters, vectors, bare)
+def shown(tensor: Tensor) -> str:
+    """What a tensor without a name is called in messages."""
+    return f"the tensor of shape {list(tensor.shape)}"
+
+
+def _is_bare(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
+    bare = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
+    if not bare:
+        require_vectors(call, like, vectors, many=True)
     return bare
-
-
-def _require_vectors(asked: str, like: Sequence[Tensor], vectors: Vectors, bare: bool) -> None:
-    fits = len(like) == len(vectors) > 0
-    if fits and not bare:
-        sizes = {vector.shape[:1] for vector in vectors}
-        pairs = zip(vectors, like, strict=True)
-        fits = len(sizes) == 1 and all(vector.shape[1:] == own.shape and vector.dim() for vector, own in pairs)
-    if not fits:
-        raise BadInput(
-            f"{asked}(...) was called.",
-            f"vectors of shapes {', '.join(str(list(vector.shape)) for vector in vectors)}",
-            f"they belong to tensors of shapes {', '.join(str(list(own.shape)) for own in like)}",
-            "give one for each, of its shape, or all with one more leading axis",
-        )
 
 
 def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
     return [vector.detach()[None] if bare else vector.detach() for vector in vectors]
 
 
-def _finished(found: Sequence[Tensor], bare: bool) -> list[Tensor]:
-    return [each[0] if bare else each for each in found]
-
-
-Versions = Sequence[tuple[Tensor, int]]
-
-
-def versions_of(value: Tensor) -> Versions:
-    """Leaves that a tensor was computed from, by its graph, and their versions."""
-    stack, seen = [value.grad_fn], set()
-    leaves: list[Tensor] = []
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            leaves += [node.variable] if hasattr(node, "variable") else []
-            stack += [upstream for upstream, _ in node.next_functions]
-    return [(leaf, leaf._version) for leaf in leaves]
-
-
-def were_changed(versions: Versions) -> bool:
-    """Whether a leaf was changed in place since."""
-    return any(leaf._version != version for leaf, version in versions)
+def _finished(
+    found: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, bare: bool
+) -> list[Tensor]:
+    products = filled(found, parameters, 1 if bare else len(vectors[0]))
+    return [product[0] if bare else product for product in products]

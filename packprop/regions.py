@@ -26,9 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from packprop.errors import PackpropError
+from packprop.memory import version
 from packprop.rules import EXPANSIONS
 from packprop.types import map_tensors, tensors_in
-from packprop.uses import Call, Entry, Expansions, Samples, Signals, entries_of, name_of
+from packprop.uses import Call, Entry, Expansions, Samples, Signals, changed_since, entries_of, name_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 REGION = "_packprop_region"
@@ -194,20 +195,15 @@ class Moved:
             lambda tensor: tensor if call.consumes(tensor) else nothing, (call.args, call.kwargs)
         )
         self._nothing = nothing
-        self._saved = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        self._saved = [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
         self._node: Any = _Save.apply(call.parameters[0], *tensors).grad_fn  # type: ignore[no-untyped-call]
 
     def ready(self) -> list[Entry]:
         """Entries with what the hooks give back."""
         tensors = list(self._node.saved_tensors)
-        for tensor, (place, version) in zip(tensors, self._saved, strict=True):
-            if tensor.data_ptr() == place and tensor._version != version:
-                raise PackpropError(
-                    "A per-sample quantity was asked for.",
-                    f"an input of {name_of(self._recipe.function)}, of shape {list(tensor.shape)}",
-                    "it was changed in place after the function had used it",
-                    "use the out-of-place version of the operation that changes it, or clone it first",
-                )
+        for tensor, (place, before) in zip(tensors, self._saved, strict=True):
+            if tensor.data_ptr() == place and version(tensor) != before:
+                raise changed_since(name_of(self._recipe.function), tensor)
         left = iter(tensors)
         args, kwargs = map_tensors(lambda t: next(left) if t is self._nothing else t, self._form)
         return self._recipe.entries(args, kwargs, self._unexpanded, torch.is_grad_enabled())

@@ -14,7 +14,8 @@ from torch.autograd.graph import GradientEdge
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import FoundLoss, Graph, made_by
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
-from packprop.memory import found_fault
+from packprop.memory import found_fault, version
+from packprop.nodes import is_once_differentiable, nodes_above
 from packprop.samples import layouts_at
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Layout, Seed
 
@@ -142,7 +143,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
             f"the loss {getattr(call.function, '__name__', call.function)}",
             *rule.refusal,
         )
-    if call.input._version != call.version:
+    if version(call.input) != call.version:
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             f"the input of the loss, of shape {list(call.shape)}",
@@ -284,6 +285,7 @@ def generic_root(
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
     outputs, value = _evaluated(function, args, kwargs, arriving)
+    _require_twice(function, value)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
         front = layout.to_front(slope).reshape(layout.samples, -1)
@@ -323,6 +325,7 @@ def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], T
     with torch.no_grad():
         arriving = _arriving(graph, loss)
         outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    _require_twice(call.function, value)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
 
@@ -333,6 +336,18 @@ def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], T
         return torch.stack(columns)
 
     return product
+
+
+def _require_twice(function: Callable[..., Any], value: Tensor) -> None:
+    """Refuse losses made of functions that are marked as differentiable once."""
+    for node in nodes_above([value.grad_fn]):
+        if is_once_differentiable(node):
+            raise PackpropError(
+                "A generalized Gauss-Newton quantity was asked for.",
+                f"{node.name()} in the loss {getattr(function, '__name__', type(function).__name__)}",
+                "its backward pass is marked once_differentiable: the loss has no second derivative",
+                "write its backward pass in differentiable operations and drop the mark",
+            )
 
 
 def _evaluated(

@@ -229,6 +229,7 @@ def pull_columns(
     *,
     batched: bool = True,
     create_graph: bool = False,
+    retain_graph: bool = True,
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of many columns ``[v, *y]``, one after the other where they cannot be batched.
 
@@ -238,14 +239,15 @@ def pull_columns(
         seeds: Columns for each output; without their axis unless ``batched``.
         batched: Whether there is an axis of columns.
         create_graph: Whether products shall be differentiable.
+        retain_graph: Whether the graph stays; where ``batched``, it does.
     """
 
-    def pull(given: Sequence[Tensor], batched: bool) -> list[Tensor | None]:
+    def pull(given: Sequence[Tensor], batched: bool, retain_graph: bool = True) -> list[Tensor | None]:
         found: Any = torch.autograd.grad(
             list(outputs),
             list(ends),
             list(given),
-            retain_graph=True,
+            retain_graph=retain_graph,
             create_graph=create_graph,
             allow_unused=True,
             is_grads_batched=batched,
@@ -253,7 +255,7 @@ def pull_columns(
         return [t.to_dense() if t is not None and t.is_sparse else t for t in found]
 
     if not batched:
-        return pull(seeds, batched=False)
+        return pull(seeds, False, retain_graph)
     count = len(seeds[0])
     if count > 1:
         try:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput
 from packprop.losses import LOSSES, input_of
-from packprop.memory import Spec, is_dry
+from packprop.memory import Spec, is_dry, version
 from packprop.regions import (
     Hooks,
     Moved,
@@ -110,7 +110,7 @@ class Use:
 
     def release(self, _: Any = None) -> None:
         """Drop the inputs when a backward pass frees the graph that they belong to."""
-        if not self.held and not _graph_is_kept():
+        if not self.held and not graph_is_kept():
             self.drop()
 
     def drop(self) -> None:
@@ -140,7 +140,7 @@ class LossCall:
 
     def release(self, _: Any = None) -> None:
         """As ``Use.release``."""
-        if not self.held and not _graph_is_kept():
+        if not self.held and not graph_is_kept():
             self.args, self.kwargs, self.released = (), {}, True
 
 
@@ -149,12 +149,12 @@ def marks_of(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.metadata)
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the running backward pass retains the graph.
 
-    The one private function of the autograd engine that is used here: no public one says whether what a node
-    saved will be freed, and holding inputs any longer than autograd does would double the memory of a loop
-    that still holds its last loss.
+    The engine's own answer is private, and stands here alone: no public function says whether what a node saved
+    will be freed, and holding inputs any longer than autograd does would double the memory of a loop that still
+    holds its last loss.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
@@ -388,7 +388,7 @@ def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
         edge = get_gradient_edge(given)
-        call = LossCall(function, args, kwargs, edge, given.shape, given._version)
+        call = LossCall(function, args, kwargs, edge, given.shape, version(given))
         marks_of(out.grad_fn)[LOSS] = (call, out.output_nr)
         out.grad_fn.register_prehook(call.release)
 

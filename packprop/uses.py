@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.memory import is_dry
+from packprop.memory import is_dry, version
 from packprop.structures import Dense, Outer, Structure
-from packprop.types import Layout, accumulation_dtype, map_tensors
+from packprop.types import Layout, accumulation_dtype, map_tensors, tensors_in
 
 Samples = slice | Tensor
 Signals = Sequence[Tensor | None]
@@ -150,18 +150,23 @@ class Saved:
     """A tensor that must not change before the signal arrives."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
-        self._tensor, self._version, self._name = tensor, tensor._version, name
+        self._tensor, self._before, self._name = tensor, version(tensor), name
 
     def __call__(self) -> Tensor:
         """The tensor, unless it was changed."""
-        if self._tensor._version != self._version:
-            raise PackpropError(
-                "A per-sample quantity was asked for.",
-                f"an input of {self._name}, of shape {list(self._tensor.shape)}",
-                "it was changed in place after the function had used it",
-                "use the out-of-place version of the operation that changes it, or clone it first",
-            )
+        if version(self._tensor) != self._before:
+            raise changed_since(self._name, self._tensor)
         return self._tensor
+
+
+def changed_since(name: str, tensor: Tensor) -> PackpropError:
+    """The error for an input of a function that no longer holds what the function had used."""
+    return PackpropError(
+        "A per-sample quantity was asked for.",
+        f"an input of {name}, of shape {list(tensor.shape)}",
+        "it was changed in place after the function had used it",
+        "use the out-of-place version of the operation that changes it, or clone it first",
+    )
 
 
 def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
@@ -312,11 +317,53 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                     return weight
                 return tensor if differentiable else tensor.detach()
 
-            outputs = call.function(*map_tensors(isolate, call.args), **map_tensors(isolate, call.kwargs))
+            args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
+            outputs = call.function(*args, **kwargs)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        signals = _from_outside(outputs, signals, {tensor.grad_fn for tensor in tensors_in((args, kwargs))})
         return pulled_samplewise(outputs, weight, signals, where, samples)
 
     return Entry(parameter, "Dense", meet, scratch=parameter.numel())
+
+
+def _from_outside(outputs: Sequence[Any], signals: Signals, ends: set[Any]) -> Signals:
+    """Signals without what came from other outputs of the same call.
+
+    Where an output is computed from another one, as the state of an LSTM cell from its memory, what arrives at
+    the latter is the whole gradient: it would be counted once by itself and once through the former.
+
+    Args:
+        outputs: Of the function, evaluated again.
+        signals: What arrived at each, ``[v, *y]``.
+        ends: Nodes that made the inputs.
+    """
+    made = [output.grad_fn if isinstance(output, Tensor) else None for output in outputs]
+    above = [_upstream(node, ends) & set(made) for node in made]
+    if not any(above):
+        return signals
+    outside = list(signals)
+    for place in sorted(range(len(outputs)), key=lambda place: -len(above[place])):  # the last ones first
+        later = [
+            other
+            for other, nodes in enumerate(above[: len(outside)])
+            if made[place] in nodes and outside[other] is not None
+        ]
+        if later and (signal := outside[place]) is not None:
+            columns = [column for other in later if (column := outside[other]) is not None]
+            outside[place] = signal - pulled([outputs[other] for other in later], outputs[place], columns)
+    return outside
+
+
+def _upstream(node: Any, ends: set[Any]) -> set[Any]:
+    """The nodes that a node's inputs came from, as far as those of ``ends``."""
+    found: set[Any] = set()
+    stack = [] if node is None else [node]
+    while stack:
+        for above, _ in stack.pop().next_functions:
+            if above is not None and above not in found and above not in ends:
+                found.add(above)
+                stack.append(above)
+    return found
 
 
 def pulled_samplewise(

@@ -887,6 +887,10 @@ def _stopped(m: nn.Module, x: Tensor) -> Tensor:
     return m.get_submodule("layer")(torch.tanh(features))
 
 
+def _steps(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 2), torch.randn(n, 3)
+
+
 def _modules() -> Iterator[Case]:
     yield use("weight-norm", lambda: parametrizations.weight_norm(nn.Linear(3, 4)), (3,), 4)
     yield use(
@@ -1160,6 +1164,7 @@ def _modules() -> Iterator[Case]:
             nn.CrossEntropyLoss,
             classes((3, 2), 3),
         )
+    yield Case("rnn-relu", partial(last_step, partial(nn.RNN, nonlinearity="relu")), nn.MSELoss, _steps)
     yield Case(
         "lstm-time-first",
         lambda: Recurrent(nn.LSTM(2, 2), 2),
@@ -1186,12 +1191,13 @@ def _modules() -> Iterator[Case]:
         ),
     )
     yield Case("gru-trained-initial-state", InitialState, nn.CrossEntropyLoss, classes((2, 2), 3))
-    yield use(
-        "gru-cell-loop",
-        lambda: Apply(cell_loop, cell=nn.GRUCell(2, 2)),
-        (3, 2),
-        2,
-    )
+    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        yield use(
+            f"{cell.__name__.removesuffix('Cell').lower()}-cell-loop",
+            lambda cell=cell: Apply(cell_loop, cell=cell(2, 2)),
+            (3, 2),
+            2,
+        )
 
 
 # A loss over flattened positions: what the loss function receives is [N * positions, C].
@@ -1383,11 +1389,24 @@ def _losses() -> Iterator[Case]:
         order=1,
     )
     yield Case(
+        "multilabel-margin",
+        net(3),
+        nn.MultiLabelMarginLoss,
+        lambda n: (torch.randn(n, 3), torch.tensor([2, 0, -1]).repeat(n, 1)),
+        order=1,
+    )
+    yield Case("multilabel-soft-margin", net(2), nn.MultiLabelSoftMarginLoss, labels((3,), (2,)))
+    yield Case(
+        "hinge-embedding",
+        net(2),
+        nn.HingeEmbeddingLoss,
+        lambda n: (torch.randn(n, 3), torch.randn(n, 2).sign()),
+    )
+    yield Case(
         "kl-divergence",
         lambda: nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)),
         nn.KLDivLoss,
         probabilities((3,)),
-        order=1,
     )
     yield Case("own-convex", net(2), LogCosh, regression((3,), (2,)))
     yield Case("own-convex-map", maps(2), LogCosh, regression((1, 3, 3), (2, 2, 2)))
@@ -1680,3 +1699,21 @@ CASES: list[Case] = [
     *_losses(),
 ]
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
+
+# One case for each function that takes parameters, for each way of meeting them, and for each loss: what costs
+# too much for every case is compared with a reference on these.
+ONE_OF_EACH: list[Case] = [
+    BY_NAME[name]
+    for name in (
+        *("linear-2d", "matmul-x-w", "mm", "mv", "addmm", "einsum-ni-io-no", "bmm-heads-first", "bilinear"),
+        *("conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d", "convtranspose3d"),
+        *("batchnorm1d-2d", "layernorm", "groupnorm", "instancenorm1d", "rmsnorm", "prelu-one"),
+        *("embedding", "embedding-bag-sum", "add", "subtract", "multiply", "class-token", "tensordot"),
+        *("vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm"),
+        *("rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
+        *("weight-norm", "tied-transpose", "module-twice", "checkpoint"),
+        *("ce-plain", "linear-alone", "bce-vector", "l1", "smooth-l1", "huber", "nll", "bce-of-probabilities"),
+        *("gaussian-nll", "poisson", "soft-margin", "multi-margin", "multilabel-margin", "hinge-embedding"),
+        *("multilabel-soft-margin", "kl-divergence", "own-convex", "function-of-own", "two-losses-one-output"),
+    )
+]

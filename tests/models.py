@@ -349,12 +349,12 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
         self.first = nn.Linear(3, 4)
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.last = nn.Linear(4, 3)
+        self.last, self.bend = nn.Linear(4, 3), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
+        x = self.bend(self.first(x))
         x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return self.last(torch.tanh(x))
+        return self.last(self.bend(x))
 
     def plain(self, x: Tensor) -> Tensor:
         """The same without recomputation: PyTorch's reentrant checkpoints refuse `torch.autograd.grad`."""
@@ -410,8 +410,12 @@ def last_step(layer: type[nn.RNNBase]) -> nn.Module:
 
 def cell_loop(m: nn.Module, x: Tensor) -> Tensor:
     state = torch.zeros(x.shape[0], 2, dtype=x.dtype)
+    cells = torch.zeros_like(state)
     for step in x.unbind(1):
-        state = m.cell(step, state)
+        if isinstance(m.cell, nn.LSTMCell):
+            state, cells = m.cell(step, (state, cells))
+        else:
+            state = m.cell(step, state)
     return state
 
 

@@ -60,6 +60,7 @@ def check_everything(case: Case, size: int, reduction: str | None, dtype: torch.
             assert not any(hasattr(parameter, row.attribute) for row in rows)
 
 
+@pytest.mark.covers(by=rows_for)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_everything_in_one_backward_pass(case: Case, size: int, reduction: str | None) -> None:
     check_everything(case, size, reduction, torch.float64)

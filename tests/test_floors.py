@@ -50,7 +50,6 @@ AUTOGRAD = {
     "products": "multiplies with curvature by double backward",
     "observe": "sweeps the gradient where no pass of the user's does",
     "context": "takes over the backward pass of the user",
-    "hessianfree": "is autograd, twice",
     "compat/*": "hands gradients at modules to extensions written for them",
     "eager": "takes the gradient of a branch at once",
     "eager/*": "takes the gradient of a branch at once",

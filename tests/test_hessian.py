@@ -20,7 +20,13 @@ from tests.running import assert_all_near, assert_near, backward, results
 NOT_TWICE = {
     "cdist": "_cdist_backward",
     "multi-margin": "multi_margin_loss_backward",
+    "multilabel-margin": "multilabel_margin_loss_backward",
     "checkpoint-reentrant": "use_reentrant=False",
+    # It has one, and a wrong one.
+    "weight-norm": "WeightNormInterface",
+    "weight-norm-convolution": "WeightNormInterface",
+    "weight-norm-hook": "WeightNormInterface",
+    "weight-norm-twice": "WeightNormInterface",
 }
 EVERY = [
     pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
@@ -31,6 +37,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.covers("DiagHessian", "BatchDiagHessian")
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_every_case(case: Case, size: int, reduction: str | None) -> None:
     problem = case.problem(size, reduction)
@@ -50,11 +57,12 @@ def test_what_cannot_be_differentiated_twice_is_named(name: str) -> None:
         backward(problem, extensions.DiagHessian())
 
 
+@pytest.mark.covers("DiagHessian", "BatchDiagHessian")
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("embedding-bag")])
 def test_what_pytorch_refuses_but_the_way_does_not_need(name: str) -> None:
     """embedding_bag has no double backward, but is linear in its table: compared with differences."""
     problem = BY_NAME[name].problem(3)
-    backward(problem, extensions.BatchDiagHessian())
+    backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian())
     step = 1e-6
     for key, parameter in problem.parameters.items():
         rows = []
@@ -68,6 +76,7 @@ def test_what_pytorch_refuses_but_the_way_does_not_need(name: str) -> None:
             rows.append((sides[0] - sides[1]) / (2 * step))
         expected = torch.stack(rows, 1).view(3, *parameter.shape)
         assert_near(results(problem, "diag_h_batch")[key], expected, key, 1e-6, 1e-2)
+        assert_near(results(problem, "diag_h")[key], expected.sum(0), key, 1e-6, 1e-2)
 
 
 SMOKE = [case for case in CASES if "smoke" in case.tags]
@@ -194,22 +203,42 @@ def test_names_of_ones_own_functions_mean_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_create_graph_with_smooth_activations_and_max_pooling() -> None:
+@pytest.mark.parametrize("pool", [nn.Identity, lambda: nn.MaxPool2d(2), lambda: nn.AvgPool2d(2)])
+@pytest.mark.parametrize("bend", [nn.Sigmoid, nn.ELU, nn.ReLU])
+def test_create_graph_with_activations_and_pooling(bend: Any, pool: Any) -> None:
     """A root of the curvature would have no derivative where pooling lets no gradient through."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2))
-    packprop.extend(model.double())
-    loss = packprop.extend(nn.MSELoss())(
-        model(torch.randn(2, 1, 5, 5, dtype=torch.float64)), torch.zeros(2, 2).double()
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), bend(), pool(), nn.Flatten(), nn.LazyLinear(2)).double()
+    x, y = torch.randn(2, 1, 5, 5, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    nn.functional.mse_loss(model(x), y)  # which says how wide it is
+    parameters = list(model.parameters())
+    slopes = torch.autograd.grad(nn.functional.mse_loss(model(x), y), parameters, create_graph=True)
+    expected = [
+        torch.stack(
+            [
+                torch.autograd.grad(g, p, create_graph=True)[0].flatten()[place]
+                for place, g in enumerate(slope.flatten())
+            ]
+        )
+        for p, slope in zip(parameters, slopes, strict=True)
+    ]
+    known = torch.autograd.grad(
+        torch.cat(expected).square().sum(), parameters, allow_unused=True, materialize_grads=True
     )
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())(model(x), y)
     with packprop.backpack(extensions.DiagHessian()):
         loss.backward(create_graph=True)
-    slopes = torch.autograd.grad(
-        sum(p.diag_h.square().sum() for p in model.parameters()), list(model.parameters())
+    found = torch.autograd.grad(
+        sum(p.diag_h.square().sum() for p in parameters),
+        parameters,
+        allow_unused=True,
+        materialize_grads=True,
     )
-    assert all(bool(slope.isfinite().all()) for slope in slopes)
-    for parameter in model.parameters():
-        parameter.grad = None
+    for p, diagonal, slope, wanted in zip(parameters, expected, found, known, strict=True):
+        assert_near(p.diag_h.flatten(), diagonal, "diag_h", 1e-9)
+        assert_near(slope, wanted, "its gradient", 1e-9)
+        p.grad = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -231,6 +260,38 @@ def test_a_branch_that_was_summed_is_refused() -> None:
     loss = packprop.extend(nn.MSELoss())(outputs, torch.zeros(4, 2)) + penalty
     with pytest.raises(PackpropError, match="eager_backward"), packprop.backpack(extensions.DiagHessian()):
         loss.backward()
+
+
+def test_the_second_derivative_of_normalised_weights_is_wrong_in_pytorch() -> None:
+    """Should this fail, `is_wrong_in_second_order` has nothing left to refuse."""
+    v, g = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def value(v: Tensor) -> Tensor:
+        return (x @ torch._weight_norm(v, g, 0).T).tanh().square().sum()
+
+    dense = torch.autograd.functional.hessian(value, v).reshape(12, 12)
+    by_hand = torch.autograd.functional.hessian(
+        lambda v: (x @ (g * v / v.norm(dim=1, keepdim=True)).T).tanh().square().sum(), v
+    ).reshape(12, 12)
+    assert (dense - by_hand).abs().max() > 1e-2 * by_hand.abs().max()
+
+
+def test_other_layers_are_not_refused_for_a_normalised_weight() -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()
+    )
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    found = packprop.coverage(model, (x, y)).parameters
+    assert found["2.parametrizations.weight.original1"].hessian == "refused"
+    assert found["0.weight"].hessian == found["2.bias"].hessian == "swept"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("parametrizations" not in name)
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())(model(x), y)
+    with packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+    assert model[0].weight.diag_h.shape == (4, 3)
 
 
 def test_coverage_says_which_way() -> None:

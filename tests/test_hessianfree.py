@@ -135,7 +135,7 @@ def test_shapes_that_do_not_match() -> None:
     assert "vectors of shapes [(2,)]" in str(error.value)
     with pytest.raises(BadInput, match=r"they do not match \[\(3,\)\]"):
         R_op(2 * x, [x], [torch.ones(3), torch.ones(3)])
-    with pytest.raises(BadInput, match="generalized Gauss-Newton"):
+    with pytest.raises(BadInput, match=r"ggn_vector_product_from_plist\(loss, output, plist, v\) was called"):
         ggn_vector_product_from_plist(x.square().sum(), 2 * x, [x], [])
 
 
@@ -155,3 +155,25 @@ def test_other_errors_of_torch_stay() -> None:
     value.backward()
     with pytest.raises(RuntimeError, match="second time"):
         hessian_vector_product(value, x, torch.ones(3))
+
+
+def test_graphs_are_kept_or_freed_as_asked() -> None:
+    x = torch.randn(3, requires_grad=True)
+    for multiply in (L_op, R_op):
+        output = x.exp() * x
+        multiply(output, x, torch.ones(3))
+        multiply(output, x, torch.ones(3), retain_graph=False)
+        with pytest.raises(RuntimeError, match="second time"):
+            multiply(output, x, torch.ones(3))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tables_of_embeddings(sparse: bool) -> None:
+    table = nn.Embedding(4, 2, sparse=sparse).double()
+    output = table(torch.tensor([1, 3, 1])).square()
+    slope = torch.randn_like(output)
+    (found,) = L_op(output, table.weight, slope)
+    expected = torch.zeros(4, 2, dtype=torch.float64).index_add(
+        0, torch.tensor([1, 3, 1]), 2 * table.weight.detach()[[1, 3, 1]] * slope
+    )
+    near(found, expected)

@@ -9,15 +9,16 @@ from torch import nn
 import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
 from tests.oracle import Oracle
 from tests.running import assert_near, backward, results
 
 # Cases where what the loss receives is the model's output as it is.
 PLAIN = [c for c in CASES if "smoke" in c.tags and "flattened" not in c.tags]
-PLAIN += [BY_NAME[name] for name in ("tied-transpose", "gru", "weight-norm", "convtranspose2d-options")]
+PLAIN += [c for c in [*ONE_OF_EACH, BY_NAME["convtranspose2d-options"]] if c not in PLAIN]
 
 
+@pytest.mark.covers("BatchJacobian")
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
 def test_against_the_oracle(case: Case) -> None:
     problem = case.problem(3, case.reductions[0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions, kronecker
 from packprop.errors import BadInput, PackpropError
-from tests.cases import BY_NAME
+from tests.cases import BY_NAME, ONE_OF_EACH, Case
 from tests.oracle import Oracle
 from tests.running import assert_near, backward, forward, results
 
@@ -176,6 +176,13 @@ def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jaco
     return factors
 
 
+NO_CHAIN = (
+    *("mv", "tensordot", "vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm", "kl-divergence"),
+    *("rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop", "weight-norm", "tied-transpose", "module-twice"),
+    "two-losses-one-output",
+)
+
+
 @pytest.mark.parametrize("jacobians", [False, True], ids=["products averaged", "Jacobians averaged"])
 @pytest.mark.parametrize("curvature", ["ggn", "hessian", "pch-abs", "pch-clip"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -200,11 +207,25 @@ def test_averages_layer_by_layer(name: str, curvature: Any, jacobians: bool) -> 
             assert all(map(torch.equal, model[place].weight.kfra, found))
 
 
-def test_one_sample_leaves_nothing_to_average() -> None:
-    problem = BY_NAME["linear-deep"].problem(1)
-    backward(problem, extensions.KFRA(), extensions.KFLR(), extensions.HBP("ggn", "exact", "sqrt"))
+AVERAGED = [
+    case
+    for case in [BY_NAME["linear-deep"], BY_NAME["conv2d-deep"], *ONE_OF_EACH]
+    if case.name not in NO_CHAIN and not case.refuses_curvature and case.order == 2
+]
+
+
+@pytest.mark.covers("KFRA", "HBP")
+@pytest.mark.parametrize("case", AVERAGED, ids=lambda case: case.name)
+def test_one_sample_leaves_nothing_to_average(case: Case) -> None:
+    """KFLR is compared with the oracle, the averages above with Jacobians."""
+    problem = case.problem(1)
+    asked = [
+        *(extensions.KFRA(), extensions.KFLR(), extensions.HBP()),
+        extensions.HBP("ggn", "exact", "sqrt", savefield="root"),
+    ]
+    backward(problem, *asked, record=case.record)
     for name, exact in results(problem, "kflr").items():
-        for attribute in ("kfra", "hbp"):
+        for attribute in ("kfra", "hbp", "root"):
             for factor, expected in zip(results(problem, attribute)[name], exact, strict=True):
                 assert_near(factor, expected, f"{attribute} of {name}")
 
@@ -212,11 +233,14 @@ def test_one_sample_leaves_nothing_to_average() -> None:
 @pytest.mark.parametrize(
     ("name", "where"),
     [
+        *(
+            (name, "not by an affine")
+            for name in NO_CHAIN
+            if name not in ("kl-divergence", "two-losses-one-output")
+        ),
+        ("kl-divergence", "LogSoftmaxBackward0"),
         ("resnet", "AddBackward0"),
-        ("module-twice", "used more than once"),
         ("two-losses-one-output", "2 losses"),
-        ("rnn", "not by an affine"),
-        ("weight-norm", "not by an affine"),
         ("frozen-norm-inside", "NativeLayerNormBackward0"),
     ],
 )

@@ -17,20 +17,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 
 import packprop
+from packprop.memory import version
+from packprop.nodes import is_once_differentiable
 from packprop.tape import Use
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
 
 # Private name -> the files that may mention it. Each says beside it why nothing public will do.
 PRIVATE = {
-    "_get_current_graph_task_keep_graph": {"tape.py", "eager/node.py"},
+    "_get_current_graph_task_keep_graph": {"tape.py"},
     "_input_metadata": {"graph.py"},
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py"},
     "_saved_training": {"nodes.py"},
-    "_version": {"uses.py", "tape.py", "seeds.py", "regions.py", "products.py", "eager/pieces.py"},
+    "_forward_cls": {"nodes.py"},
+    "_version": {"memory.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
@@ -243,6 +247,9 @@ def test_versions_count_changes_in_place() -> None:
     assert x._version == before + 3
     x.data.zero_()
     assert x._version == before + 3
+    assert version(x) == x._version
+    with torch.inference_mode():
+        assert version(torch.zeros(3)) == 0  # these have no count, and raise
 
 
 def test_nodes_know_the_shapes_of_their_outputs() -> None:
@@ -257,6 +264,34 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
     norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     assert norm(x).grad_fn._saved_training is True
     assert norm.eval()(x).grad_fn._saved_training is False
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+
+
+class Often(Once):
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+
+
+def test_functions_that_are_differentiable_once_are_known() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert is_once_differentiable(Once.apply(x).grad_fn)
+    assert not is_once_differentiable(Often.apply(x).grad_fn)
+    assert not is_once_differentiable((x**3).grad_fn)  # type: ignore[arg-type]
+    # the reason for looking: PyTorch does not say so itself
+    (slope,) = torch.autograd.grad(Once.apply(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), x, allow_unused=True) == (None,)
 
 
 def test_nodes_can_be_called() -> None:

@@ -8,18 +8,43 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import extensions, products
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import walk
-from tests.cases import BY_NAME, CASES, Case
+from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
 from tests.oracle import Oracle, Problem
-from tests.running import assert_near, backward, forward, results
+from tests.running import Row, assert_near, backward, forward, results
 
 SMOKE = [case for case in CASES if "smoke" in case.tags]
-CHAINS = ["linear-deep", "conv2d-deep", "autoencoder", "doubled", "bce-vector", "mse-map"]
+PRODUCTS = [Row(extensions.HMP, "hmp", 1), Row(extensions.GGNMP, "ggnmp", 2)]
+# PyTorch has no second derivatives of the others.
+TWICE = list(
+    dict.fromkeys(
+        case
+        for case in [*SMOKE, *ONE_OF_EACH]
+        if case.name not in ("embedding-bag-sum", "multi-margin", "multilabel-margin")
+    )
+)
+NOT_ELEMENTWISE = (
+    *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library", "kl-divergence"),
+    *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
+    *("weight-norm", "tied-transpose", "module-twice"),
+)
+CHAINS = [
+    *(BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "autoencoder", "doubled", "mse-map")),
+    *(
+        case
+        for case in TWICE
+        if case in ONE_OF_EACH
+        and case.name not in NOT_ELEMENTWISE
+        and not case.refuses_curvature
+        and case.order == 2
+    ),
+]
 
 
 def block(problem: Problem, name: str) -> Tensor:
@@ -36,7 +61,13 @@ def block(problem: Problem, name: str) -> Tensor:
         else torch.zeros_like(slope).flatten()
         for g in slope.flatten()
     ]
-    return torch.stack(rows)
+    return symmetric(torch.stack(rows))
+
+
+def symmetric(hessian: Tensor) -> Tensor:
+    """A Hessian, which is one only if it is symmetric: not all second derivatives of PyTorch are right."""
+    assert_near(hessian, hessian.T, "the transposed Hessian", 1e-9)
+    return hessian
 
 
 def check(product: Any, dense: Tensor, shape: torch.Size, what: str) -> None:
@@ -48,24 +79,53 @@ def check(product: Any, dense: Tensor, shape: torch.Size, what: str) -> None:
     assert_near(product(vectors[1]), expected.view_as(vectors)[1], f"{what}, one vector", floor=1e-3)
 
 
-@pytest.mark.parametrize(
-    "case", [*SMOKE, BY_NAME["tied-transpose"], BY_NAME["lstm"]], ids=lambda case: case.name
-)
+def products_for(case: Case) -> list[Row]:
+    """The products that are defined for a case; the Hessian of normalised weights is wrong in PyTorch."""
+    curved, wrong = case.order == 2 and not case.refuses_curvature, case.name == "weight-norm"
+    return [row for row in PRODUCTS if (curved if row.order == 2 else not wrong)]
+
+
+@pytest.mark.covers(by=products_for)
+@pytest.mark.parametrize("case", TWICE, ids=lambda case: case.name)
 def test_blocks_of_hessian_and_ggn(case: Case) -> None:
-    problem = case.problem(3, case.reductions[0])
+    problem, asked = case.problem(3, case.reductions[0]), products_for(case)
     with sdpa_kernel(SDPBackend.MATH):
-        backward(problem, extensions.HMP(), extensions.GGNMP(), record=case.record)
-        ggn = Oracle(case.problem(3, case.reductions[0])).ggn_block
-        hessians = {name: block(problem, name) for name in problem.parameters}
-    for name, parameter in problem.parameters.items():
-        check(results(problem, "hmp")[name], hessians[name], parameter.shape, f"hmp of {name}")
-        check(results(problem, "ggnmp")[name], ggn[name], parameter.shape, f"ggnmp of {name}")
+        backward(problem, *(row() for row in asked), record=case.record)
+        ggn = Oracle(case.problem(3, case.reductions[0]))
+        for row in asked:
+            for name, product in results(problem, row.attribute).items():
+                dense = block(problem, name) if row.order == 1 else ggn.ggn_block[name]
+                check(product, dense, problem.parameters[name].shape, f"{row.attribute} of {name}")
 
 
-def sign_parts(name: str, modify: str) -> dict[str, Tensor]:
+def test_wrong_second_derivatives_are_refused() -> None:
+    problem = BY_NAME["weight-norm"].problem(3)
+    backward(problem, extensions.HMP())
+    weight = problem.parameters["0.parametrizations.weight.original1"]
+    with pytest.raises(PackpropError, match="WeightNormInterface"):
+        weight.hmp(torch.zeros_like(weight))
+    with pytest.raises(PackpropError, match="WeightNormInterface"):
+        backward(problem, extensions.DiagHessianMC())
+    with pytest.raises(PackpropError, match="WeightNormInterface"):
+        products.hvp(problem.total(), [weight], [torch.zeros_like(weight)])
+    head = problem.parameters["3.weight"]
+    check(head.hmp, block(problem, "3.weight"), head.shape, "hmp of the head")
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
+def test_what_cannot_be_differentiated_twice_is_named_when_multiplied(make: Any) -> None:
+    problem = BY_NAME["embedding-bag-sum"].problem(3)
+    backward(problem, make())
+    weight = problem.parameters["0.weight"]
+    with pytest.raises(PackpropError, match="_embedding_bag") as caught:
+        getattr(weight, make().savefield)(torch.zeros_like(weight))
+    assert caught.value.where == "parameter '0.weight'"
+
+
+def sign_parts(case: Case, modify: str) -> dict[str, Tensor]:
     """Blocks of ``GGN + sum_z J_z^T mod(r) J_z`` by hooks on the elementwise layers: nothing of packprop."""
-    problem = BY_NAME[name].problem(3)
-    blocks = Oracle(BY_NAME[name].problem(3)).ggn_block
+    problem = case.problem(3)
+    blocks = Oracle(case.problem(3)).ggn_block
     kept: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def keep(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -92,20 +152,25 @@ def sign_parts(name: str, modify: str) -> dict[str, Tensor]:
     return blocks
 
 
+@pytest.mark.covers("PCHMP")
 @pytest.mark.parametrize("modify", ["clip", "abs"])
-@pytest.mark.parametrize("name", CHAINS)
-def test_blocks_of_the_positive_curvature_hessian(name: str, modify: Any) -> None:
-    problem = BY_NAME[name].problem(3)
-    backward(problem, extensions.PCHMP(modify=modify, savefield="positive"))
-    for key, dense in sign_parts(name, modify).items():
+@pytest.mark.parametrize("case", CHAINS, ids=lambda case: case.name)
+def test_blocks_of_the_positive_curvature_hessian(case: Case, modify: Any) -> None:
+    problem = case.problem(3)
+    backward(problem, extensions.PCHMP(modify=modify, savefield="positive"), record=case.record)
+    for key, dense in sign_parts(case, modify).items():
         assert torch.linalg.eigvalsh(dense).min() > -1e-10
         check(results(problem, "positive")[key], dense, problem.parameters[key].shape, key)
 
 
-def test_positive_curvature_needs_elementwise_nonlinearities() -> None:
-    problem = BY_NAME["vision-transformer-hand-written"].problem(3)
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_positive_curvature_needs_elementwise_nonlinearities(name: str) -> None:
+    problem = BY_NAME[name].problem(3)
     with pytest.raises(PackpropError, match="GGNMP"):
         backward(problem, extensions.PCHMP())
+
+
+def test_what_positive_curvature_may_be_modified_to() -> None:
     with pytest.raises(BadInput, match="'clip', 'abs'"):
         extensions.PCHMP(modify="square")  # type: ignore[arg-type]
 
@@ -149,6 +214,108 @@ def test_old_values_are_refused(make: Any) -> None:
         product(torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP])
+def test_values_that_were_put_elsewhere_are_refused(make: Any) -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, make())
+    weight = problem.parameters["0.weight"]
+    problem.parameters["4.weight"].data = torch.zeros(3, 4, dtype=torch.float64)
+    with pytest.raises(PackpropError, match="changed in place"):
+        getattr(weight, make().savefield)(torch.zeros_like(weight))
+
+
+def test_an_optimizer_step_and_a_change_of_the_inputs_are_refused() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.HMP())
+    weight = problem.parameters["0.weight"]
+    problem.inputs.mul_(2)
+    with pytest.raises(PackpropError, match="inputs or other tensors") as caught:
+        weight.hmp(torch.ones_like(weight))
+    assert caught.value.where == "parameter '0.weight'"
+    backward(problem, extensions.HMP())
+    weight.hmp(torch.ones_like(weight))
+    torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
+    with pytest.raises(PackpropError, match="parameters were changed in place"):
+        weight.hmp(torch.ones_like(weight))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+
+
+class Cubic(nn.MSELoss):
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return Cube.apply(f - y).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "make", [extensions.DiagHessian, extensions.BatchDiagHessian, extensions.DiagHessianMC, extensions.HMP]
+)
+def test_functions_that_are_differentiable_once_are_named(make: Any) -> None:
+    """PyTorch itself leaves the second derivative out: zeros would be a wrong answer."""
+    model = packprop.extend(Between())
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    with pytest.raises(PackpropError, match="CubeBackward") as caught:
+        with packprop.backpack(make()):
+            packprop.extend(nn.MSELoss())(model(x), y).backward()
+        model.below.weight.hmp(torch.ones_like(model.below.weight))
+    assert "once_differentiable" in caught.value.why
+    assert "below.weight" in caught.value.where
+    found = packprop.coverage(model, (x, y)).parameters
+    assert found["below.weight"].hessian == "refused"
+    assert found["above.weight"].hessian == "swept"
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(Cube.apply(self.below(x)))
+
+
+def test_products_with_functions_that_are_differentiable_once() -> None:
+    model = packprop.extend(Between())
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    with packprop.backpack(extensions.GGNMP(), extensions.DiagGGNExact()):
+        packprop.extend(nn.MSELoss())(model(x), y).backward()
+    assert model.below.weight.diag_ggn_exact.any()
+    head = model.above.weight
+    assert_near(
+        head.ggnmp(torch.eye(6).view(6, 2, 3)).flatten(1).diagonal(), head.diag_ggn_exact.flatten(), "", 1e-5
+    )
+    with pytest.raises(PackpropError, match="CubeBackward"):
+        model.below.weight.ggnmp(torch.ones(3, 3))
+    weights = [model.below.weight]
+    with packprop.disable():
+        output = model(x)
+        loss = F.mse_loss(output, y)
+    for multiply in (
+        lambda: products.hvp(loss, weights, weights),
+        lambda: products.jvp(output, weights, weights),
+        lambda: products.ggnvp((output, loss), weights, weights),
+    ):
+        with pytest.raises(PackpropError, match="CubeBackward"):
+            multiply()
+
+
+@pytest.mark.parametrize("make", [extensions.DiagGGNExact, extensions.GGNMP])
+def test_losses_that_are_differentiable_once_are_named(make: Any) -> None:
+    model = packprop.extend(nn.Linear(3, 2))
+    loss = packprop.extend(Cubic())(model(torch.randn(4, 3)), torch.randn(4, 2))
+    with pytest.raises(PackpropError, match="CubeBackward in the loss"), packprop.backpack(make()):
+        loss.backward()
+
+
 def test_vectors_must_fit() -> None:
     problem = BY_NAME["linear-deep"].problem(3)
     backward(problem, extensions.HMP())
@@ -172,8 +339,10 @@ def flat(tensors: Any) -> Tensor:
 
 
 def dense_hessian(loss: Tensor, parameters: list[Tensor]) -> Tensor:
-    slope = flat(torch.autograd.grad(loss, parameters, create_graph=True))
-    return torch.stack([flat(torch.autograd.grad(g, parameters, retain_graph=True)) for g in slope])
+    options: Any = dict(allow_unused=True, materialize_grads=True)
+    slope = flat(torch.autograd.grad(loss, parameters, create_graph=True, **options))
+    rows = [flat(torch.autograd.grad(g, parameters, retain_graph=True, **options)) for g in slope]
+    return symmetric(torch.stack(rows))
 
 
 class Normed(nn.Module):
@@ -267,19 +436,21 @@ def test_many_signs_come_near_the_diagonal() -> None:
     assert bool((error > 0).any())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_one_sign_column_is_what_it_says(seed: int) -> None:
-    """With the signs known, the estimate is u * H u to the last digit."""
-    problem = BY_NAME["tied-transpose"].problem(3)
-    backward(problem, extensions.DiagHessianMC(generator=torch.Generator().manual_seed(seed)))
-    source = torch.Generator().manual_seed(seed)
-    parameters = list(problem.parameters.values())
-    leaves = {id(p): 2.0 * torch.randint(0, 2, p.shape, generator=source) - 1 for p in _in_order(problem)}
-    signs = flat([leaves[id(p)].double() for p in parameters])
-    expected = signs * (dense_hessian(problem.total(), parameters) @ signs)
-    assert_near(flat([p.diag_h_mc for p in parameters]), expected, "diag_h_mc")
-
-
-def _in_order(problem: Problem) -> list[Tensor]:
-    """Parameters in the order in which a pass meets them."""
-    return walk([forward(problem)], [None], None).leaves()
+@pytest.mark.covers("DiagHessianMC")
+@pytest.mark.parametrize("case", [c for c in TWICE if c.name != "weight-norm"], ids=lambda case: case.name)
+def test_sign_columns_are_what_they_say(case: Case) -> None:
+    """With the signs known, the estimate is the mean of u * H u to the last digit."""
+    draws, problem = 2, case.problem(3, case.reductions[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        asked = extensions.DiagHessianMC(draws, generator=torch.Generator().manual_seed(0))
+        backward(problem, asked, record=case.record)
+        source = torch.Generator().manual_seed(0)
+        parameters = list(problem.parameters.values())
+        in_order = walk([forward(problem, case.record)], [None], None).leaves()
+        hessian = dense_hessian(problem.total(), parameters)
+    expected = torch.zeros(len(hessian), dtype=torch.float64)
+    for _ in range(draws):
+        drawn = {id(p): 2.0 * torch.randint(0, 2, p.shape, generator=source) - 1 for p in in_order}
+        signs = flat([drawn[id(p)].double() for p in parameters])
+        expected += signs * (hessian @ signs) / draws
+    assert_near(flat([p.diag_h_mc for p in parameters]), expected, "diag_h_mc", 1e-9)

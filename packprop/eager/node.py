@@ -25,6 +25,7 @@ from packprop.eager.pieces import (
 )
 from packprop.eager.reach import Key, clock, key_of, reached, tensors_of, undisturbed
 from packprop.errors import PackpropError, PackpropWarning
+from packprop.tape import graph_is_kept
 
 
 def attach(job: Job, leaves: list[Any]) -> Tensor:
@@ -384,7 +385,8 @@ class Eager(torch.autograd.Function):
                 "eager_backward(..., keep='recompute')",
             )
         else:
-            consume = record.owned and not _graph_is_kept()
+            # after the last pass the kept gradient is free to be scaled in place: the memory of a second one
+            consume = record.owned and not graph_is_kept()
             entries = zip(saved, record.like, record.rows, strict=True)
             gradients = [_scaled(kept, like, arriving, rows, consume) for kept, like, rows in entries]
         if record.hook is not None:
@@ -414,12 +416,6 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
             ) from error
         raise
     return saved
-
-
-def _graph_is_kept() -> bool:
-    # Private, without a public counterpart: after the last pass the kept gradient is free to be
-    # scaled in place, which saves the memory of a second one.
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _scaled(

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from packprop.errors import BadInput
 from packprop.memory import byte_count as memory_bytes
+from packprop.memory import version
 from packprop.regions import hooks_in_force
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
@@ -271,12 +272,6 @@ def freed(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() == 0
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    # Tensor._version is private; nothing public tells whether a function changed its argument.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -136,7 +136,7 @@ def _averaged(
         if pulled is None:
             return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
         jacobian = below.layout.to_front(pulled, 1).flatten(2).to(matrix.dtype)
-        return torch.einsum("ani,ab,bnj->ij", jacobian, matrix, jacobian) / samples
+        return _mean_of_products(jacobian, matrix)
     call: Any = node
     made = made_by(node)[0]
     slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
@@ -188,6 +188,10 @@ def _in_order(layout: Layout) -> bool:
 
 def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     """The matrix at the output of a use, in what multiplies its inputs, or in the leaf."""
+    fans = site.entry.fans
+    entries = len(matrix)
+    if fans is not None and fans.groups == 1 and fans.fan_out == entries and _in_order(place.layout):
+        return matrix  # what multiplies the inputs is the output itself
     units = unit_columns(place.shape, place.layout, matrix)
     one = site.meet([units], found.layouts, slice(0, 1))
     if not isinstance(one, Dense) and one.signal is not None:
@@ -199,4 +203,12 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     if not site.entry.constant or not torch.equal(rows(one), rows(last)):  # entries of one sample alone
         known = site.meet([units], found.layouts, slice(None))
     jacobian = rows(known).flatten(2).to(matrix.dtype)
-    return torch.einsum("anp,ab,bnq->pq", jacobian, matrix, jacobian) / jacobian.shape[1]
+    return _mean_of_products(jacobian, matrix)
+
+
+def _mean_of_products(jacobian: Tensor, matrix: Tensor) -> Tensor:
+    """``1/N sum_n J_n^T M J_n`` with Jacobians ``[a, n, i]``."""
+    samples = jacobian.shape[1]
+    product = (matrix @ jacobian.flatten(1)).unflatten(1, jacobian.shape[1:])
+    total: Tensor = jacobian.flatten(0, 1).mT @ product.flatten(0, 1)
+    return total if samples == 1 else total / samples

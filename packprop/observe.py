@@ -14,6 +14,7 @@ from torch import Tensor
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.hessian import (
+    Curvatures,
     bends,
     estimated_diagonals,
     output_columns,
@@ -60,6 +61,8 @@ class Bites(NamedTuple):
 
 SCRATCH = 8 * 2**20
 SIGNALS = 64 * 2**20
+WEIGHTED = 4 * 2**20
+"""As ``Bites.signals``, for columns with weights: of these there are many, and nothing is gained by more."""
 
 
 def default_bites() -> Bites:
@@ -141,7 +144,8 @@ class Observation:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
         hessian = tasks.pop(HESSIAN, [])
-        if hessian and self._hessian(hessian):
+        roots = self._hessian(hessian) if hessian else None
+        if roots is not None:
             tasks.setdefault(EXACT, []).extend(hessian)
         if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
             tasks[ENTRYWISE] += tasks.pop(EXACT)
@@ -149,7 +153,7 @@ class Observation:
             self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
         curved = {
-            seed: columns(self.graph, seed, self.create_graph)
+            seed: columns(self.graph, seed, self.create_graph) if roots is None or seed != EXACT else roots
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }
@@ -168,8 +172,8 @@ class Observation:
             for leaf in self.graph.leaves():
                 self._finish(leaf)
 
-    def _hessian(self, tasks: list[_Task]) -> bool:
-        """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
+    def _hessian(self, tasks: list[_Task]) -> list[Columns] | None:
+        """All of the Hessian but what the GGN's columns give; these, if they are left for all leaves.
 
         See NOTE [Hessian diagonal].
         """
@@ -181,12 +185,12 @@ class Observation:
             roots = None
         way = plan(graph, roots is not None, per_sample, create_graph)
         found = subset(graph, way)
-        for bend in bends(graph, way, found, create_graph):
-            for f, weights in bend.direct:
-                for site in f.take():
-                    self._consume(site.leaf, [(f, site, weights)], tasks, ONE, _diagonal)
-            if bend.found:
-                self._columns([bend.columns], tasks, False, bend.found)
+        curvatures = Curvatures(graph, way, found)
+        for bend in bends(graph, way, found, curvatures, create_graph):
+            self._columns([bend.columns], tasks, False, bend.found, curvatures)
+        for f, diagonal in curvatures.take():
+            for site in f.take():
+                self._consume(site.leaf, [(f, site, diagonal)], tasks, ONE, _diagonal)
         for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
             for chosen, group in _by_subsampling(tasks):
                 own = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
@@ -203,8 +207,8 @@ class Observation:
         if way.output or way.parameter:
             if found and roots is not None:
                 self._columns(roots, tasks, False, found)
-            return False
-        return True
+            return None
+        return roots
 
     def _without_sweep(self, seed: Seed, tasks: list[_Task]) -> None:
         """Values that come from double backward in the parameters themselves."""
@@ -308,42 +312,65 @@ class Observation:
         backward(None)
 
     def _columns(
-        self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found] | None = None
+        self,
+        groups: list[Columns],
+        tasks: list[_Task],
+        last: bool,
+        found: Sequence[Found] | None = None,
+        curvatures: Curvatures | None = None,
     ) -> None:
         found = self.graph.found if found is None else found
+        summed = {f for f in found if curvatures is not None and curvatures.takes(f)}
+        whole = [f for f in found if f not in summed]
         total = sum(group.count for group in groups)
         before = 0
         for group in groups:
-            step = self._columns_at_once(group)
+            step = self._columns_at_once(group, found)
             for start in _steps(group.count, step):
                 stop = min(group.count, start + step)
                 seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
-                build = None if group.weights is None else _weighted(group.weights[start:stop])
-                collect = _Collector(self, found, tasks, last and extent.stop == total, extent, build=build)
+                weights = None if group.weights is None else group.weights[start:stop]
+                build = None if weights is None else _weighted(weights)
+                collect = _Collector(self, whole, tasks, last and extent.stop == total, extent, build=build)
+
+                def visit(
+                    f: Found,
+                    signals: list[Tensor | None],
+                    collect: _Collector = collect,
+                    weights: Tensor | None = weights,
+                ) -> None:
+                    if f not in summed or curvatures is None or weights is None:
+                        collect.visit(f, signals)
+                    else:
+                        curvatures.add_columns(f, signals, weights)
+
                 sweep(
                     group.edges,
                     seeds if stop - start > 1 else [seed[0] for seed in seeds],
                     found,
-                    collect.visit,
+                    visit,
                     batched=stop - start > 1,
                     create_graph=self.create_graph,
                 )
                 collect.flush()
             before += group.count
 
-    def _columns_at_once(self, group: Columns) -> int:
+    def _columns_at_once(self, group: Columns, found: Sequence[Found]) -> int:
         """A vectorised sweep pays where many columns go through a small graph, or some through a tiny one.
 
         All of it must be there: what is computed again is not the same for all columns.
         """
         if not self.graph.holds_inputs:
             return 1
-        entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
-        fitting = self.bites.signals // (8 * max(entries, 1))
+        entries = sum(shape.numel() for f in found for shape in f.use.shapes)
+        room = self.bites.signals if group.weights is None else min(self.bites.signals, WEIGHTED)
+        fitting = room // (8 * max(entries, 1))
         if group.count * 32 <= fitting:
             return group.count
-        return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
+        if group.count <= 32 or fitting < 8:
+            return 1
+        return -(-group.count // -(-group.count // fitting))  # chunks of about one size
 
     def _consume(
         self,

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
-from packprop.hessian import Curve, dependence, residual, slopes_at
+from packprop.hessian import Curve, SharedRows, dependence, is_shared, residual, slopes_at
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
 from packprop.seeds import columns, unit_columns
@@ -29,7 +29,6 @@ from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
 
 ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
-CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
 Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]
 
 
@@ -126,8 +125,9 @@ def _averaged(
     name = name_of_node(node)
     if name in RESHAPES and _in_order(place.layout) and _in_order(below.layout):
         return matrix
-    if _is_shared(node, place, below):
-        jacobian = _shared_jacobian(place, below, matrix)
+    if is_shared(node, place.layout, below.edge, below.layout):
+        ends = place.edge, place.shape, place.layout, below.edge, below.layout
+        jacobian = SharedRows(*ends, matrix, torch.is_grad_enabled()).rows().flatten(1).to(matrix.dtype)
         result: Tensor = jacobian.mT @ matrix @ jacobian
         return result
     if name not in ENTRYWISE:
@@ -155,31 +155,6 @@ def _averaged(
     if curvature != "hessian":
         diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
     return result + diagonal.diag()
-
-
-def _is_shared(node: Node, place: _Place, below: _Place) -> bool:
-    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
-
-    Where samples lie on channels, a convolution may have a kernel for each.
-    """
-    name = name_of_node(node)
-    if name in CONVOLUTIONS:
-        leads = place.layout.axis in (None, 0) and below.layout.axis in (None, 0)
-        return leads and node.next_functions[0][0] is below.edge.node
-    return name in ("Addmm", "Mm", "Linear")
-
-
-def _shared_jacobian(place: _Place, below: _Place, matrix: Tensor) -> Tensor:
-    """A Jacobian that all samples have in common, from as many of its rows at once as there are samples."""
-    samples = place.layout.samples
-    rest = place.layout.to_front(torch.empty(place.shape, device="meta")).shape[1:]
-    entries = rest.numel()
-    count = -(-entries // samples)
-    units = torch.eye(count * samples, entries, dtype=matrix.dtype, device=matrix.device)
-    fed = place.layout.from_front(units.reshape(count, samples, *rest), 1)
-    (pulled,) = pull_columns([place.edge], [below.edge], [fed], create_graph=torch.is_grad_enabled())
-    assert pulled is not None
-    return below.layout.to_front(pulled, 1).reshape(count * samples, -1)[:entries].to(matrix.dtype)
 
 
 def _in_order(layout: Layout) -> bool:

@@ -73,6 +73,7 @@ class Plan:
         output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
         parameter: Leaves that are differentiated twice.
         bits: The place of each use among bits.
+        masks: As ``dependence`` says.
     """
 
     swept: list[Tensor] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Plan:
     output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
     bits: dict[Found, int] = field(default_factory=dict)
+    masks: dict[Node, int] = field(default_factory=dict)
 
     def way(self, leaf: Tensor) -> Way:
         """How one leaf goes."""
@@ -136,7 +138,7 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
             "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
-    chosen = Plan(bits=found)
+    chosen = Plan(bits=found, masks=masks)
     outputs: dict[tuple[Found, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
         own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
@@ -402,7 +404,6 @@ def bends(
         key = (curve.input.node, curve.input.output_nr)
         before = merged.get(key)
         merged[key] = (weight if before is None else weight + before[0], layout, curve)
-    masks = dependence(graph)
     chosen = []
     for (node, output), (weight, layout, curve) in merged.items():
         here = [f for f in found if curvatures.starts_at(f, node, output)]
@@ -410,7 +411,7 @@ def bends(
             curvatures.add(f, weight.to(accumulation_dtype(weight.dtype)))
         reached = _subset([f for f in found if plan.bits[f] & curve.upstream and f not in here], plan)
         if reached:
-            start = _shared_rows(graph, curve, layout, reached, masks, create_graph)
+            start = _shared_rows(graph, curve, layout, reached, plan.masks, create_graph)
             chosen.append(Bend(_unit_columns(weight, layout, start or curve.input), reached))
     return chosen
 

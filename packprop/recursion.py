@@ -167,6 +167,11 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     entries = len(matrix)
     if fans is not None and fans.groups == 1 and fans.fan_out == entries and _in_order(place.layout):
         return matrix  # what multiplies the inputs is the output itself
+    alone = site.entry.structure == "Scale" and site.entry.constant
+    if alone and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
+        ones = matrix.new_ones(()).expand(1, *place.shape)
+        slope = rows(site.meet([ones], found.layouts, slice(0, 1))).flatten().to(matrix.dtype)
+        return matrix * torch.outer(slope, slope)
     units = unit_columns(place.shape, place.layout, matrix)
     one = site.meet([units], found.layouts, slice(0, 1))
     if not isinstance(one, Dense) and one.signal is not None:

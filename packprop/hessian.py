@@ -42,6 +42,8 @@ from packprop.types import Layout, Seed, accumulation_dtype
 ASKED = "A diagonal of the Hessian was asked for."
 Way = Literal["swept", "output", "parameter"]
 CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
+WORTH_A_BATCH = 4
+"""Passes through one function from which on a vectorised one is faster."""
 BATCHED_ENTRIES = 2**23
 """Entries of all outputs of uses that columns by double backward may take at once."""
 
@@ -506,8 +508,10 @@ class SharedRows:
         units = self.like.new_zeros(count * samples, rest.numel())
         units.diagonal(start).fill_(1.0)
         fed = self.layout.from_front(units.reshape(count, samples, *rest), 1)
-        (pulled,) = pull_columns([self.above], [self.below], [fed], create_graph=self.create_graph)
-        assert pulled is not None
+        pull = functools.partial(pull_columns, [self.above], [self.below], create_graph=self.create_graph)
+        parts = [fed] if count >= WORTH_A_BATCH else fed.split(1)  # one by one for so few
+        found = [pull([part])[0] for part in parts]
+        pulled = torch.cat([part for part in found if part is not None])
         return self.inside.to_front(pulled, 1).flatten(0, 1)[: stop - start]
 
 

@@ -396,17 +396,16 @@ class Bend:
 
 def bends(
     graph: Graph, plan: Plan, found: Sequence[Found], curvatures: Curvatures, create_graph: bool
-) -> list[Bend]:
+) -> Iterator[Bend]:
     """What elementwise nonlinearities add, input by input; ``curvatures`` gets what needs no sweep."""
     if not plan.curves:
-        return []
+        return
     weights = residuals(graph, plan, create_graph)
     merged: dict[tuple[Node, int], tuple[Tensor, Layout, Curve]] = {}
     for (curve, layout), weight in zip(plan.curves, weights, strict=True):
         key = (curve.input.node, curve.input.output_nr)
         before = merged.get(key)
         merged[key] = (weight if before is None else weight + before[0], layout, curve)
-    chosen = []
     for (node, output), (weight, layout, curve) in merged.items():
         here = [f for f in found if curvatures.starts_at(f, node, output)]
         for f in here:
@@ -414,8 +413,7 @@ def bends(
         reached = _subset([f for f in found if plan.bits[f] & curve.upstream and f not in here], plan)
         if reached:
             start = _shared_rows(graph, curve, layout, reached, plan.masks, create_graph)
-            chosen.append(Bend(_unit_columns(weight, layout, start or curve.input), reached))
-    return chosen
+            yield Bend(_unit_columns(weight, layout, start or curve.input), reached)
 
 
 def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:

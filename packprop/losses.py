@@ -146,14 +146,14 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     def position(t: int, start: int, stop: int) -> Tensor:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
         rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
-        own, before, behind = known[:, start:stop], rest[:, start:stop], rest[:, start + 1 : stop + 1]
-        at, half = 0.5 * (own + behind - before), 0.5 * (own - before - behind)
+        before, behind = rest[:, :-1], rest[:, 1:]
+        at = (0.5 * (known[:, :-1] + behind - before))[:, start:stop]
+        half = (0.5 * (known[:, :-1] - before - behind))[:, start:stop]
         place = torch.arange(classes, device=p.device)
-        chosen = place[start:stop, None]
-        logs = torch.where(place == chosen, at[..., None], known[:, None, :] + half[..., None])
-        columns = logs.masked_fill(place < chosen, -torch.inf).exp()
-        signed = torch.where(place > chosen, -1.0, 1.0).to(p.dtype) * strength[:, None, t, None]
-        return (columns * signed).movedim(1, 0).to(p.dtype)
+        chosen, absent = place[start:stop, None], known.new_tensor(-torch.inf)
+        columns = torch.where(place == chosen, at[..., None], absent).exp()
+        columns = columns - torch.where(place > chosen, known[:, None, :] + half[..., None], absent).exp()
+        return (columns.movedim(1, 0) * strength[None, :, t, None]).to(p.dtype)
 
     every = Root(classes, entrywise, draw)
     return every if classes == 1 else Root(classes - 1, position, draw, every)
@@ -237,19 +237,16 @@ def _cross_entropy(
 ) -> Loss:
     axis = 1 if input.dim() > 1 else 0
     classes = input.shape[axis]
+    each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
-        if weight is not None:
-            smooth = smooth * weight.view([-1 if dim == axis else 1 for dim in range(input.dim())])
-        mass = smooth.sum(axis)
+        form = [-1 if dim == axis else 1 for dim in range(input.dim())]
+        mass = (smooth * each.view(form)).sum(axis)
         divisor: Tensor | float = input.numel() / classes
     else:
         counted = target != ignore_index
-        if weight is None:
-            mass = own = counted.to(input.dtype)
-        else:
-            own = weight[torch.where(counted, target, 0)] * counted
-            mass = (1 - label_smoothing) * own + label_smoothing * weight.mean() * counted
+        own = each[torch.where(counted, target, 0)] * counted
+        mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
         divisor = own.sum()
     mean = _reduction(reduction, size_average, reduce) == "mean"
     return Loss(axis, mass, divisor if mean else 1.0, softmax_root)

@@ -589,6 +589,8 @@ def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
 
 def _find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
     """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
+    if not consumed:  # the rule, and then it need not be known what modules own
+        return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     owned |= {id(leaf) for leaf in graph.leaves()}

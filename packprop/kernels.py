@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from packprop.algorithms import forced
+from packprop.algorithms import forced, frugal
 
 WORTH_A_CALL = 2**20
 """Multiplications from which on one product is worth a call of its own."""
@@ -66,6 +67,57 @@ def square_norms(rows: Tensor) -> Tensor:
         return rows.square().sum(-1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     return norms.square_()
+
+
+def convolved_by_groups(images: Tensor, signal: Tensor, positions: int, fan_out: int) -> bool:
+    """Whether per-sample gradients of a convolution are best had from ``grouped_gradients``.
+
+    oneDNN's gradient of a weight takes images as they are. Unfolding them is the larger part of the work
+    where positions are many; where they are few, oneDNN spends more on rearranging its results.
+    """
+    if images.dtype != signal.dtype or images.dtype not in (torch.float32, torch.float64):
+        return False
+    by_name = forced("convolutions")
+    if by_name is not None or frugal():
+        return by_name != "patches"
+    onednn = images.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return onednn and images.dtype == torch.float32 and positions > fan_out
+
+
+def grouped_gradients(
+    images: Tensor,
+    signal: Tensor,
+    shape: torch.Size,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
+
+    The samples become groups of a convolution of one image, of which that is the weight's gradient.
+
+    Args:
+        images: Inputs ``[n, g*c, *space]``.
+        signal: What arrived at the outputs ``[n, g*o, *space]``.
+        shape: Shape of the weight.
+        stride: For each spatial axis, as the rest.
+        padding: The same on both sides.
+        dilation: Of the kernel.
+        groups: Of the convolution itself.
+    """
+    gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[len(shape) - 3]
+    samples = len(images)
+    merged: Tensor = gradient(  # type: ignore[no-untyped-call]  # torch's own
+        images.reshape(1, -1, *images.shape[2:]),
+        (samples * shape[0], *shape[1:]),
+        signal.reshape(1, -1, *signal.shape[2:]),
+        list(stride),
+        list(padding),
+        list(dilation),
+        samples * groups,
+    )
+    return merged.view(1, samples, *shape)
 
 
 def _plain(matrices: Tensor) -> Tensor:

@@ -147,12 +147,13 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
         rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
         before, behind = rest[:, :-1], rest[:, 1:]
-        at = (0.5 * (known[:, :-1] + behind - before))[:, start:stop]
         half = (0.5 * (known[:, :-1] - before - behind))[:, start:stop]
+        at = half + behind[:, start:stop]
         place = torch.arange(classes, device=p.device)
-        chosen, absent = place[start:stop, None], known.new_tensor(-torch.inf)
-        columns = torch.where(place == chosen, at[..., None], absent).exp()
-        columns = columns - torch.where(place > chosen, known[:, None, :] + half[..., None], absent).exp()
+        counted = place > place[start:stop, None]
+        # none of the exponents that count is positive, the others may be large
+        columns = (known[:, None, :] + half[..., None]).clamp(max=0).exp() * counted.to(known.dtype).neg()
+        columns = torch.diagonal_scatter(columns, at.exp(), start, 1, 2)
         return (columns.movedim(1, 0) * strength[None, :, t, None]).to(p.dtype)
 
     every = Root(classes, entrywise, draw)
@@ -237,6 +238,10 @@ def _cross_entropy(
 ) -> Loss:
     axis = 1 if input.dim() > 1 else 0
     classes = input.shape[axis]
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
+        mass = (target != ignore_index).to(input.dtype)
+        return Loss(axis, mass, mass.sum() if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
@@ -248,7 +253,6 @@ def _cross_entropy(
         own = each[torch.where(counted, target, 0)] * counted
         mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
         divisor = own.sum()
-    mean = _reduction(reduction, size_average, reduce) == "mean"
     return Loss(axis, mass, divisor if mean else 1.0, softmax_root)
 
 

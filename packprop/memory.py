@@ -74,3 +74,14 @@ def is_dry() -> bool:
 def found_fault(condition: Tensor) -> bool:
     """Whether a fault is there, by a condition of one entry; none is seen where there are no data."""
     return not is_dry() and bool(condition)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What is free on an accelerator, with what PyTorch keeps there for itself; ``None`` if it is not known."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    if not module.is_available() or not hasattr(module, "mem_get_info"):
+        return None
+    kept: int = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0]) + kept

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.algorithms import choosing
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.hessian import (
@@ -22,7 +23,7 @@ from packprop.hessian import (
     plan,
     subset,
 )
-from packprop.memory import is_dry
+from packprop.memory import found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
@@ -53,21 +54,37 @@ class Bites(NamedTuple):
         scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
         signals: Bytes of signals that a vectorised sweep may hold; with less than it takes to hold a few
             columns, columns are swept one at a time.
+        frugal: Whether algorithms are chosen by what they hold of a sample instead of by their time.
+        parameters: Of how many parameters results that wait for several columns are formed at once, at the
+            price of sweeping all columns for each of these groups; ``None`` for all.
     """
 
     scratch: int
     signals: int
+    frugal: bool = False
+    parameters: int | None = None
 
 
 SCRATCH = 8 * 2**20
 SIGNALS = 64 * 2**20
-WEIGHTED = 4 * 2**20
-"""As ``Bites.signals``, for columns with weights: of these there are many, and nothing is gained by more."""
+LARGER = 32
+"""How much more an accelerator takes at once."""
+SHARE = 16
+"""Columns with weights, of which there are many, gain nothing by more than this part of ``SIGNALS``."""
 
 
-def default_bites() -> Bites:
-    """What is taken at once where there is no budget: small enough to stay in caches."""
-    return Bites(SCRATCH, SIGNALS)
+def default_bites(device: torch.device | None = None) -> Bites:
+    """What is taken at once where there is no budget.
+
+    On a processor what stays in caches; on an accelerator, which is slowed down by small pieces, more, but
+    no more than a small share of what is free there.
+    """
+    if device is None or device.type in ("cpu", "meta"):
+        return Bites(SCRATCH, SIGNALS)
+    free = free_bytes(device)
+    if free is None:
+        return Bites(LARGER * SCRATCH, LARGER * SIGNALS)
+    return Bites(min(LARGER * SCRATCH, free // 32), min(LARGER * SIGNALS, free // 8))
 
 
 ONE = Extent(0, 1, 1)
@@ -120,13 +137,13 @@ class Observation:
     bites: Bites = field(default_factory=default_bites)
     log: Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
-    _finite: dict[int, Tensor] = field(default_factory=dict)
+    _extremes: dict[int, list[Tensor]] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
     _gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
-        with torch.set_grad_enabled(self.create_graph):
+        with torch.set_grad_enabled(self.create_graph), choosing(self.bites.frugal):
             self._run(backward)
         self._warn_if_not_finite()
 
@@ -159,15 +176,12 @@ class Observation:
         }
         order = [INPUTS, *curved, GRADIENT]
         last = next((seed for seed in reversed(order) if seed in tasks), None)
-        for seed in order:
-            work = tasks.get(seed, [])
-            if seed == GRADIENT:
-                self._gradient(work, backward, last is seed)
-            elif seed == INPUTS:
-                if work:
-                    self._inputs(work)
-            else:
-                self._columns(curved[seed], work, last == seed)
+        if INPUTS in tasks:
+            self._inputs(tasks[INPUTS])
+        for found in self._in_turn(last):
+            for seed, groups in curved.items():
+                self._columns(groups, tasks[seed], last == seed, found)
+        self._gradient(tasks.get(GRADIENT, []), backward, last == GRADIENT)
         if last in (INPUTS, None):
             for leaf in self.graph.leaves():
                 self._finish(leaf)
@@ -302,6 +316,27 @@ class Observation:
             forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
         )
 
+    def _in_turn(self, last: Seed | None) -> list[list[Found]]:
+        """Uses by groups that columns are swept for one after the other, with all uses of a leaf in one.
+
+        That is of use where results can be finished, and taken away by a hook, before the next are begun.
+        """
+        most = self.bites.parameters
+        if most is None or last == GRADIENT:
+            return [self.graph.found]
+        groups: list[tuple[list[Found], set[int]]] = []
+        for found in self.graph.found:
+            leaves = {id(site.leaf) for site in found.sites}
+            uses = [found]
+            for group in [group for group in groups if group[1] & leaves]:
+                groups.remove(group)
+                uses, leaves = group[0] + uses, group[1] | leaves
+            if groups and len(groups[-1][1] | leaves) <= most:
+                uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
+            groups.append((uses, leaves))
+        # what is held of so few are the signals at all of them: each is an end of its own
+        return [[replace(f, first=f.host is None) for f in uses] for uses, _ in groups]
+
     def _last_pass(self, backward: Backward | None) -> None:
         """The user's own pass, when all that was asked for is there."""
         if backward is None:
@@ -316,10 +351,9 @@ class Observation:
         groups: list[Columns],
         tasks: list[_Task],
         last: bool,
-        found: Sequence[Found] | None = None,
+        found: Sequence[Found],
         curvatures: Curvatures | None = None,
     ) -> None:
-        found = self.graph.found if found is None else found
         summed = {f for f in found if curvatures is not None and curvatures.takes(f)}
         whole = [f for f in found if f not in summed]
         total = sum(group.count for group in groups)
@@ -364,7 +398,9 @@ class Observation:
         if not self.graph.holds_inputs:
             return 1
         entries = sum(shape.numel() for f in found for shape in f.use.shapes)
-        room = self.bites.signals if group.weights is None else min(self.bites.signals, WEIGHTED)
+        room = self.bites.signals
+        if group.weights is not None:
+            room = min(room, max(room, SIGNALS) // SHARE)
         fitting = room // (8 * max(entries, 1))
         if group.count * 32 <= fitting:
             return group.count
@@ -481,7 +517,8 @@ class Observation:
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
-            each = max(site.entry.scratch, leaf.numel(), own)
+            scratch = site.entry.single if columns == 1 and site.entry.single else site.entry.scratch
+            each = max(scratch, leaf.numel(), own)
             fans = site.entry.fans
             if not columns:  # what comes of inputs alone is a matrix that each bite is added to
                 entries += site.entry.alone or each
@@ -493,16 +530,14 @@ class Observation:
         return max(1, min(self.graph.samples, room // (entries * leaf.element_size() or 1)))
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
-        """Remember, without waiting for the device, whether tensors are finite."""
+        """Remember, without waiting for the device, what tells whether tensors are finite."""
+        extremes = self._extremes.setdefault(id(leaf), [])
         for tensor in tensors:
             if tensor is not None and tensor.numel():
-                if tensor.is_complex():
-                    finite = tensor.isfinite().all()
-                else:
-                    low, high = tensor.detach().aminmax()
-                    finite = low.isfinite() & high.isfinite()
-                before = self._finite.get(id(leaf))
-                self._finite[id(leaf)] = finite if before is None else before & finite
+                values = tensor.detach()
+                extremes += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
+        if len(extremes) > 32:  # many sweeps; NaN is neither lost in them
+            extremes[:] = torch.stack(extremes).aminmax()
 
     def _finish(self, leaf: Tensor) -> None:
         results: dict[Extension, list[Any]] = {}
@@ -527,10 +562,10 @@ class Observation:
         self.done(leaf, results)
 
     def _warn_if_not_finite(self) -> None:
-        if is_dry() or not self._finite or bool(torch.stack(list(self._finite.values())).all()):
+        if _all_finite([each for own in self._extremes.values() for each in own]):
             return
         for leaf in self.graph.leaves():
-            if id(leaf) in self._finite and not bool(self._finite[id(leaf)]):
+            if not _all_finite(self._extremes.get(id(leaf), [])):
                 warnings.warn(
                     f"The signal at parameter {self.graph.name(leaf)!r} holds NaN or infinite values; so do "
                     "the quantities computed from it.",
@@ -613,6 +648,14 @@ def _after(start: int, step: int, count: int) -> int:
     if is_dry() and start > 0 and following < count:
         return max(following, (count - 1) // step * step)
     return following
+
+
+def _all_finite(scalars: Sequence[Tensor]) -> bool:
+    """Whether all of some scalars are finite; waits for each device once."""
+    places: dict[torch.device, list[Tensor]] = {}
+    for scalar in scalars:
+        places.setdefault(scalar.device, []).append(scalar)
+    return not any(found_fault(~torch.stack(same).isfinite().all()) for same in places.values())
 
 
 def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:

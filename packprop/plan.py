@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, Graph, walk
 from packprop.memory import Spec, byte_count, byte_text, is_dry, pretending
-from packprop.observe import SCRATCH, Bites, Observation, default_bites
+from packprop.observe import Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Diagonal, Product, Structure
 from packprop.tape import extend, record
@@ -38,16 +38,19 @@ ASKED = "A plan was asked for."
 CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds to."""
 KIB = 1024
-# Least time first: what is tried until the peak fits. Smaller bites cost calls, fewer columns at once sweeps.
-CHOICES = (
-    default_bites(),
-    Bites(SCRATCH, 16 * KIB**2),
-    Bites(SCRATCH, 4 * KIB**2),
-    Bites(SCRATCH, 0),
-    Bites(2 * KIB**2, 0),
-    Bites(KIB**2 // 2, 0),
-    Bites(0, 0),
-)
+
+
+def choices(device: torch.device, freed: bool = False) -> list[Bites]:
+    """What is tried until the peak fits, least time and largest peak first.
+
+    Fewer columns at once cost sweeps, smaller bites calls, frugal algorithms multiplications; parameters in
+    turn, which help only where their results are ``freed``, cost all sweeps again.
+    """
+    scratch, signals, *_ = default_bites(device)
+    found = [Bites(scratch, signals // part) for part in (1, 4, 16)]
+    found += [Bites(scratch // part, 0) for part in (1, 4, 16)]
+    found += [Bites(scratch // 16, 0, frugal=True), Bites(0, 0, frugal=True)]
+    return found + [Bites(0, 0, True, count) for count in (8, 1)] * freed
 
 
 class LiveBytes(TorchDispatchMode):
@@ -228,6 +231,7 @@ def plan(
     device: torch.device | str | None = None,
     *,
     gradients: bool = True,
+    freed: bool = False,
 ) -> Plan:
     """What one step with extensions will take, and the bites that keep it inside a budget.
 
@@ -243,6 +247,7 @@ def plan(
             parameters, activations and results; ``None`` to be told what the default takes.
         device: Where the step will run; by default where the parameters are.
         gradients: Whether ``.grad`` is computed along, as by ``backward()``; ``compute`` does not.
+        freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
 
     Raises:
         BadInput: If the budget is no number of bytes, or less than any choice of bites takes.
@@ -264,7 +269,7 @@ def plan(
                 return judge(copied(**given), target)
             return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
 
-    return _choose(model, step, tuple(extensions), budget, where, gradients)
+    return _choose(model, step, tuple(extensions), budget, where, gradients, freed)
 
 
 def bites_over_data(
@@ -278,7 +283,7 @@ def bites_over_data(
     """The bites of one batch of many, whose results are merged into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
-        return default_bites()
+        return default_bites(torch.device(device))
     one = plan(model, loss, batch, extensions, None, device, gradients=False)
     if one.peak + one.results <= budget:
         return one.bites
@@ -397,23 +402,25 @@ def _choose(
     budget: int | None,
     device: torch.device,
     gradients: bool,
+    freed: bool = False,
 ) -> Plan:
     """The first of the choices that fits.
 
     Raises:
         BadInput: If none does.
     """
+    bites = choices(device, freed)
 
     def tried(number: int) -> Plan:
-        return _DryRun(model, extensions, device, CHOICES[number]).plan(step, budget, gradients)
+        return _DryRun(model, extensions, device, bites[number], freed).plan(step, budget, gradients)
 
     first = tried(0)
     if budget is None or first.peak <= budget:
         return first
-    best = tried(len(CHOICES) - 1)
+    best = tried(len(bites) - 1)
     if best.peak > budget:
         raise _impossible(best, budget)
-    low, high = 0, len(CHOICES) - 1  # the peak falls along the choices: the first that fits lies between
+    low, high = 0, len(bites) - 1  # the peak falls along the choices: the first that fits lies between
     while high - low > 1:
         middle = (low + high) // 2
         between = tried(middle)
@@ -460,9 +467,15 @@ class _DryRun:
     """One step without data: see NOTE [Dry runs]."""
 
     def __init__(
-        self, model: nn.Module, extensions: tuple[Extension, ...], device: torch.device, bites: Bites
+        self,
+        model: nn.Module,
+        extensions: tuple[Extension, ...],
+        device: torch.device,
+        bites: Bites,
+        freed: bool,
     ) -> None:
         self._model, self._extensions, self._device, self._bites = model, extensions, device, bites
+        self._freed = freed
         # autograd cannot even name a device that is not there: kernels are those of the CPU then
         there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
         self._place = device if there else torch.device("cpu")
@@ -560,7 +573,8 @@ class _DryRun:
             value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
             self._attached.update(map(_key, tensors_in(value)))
             self._results += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
-            setattr(leaf, extension.savefield, value)
+            if not self._freed:
+                setattr(leaf, extension.savefield, value)
 
     def _note(
         self,

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
 from packprop.hessian import Curve, SharedRows, dependence, is_shared, residual, slopes_at
+from packprop.memory import found_fault
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
 from packprop.seeds import columns, unit_columns
@@ -180,7 +181,8 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
         return factor
     known = one
     last = site.meet([units], found.layouts, slice(place.layout.samples - 1, None))
-    if not site.entry.constant or not torch.equal(rows(one), rows(last)):  # entries of one sample alone
+    same = site.entry.constant and not found_fault((rows(one) != rows(last)).any())
+    if not same:  # entries of one sample alone
         known = site.meet([units], found.layouts, slice(None))
     jacobian = rows(known).flatten(2).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)

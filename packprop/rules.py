@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import string
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop.kernels import convolved_by_groups, grouped_gradients
 from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
 from packprop.structures import Dense, Later, Lookup, Outer, Structure
 from packprop.types import Layout, accumulation_dtype
@@ -158,9 +160,13 @@ def _convolution(
     groups: int,
     fold: Callable[[torch.Size], Callable[[Tensor], Tensor]],
     unfold: Callable[[Tensor], Tensor],
+    gradients: Callable[[Tensor, Tensor], Tensor],
     moment: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Entry] | None:
-    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``, and products of that."""
+    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``, and products of that.
+
+    ``gradients`` makes those of single samples ``[1, n, *p]`` from images and signals, without unfolding.
+    """
     if call.consumes(x):
         return None
     space = weight.dim() - 2
@@ -174,13 +180,20 @@ def _convolution(
     def build(signal: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
         shape = (x.shape[0], len(images) // len(x) * positions, groups, fan_in)
+        direct = None
         if signal is not None:
+            single = len(signal) == 1 and len(images) == len(x)
+            if single and convolved_by_groups(images, signal, positions, channels // groups):
+                arrived = signal.reshape(len(x), *signal.shape[-space - 1 :])
+                direct = functools.partial(gradients, images, arrived)
             signal = signal.flatten(-space).transpose(-1, -2)
             signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
         rows = Later(shape, lambda: unfold(images).reshape(shape))
-        return Outer(rows, signal, rearrange, None if moment is None else lambda: moment(images))
+        made = None if moment is None else lambda: moment(images)
+        return Outer(rows, signal, rearrange, made, direct=direct)
 
     scratch = weight.numel() + positions * (groups * fan_in + channels)
+    single = weight.numel() + positions * channels + x.shape[-space - 1 :].numel()
     alone = groups * positions * fan_in if moment is None else 3 * x.shape[-space - 1 :].numel()
     meet = rowwise(build, name_of(call.function), x)
     found = [
@@ -189,6 +202,7 @@ def _convolution(
             "Outer",
             meet,
             scratch,
+            single=single if convolved_by_groups(x, x, positions, channels // groups) else scratch,
             admits=lambda axis: axis == 0,
             alone=alone,
             fans=fans,
@@ -228,8 +242,16 @@ def _conv(
     def moment(x: Tensor) -> Tensor:
         return patch_moment(x, kernel, gaps, sides, groups)
 
+    def gradients(x: Tensor, signal: Tensor) -> Tensor:
+        even = all(before == after for before, after in sides)
+        insets = [before if even else 0 for before, _ in sides]
+        x = x if even else F.pad(x, widths)
+        return grouped_gradients(x, signal, weight.shape, steps, insets, gaps, groups)
+
     fewer = math.prod(kernel) > 1 and set(steps) == {1}
-    return _convolution(call, input, weight, bias, groups, fold_to, unfold, moment if fewer else None)
+    return _convolution(
+        call, input, weight, bias, groups, fold_to, unfold, gradients, moment if fewer else None
+    )
 
 
 @register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -252,7 +274,10 @@ def _conv_transpose(
     def unfold(x: Tensor) -> Tensor:
         return transposed_patches(x, kernel, steps, inset, outset, gaps, groups)
 
-    return _convolution(call, input, weight, bias, groups, fold_swapped, unfold)
+    def gradients(x: Tensor, signal: Tensor) -> Tensor:  # a convolution takes the signals back to the inputs
+        return grouped_gradients(signal, x, weight.shape, steps, inset, gaps, groups)
+
+    return _convolution(call, input, weight, bias, groups, fold_swapped, unfold, gradients)
 
 
 @register_use(F.embedding)

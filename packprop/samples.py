@@ -300,7 +300,13 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
         for place, (edge, shape) in enumerate(places)
         if own[place] is None
     }
-    if found:
+    if is_dry():  # as in ``_assumed``
+        for place in found:
+            usual = layouts(places[place][1], graph.samples)
+            if not usual:
+                return place
+            own[place] = usual[0]
+    elif found:
         unknown = replace(graph, found=list(found.values()))
         ways, failed, _ = _probe(unknown, _sources(graph), graph.fed, graph.samples)
         if ways is None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from packprop.algorithms import forced
+from packprop.algorithms import forced, frugal
 from packprop.errors import PackpropError
 from packprop.kernels import second_moment, square_norms, squared_products, sum_of_squares
 from packprop.monoid import Moments
@@ -175,9 +175,12 @@ def norms_by_products(positions: int, fan_in: int, fan_out: int) -> bool:
     Products over pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. The latter
     also add up to the summed gradient, which need not be computed again, so they win from half of that on.
     """
-    if positions == 1 or (by_name := forced("norms")) is None:
-        return positions == 1 or 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
-    return by_name == "products"
+    by_name = forced("norms")
+    if positions == 1 or by_name is not None:
+        return positions == 1 or by_name == "products"
+    if frugal():  # what is held of each sample
+        return 2 * positions**2 <= fan_in * fan_out
+    return 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
 
 
 def forms_rows(statistic: Callable[..., Any], positions: int, fan_in: int, fan_out: int) -> bool:
@@ -251,7 +254,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
     assert structure.signal is not None
     columns, _, positions, groups, fan_out = structure.signal.shape
     if positions != 1:
-        if structure.formed or groups != 1:
+        if structure.formed or structure.direct is not None or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return structure.fold(total.unsqueeze(-3))

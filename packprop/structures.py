@@ -36,6 +36,7 @@ class Outer:
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
         room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
+        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where that is better.
     """
 
     given: Tensor | Later
@@ -43,6 +44,7 @@ class Outer:
     fold: Fold
     moment: Callable[[], Tensor] | None = None
     room: Tensor | None = None
+    direct: Callable[[], Tensor] | None = None
 
     @cached_property
     def x(self) -> Tensor:
@@ -62,9 +64,13 @@ class Outer:
     @cached_property
     def rows(self) -> Tensor | None:
         """Per-sample gradients ``[v, n, *p]``: products summed over positions."""
-        signal, x = self.signal, self.x
+        signal = self.signal
         if signal is None:
             return None
+        if self.direct is not None:
+            made = self.direct()
+            return made if self.room is None else self.room.copy_(made)
+        x = self.x
         columns, samples, positions, groups, fan_out = signal.shape
         if positions == 1:
             left, right = signal[:, :, 0, ..., None], x[:, 0, :, None, :]
@@ -186,7 +192,7 @@ def with_squares(structure: Structure) -> Structure | None:
     Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
     """
     if isinstance(structure, Outer):
-        return replace(structure, given=structure.x.square(), moment=None)
+        return replace(structure, given=structure.x.square(), moment=None, direct=None)
     return structure if isinstance(structure, Lookup) else None
 
 

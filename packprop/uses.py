@@ -49,6 +49,7 @@ class Entry:
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
         alone: Entries of temporary memory for one sample where only inputs are asked for.
+        single: As ``scratch`` in a sweep of one column, where that takes less.
         fans: Groups and extents of an affine map.
         linear: Whether the outputs are known to be affine in the parameter, all else held.
         constant: Whether what multiplies the parameter is known to be one number for all samples.
@@ -63,6 +64,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     alone: int = 0
+    single: int = 0
     fans: Fans | None = None
     linear: bool = False
     constant: bool = False

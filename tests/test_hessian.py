@@ -189,6 +189,14 @@ def test_columns_of_elementwise_functions_in_chunks(
         assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, key)
 
 
+@pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.KFRA, extensions.KFLR])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_planned_without_data(kind: str, asked: Any) -> None:
+    model, x = deep(kind)
+    found = packprop.plan(model, nn.CrossEntropyLoss(), (x, torch.tensor([0, 2, 1])), [asked()])
+    assert found.peak > found.results > 0
+
+
 def test_no_dense_square_root_is_formed() -> None:
     """Columns of an elementwise function come and go: the peak is far below units x units for each sample."""
     units, samples = 300, 64

@@ -17,7 +17,8 @@ import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory import byte_count, byte_text
-from packprop.plan import CHOICES, BudgetTooSmall, LiveBytes, plan_again
+from packprop.observe import Bites, Observation, default_bites
+from packprop.plan import BudgetTooSmall, LiveBytes, choices, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
 from tests.oracle import Problem
@@ -124,7 +125,7 @@ def test_the_peak_of_every_case(case: Case) -> None:
     if case.name in SHORT:
         assert live.peak == pytest.approx(plan.peak, rel=SHORT[case.name])
     elif "between model and loss" in plan.parts:  # what is made there is not known, but how much it can be
-        assert live.peak <= plan.peak
+        assert live.peak <= plan.peak + 256
     else:
         assert live.peak == pytest.approx(plan.peak, rel=0.05, abs=256)
 
@@ -159,10 +160,110 @@ def asked_with(row: Row, memory: int | None) -> dict[str, Any]:
     return {f"{name}[{i}]": t for name, value in values.items() for i, t in enumerate(tensors_in(value))}
 
 
-def test_choices_take_less_one_after_the_other() -> None:
-    for before, after in itertools.pairwise(CHOICES):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_choices_take_less_one_after_the_other(device: str) -> None:
+    tried = choices(torch.device(device), freed=True)
+    assert len(set(tried)) == len(tried)
+    for before, after in itertools.pairwise(tried):
         assert after.scratch <= before.scratch
         assert after.signals <= before.signals
+        assert after.frugal >= before.frugal
+        assert (after.parameters or 10**9) <= (before.parameters or 10**9)
+
+
+def test_an_accelerator_takes_larger_bites_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
+    cuda, free = torch.device("cuda"), [2**40]
+    monkeypatch.setattr(packprop.observe, "free_bytes", lambda device: free[0])
+    roomy, host = default_bites(cuda), default_bites(torch.device("cpu"))
+    assert roomy.scratch > host.scratch
+    assert roomy.signals > host.signals
+    free[0] = 2**28
+    tight = default_bites(cuda)
+    assert sum(tight[:2]) < 2**28 / 4
+    assert default_bites() == default_bites(torch.device("cpu")) == host
+
+
+def test_what_is_free_is_what_the_device_says(monkeypatch: Any) -> None:
+    from packprop.memory import free_bytes
+
+    class Module:
+        is_available = staticmethod(lambda: True)
+        mem_get_info = staticmethod(lambda device: (1000, 5000))
+        memory_reserved = staticmethod(lambda device: 300)
+        memory_allocated = staticmethod(lambda device: 100)
+
+    assert free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert free_bytes(torch.device("cuda")) == 1200
+
+
+def wide_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return packprop.extend(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
+
+
+def freed_step(memory: Any) -> tuple[int, list[Tensor]]:
+    """Tracked peak of a pass whose results a hook sums and frees, and the sums."""
+    model, sums = wide_layers(), []
+
+    def reduce(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            sums.append(parameter.diag_ggn_exact_batch.sum(0).sum())
+            del parameter.diag_ggn_exact_batch
+
+    x, y = torch.randn(32, 64), torch.randint(64, (32,))
+    loss_fn = packprop.extend(nn.CrossEntropyLoss())
+    for _ in range(2):  # the first pass finds the samples
+        sums.clear()
+        model.zero_grad()
+        with LiveBytes() as counted:
+            counted.own([*model.parameters(), x, y], "")
+            loss = loss_fn(model(x), y)
+            with packprop.backpack(extensions.BatchDiagGGNExact(), extension_hook=reduce, memory=memory):
+                loss.backward()
+    return counted.peak, sums
+
+
+def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> None:
+    """Results of all layers wait for the last column; swept for a layer at a time they do not."""
+    asked = [extensions.BatchDiagGGNExact()]
+    batch = torch.randn(32, 64), torch.randint(64, (32,))
+    results = 8 * 32 * 65 * 64 * 4
+    least = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, 2 * results, freed=True)
+    tight = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2, freed=True)
+    with pytest.raises(BudgetTooSmall):
+        packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2)
+    assert least.bites.parameters is None
+    assert tight.bites.parameters is not None
+    peaks, sums = zip(*(freed_step(memory) for memory in (None, tight)), strict=True)
+    assert peaks[0] > results
+    assert peaks[1] == pytest.approx(tight.peak, rel=0.05)
+    assert peaks[1] <= results // 2
+    for mine, other in zip(*sums, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_uses_of_tied_parameters_are_swept_together() -> None:
+    torch.manual_seed(0)
+    tied = nn.Linear(6, 6)
+    model = nn.Sequential(tied, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), tied, nn.Tanh(), nn.Linear(6, 6))
+    batch = torch.randn(5, 6), torch.randint(6, (5,))
+    swept: list[list[str]] = []
+    run = Observation._columns
+
+    def watched(self: Any, groups: Any, tasks: Any, last: bool, uses: Any) -> None:
+        swept.append([self.graph.name(site.leaf) for use in uses for site in use.sites])
+        run(self, groups, tasks, last, uses)
+
+    step(model, batch, extensions.DiagGGNExact())
+    expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Observation, "_columns", watched)
+        patch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, True, 1))
+        step(model, batch, extensions.DiagGGNExact())
+    assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
+    assert sorted({name for names in swept for name in names}) == sorted(expected)
+    assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
 
 
 def test_a_budget_that_nothing_fits_is_refused_before_any_work() -> None:
@@ -401,6 +502,8 @@ def test_options_of_an_extension_have_plans_of_their_own(monkeypatch: Any) -> No
         {"products": "batched"},
         {"factors": "patches"},
         {"factors": "shifts"},
+        {"convolutions": "patches"},
+        {"convolutions": "groups"},
     ],
     ids=str,
 )
@@ -415,6 +518,46 @@ def test_a_forced_algorithm_changes_no_number(names: dict[str, str]) -> None:
         for name in ("batch_l2", "diag_ggn_exact", "kfac", "grad"):
             for mine, other in zip(tensors_in(getattr(p, name)), tensors_in(getattr(q, name)), strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+CONVOLUTIONS = {
+    "strided, groups": (nn.Conv2d(4, 6, 3, padding=1, stride=2, groups=2), (5, 4, 9, 9)),
+    "uneven padding": (nn.Conv1d(3, 2, 4, padding="same"), (5, 3, 9)),
+    "3d, dilated": (nn.Conv3d(2, 3, 2, dilation=2), (5, 2, 6, 6, 6)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1, groups=2), (5, 4, 7, 7)),
+    "transposed 1d": (nn.ConvTranspose1d(4, 6, 3, stride=3, dilation=2), (5, 4, 7)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_by_groups_are_those_by_patches(name: str) -> None:
+    layer, shape = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(layer, nn.Flatten()).double()
+    asked = [extensions.BatchGrad(), extensions.SumGradSquared(), extensions.BatchL2Grad()]
+    x = torch.randn(shape, dtype=torch.float64)
+    batch = x, torch.randn_like(model(x).detach())
+    found = []
+    for algorithm in ("patches", "groups"):
+        loss = packprop.extend(nn.MSELoss())(packprop.extend(model)(batch[0]), batch[1])
+        with packprop.algorithms(convolutions=algorithm), packprop.backpack(*asked):
+            loss.backward()
+        found.append([getattr(layer.weight, extension.savefield) for extension in asked])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("inputs were unfolded")
+
+    step(network(), data(), extensions.BatchGrad())
+    monkeypatch.setattr(packprop.rules, "patches", refused)
+    with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
+        step(network(), data(), extensions.BatchGrad())
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, frugal=True))
+    step(network(), data(), extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance())
 
 
 def test_a_forced_algorithm_is_the_one_that_runs(monkeypatch: Any) -> None:
@@ -434,12 +577,12 @@ def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
         pass
 
 
-def test_the_older_switch_forces_single_products() -> None:
+def test_the_older_switch_forces_convolutions_by_groups() -> None:
     from packprop.algorithms import forced
     from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 
     with weight_jac_t_save_memory(save_memory=True):
-        assert forced("products") == "single"
+        assert forced("convolutions") == "groups"
         with weight_jac_t_save_memory(save_memory=False):
             assert not weight_jac_t_save_memory.is_saving()
-    assert forced("products") is None
+    assert forced("convolutions") is None

@@ -152,12 +152,12 @@ class Curvature(_Choice):
 
 
 class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
-    """The older name of ``packprop.algorithms(products="single")``, or of what packprop chooses itself.
+    """The older name of ``packprop.algorithms(convolutions="groups")``, or of what packprop chooses itself.
 
     Temporary memory is bounded either way, and values are equal.
 
     Args:
-        save_memory: Whether per-sample gradients are computed one at a time.
+        save_memory: Whether inputs of convolutions must not be unfolded.
     """
 
     _SAVE_MEMORY = False
@@ -169,7 +169,7 @@ class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
     def __enter__(self) -> None:
         self._before = weight_jac_t_save_memory._SAVE_MEMORY
         weight_jac_t_save_memory._SAVE_MEMORY = self._chosen
-        self._forced = algorithms(products="single") if self._chosen else nullcontext()
+        self._forced = algorithms(convolutions="groups") if self._chosen else nullcontext()
         self._forced.__enter__()
 
     def __exit__(self, *error: Any) -> None:

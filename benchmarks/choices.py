@@ -1,0 +1,156 @@
+"""``python -m benchmarks.choices``: what packprop chooses beside every fixed choice; ``results/choices.json``.
+
+Without a budget, how much is taken at once and by which algorithm is packprop's own affair. Here the same
+passes are run with each of these fixed, in turns in one process; the ratio of the default to the best of
+them is what a user could gain by tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import packprop
+from benchmarks.decoder import Decoder
+from benchmarks.measure import MIB, take_turns
+from benchmarks.problems import PROBLEMS, Task
+from benchmarks.run import RESULTS, environment
+from packprop import Plan, extensions
+from packprop.algorithms import CHOICES
+from packprop.observe import Bites, default_bites
+
+ASKED = (
+    extensions.BatchGrad,
+    extensions.BatchL2Grad,
+    extensions.SumGradSquared,
+    extensions.Variance,
+    extensions.DiagGGNExact,
+    extensions.DiagGGNMC,
+    extensions.KFAC,
+)
+DEFAULT = default_bites()
+SCRATCH, SIGNALS = DEFAULT[:2]
+CONTENDERS = 3
+"""How many of the fixed choices that did best are timed once more, beside the default alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a pass is done: with these bites, and algorithms forced by name."""
+
+    bites: Bites = DEFAULT
+    forced: tuple[tuple[str, str], ...] = ()
+
+    def enter(self) -> AbstractContextManager[None]:
+        """The context in which backward passes choose so."""
+        return packprop.algorithms(**dict(self.forced)) if self.forced else nullcontext()
+
+
+FIXED: dict[str, Choice] = {
+    **{f"samples in {size} MiB": Choice(Bites(size * MIB, SIGNALS)) for size in (1, 2, 4, 16, 32, 128)},
+    "one sample at a time": Choice(Bites(0, SIGNALS)),
+    **{f"columns in {size} MiB": Choice(Bites(SCRATCH, size * MIB)) for size in (16, 256, 1024)},
+    "one column at a time": Choice(Bites(SCRATCH, 0)),
+    "frugal algorithms": Choice(Bites(SCRATCH, SIGNALS, frugal=True)),
+    **{f"{kind}: {name}": Choice(forced=((kind, name),)) for kind, names in CHOICES.items() for name in names},
+}
+
+
+def small_decoder() -> Task:
+    """Linear layers shared over positions, a table, norms: 8 texts of 64 tokens, width 128."""
+    torch.manual_seed(0)
+    tokens = torch.randint(512, (8, 64))
+    return Task(Decoder(2, 128, 4, 344, 512), nn.CrossEntropyLoss(), tokens, tokens)
+
+
+BUILD: dict[str, Callable[[], Task]] = {
+    **{name: PROBLEMS[name].build for name in ("convolution", "3c3d", "all-cnn-c", "auto-encoder")},
+    "decoder": small_decoder,
+}
+COSTLY = {("all-cnn-c", "DiagGGNExact"), ("decoder", "DiagGGNExact")}
+"""Passes of several seconds, left out: hundreds of columns, or as many as tokens and words."""
+
+
+def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The default and every fixed choice, for each problem and extension."""
+    for name in names:
+        for make in ASKED:
+            if (name, make.__name__) in COSTLY:
+                continue
+            task = BUILD[name]()
+            model, loss = packprop.extend(task.model), packprop.extend(task.loss)
+            planned = packprop.plan(model, task.loss, (task.inputs, task.targets), [make()])
+
+            def call(
+                choice: Choice | None,
+                task: Task = task,
+                model: nn.Module = model,
+                loss: nn.Module = loss,
+                planned: Plan = planned,
+                make: Any = make,
+            ) -> dict[str, Any]:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                    vars(parameter).pop(make.savefield, None)
+                value = loss(model(task.inputs), task.targets)
+                if choice is None:
+                    value.backward()
+                    return {}
+                with choice.enter(), packprop.backpack(make(), memory=replace(planned, bites=choice.bites)):
+                    value.backward()
+                return {}
+
+            calls = {"plain": functools.partial(call, None), "default": functools.partial(call, Choice())}
+            calls |= {title: functools.partial(call, choice) for title, choice in FIXED.items()}
+            for each in calls.values():
+                each()
+            over = {
+                title: timing.over_plain.median
+                for title, timing in take_turns(calls, rounds).items()
+                if title != "plain"
+            }
+            # the least of many noisy figures is too low: the best are timed again, in more rounds
+            chosen = sorted(FIXED, key=over.__getitem__)[:CONTENDERS]
+            again = take_turns({title: calls[title] for title in ("plain", "default", *chosen)}, 3 * rounds)
+            final = {title: asdict(again[title].over_plain) for title in ("default", *chosen)}
+            best = min(chosen, key=lambda title: final[title]["median"])
+            ratio = final["default"]["median"] / final[best]["median"]
+            print(f"{name:14s}{make.__name__:16s}{ratio:.2f} x the best: {best}", flush=True)
+            yield {
+                "problem": name,
+                "extension": make.__name__,
+                "best": best,
+                "default_over_best": ratio,
+                "over_plain": final,
+                "first_round_over_plain": over,
+            }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.choices", description=__doc__)
+    parser.add_argument("problems", nargs="*", help=f"of {', '.join(BUILD)}; default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    described = environment(options.threads, options.rounds, processes=1)
+    found = list(points(options.rounds, options.problems or list(BUILD)))
+    if not options.problems:
+        content = {"suite": "choices", "environment": described, "points": found}
+        (RESULTS / "choices.json").write_text(json.dumps(content, indent=1) + "\n")
+    worst = max(found, key=lambda point: point["default_over_best"])
+    print(f"at worst {worst['default_over_best']:.2f}: {worst['problem']}, {worst['extension']}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

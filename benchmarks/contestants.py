@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.problems import ALL_EIGHT, Problem, Task
+from benchmarks.problems import ALL_EIGHT, PRODUCT, Problem, Task
 
 Results = dict[str, dict[str, Any]]
 """Extension, then parameter name, then a tensor or a list of Kronecker factors."""
@@ -33,15 +33,21 @@ class Gap(Exception):
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is asked for: extensions of one backward pass, ``traced`` if a hook sums and frees."""
+    """What is asked for: extensions of one backward pass, ``traced`` if a hook sums and frees.
+
+    ``product``: instead, the Hessian of the loss in all parameters times one vector.
+    """
 
     extensions: tuple[str, ...]
     traced: bool = False
+    product: bool = False
 
 
 FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
 MONTE_CARLO = ("DiagGGNMC", "KFAC")
 EXACT = ("DiagGGNExact", "KFLR")
+NO_TRANSFORM = ("KFAC", "KFLR", "KFRA", "DiagHessian")
+"""Extensions that no transform of ``torch.func`` is the plain way to."""
 
 QUANTITIES: dict[str, Quantity] = {name: Quantity((name,)) for name in ALL_EIGHT} | {
     "gradient seed": Quantity(FIRST_ORDER),
@@ -49,6 +55,9 @@ QUANTITIES: dict[str, Quantity] = {name: Quantity((name,)) for name in ALL_EIGHT
     "Monte Carlo seed": Quantity(MONTE_CARLO),
     "all but KFLR": Quantity(tuple(name for name in ALL_EIGHT if name != "KFLR")),
     "all eight": Quantity(ALL_EIGHT),
+    "DiagHessian": Quantity(("DiagHessian",)),
+    "KFRA": Quantity(("KFRA",)),
+    PRODUCT: Quantity((), product=True),
     "trace of DiagGGNExact by hook": Quantity(("DiagGGNExact",), traced=True),
     "trace of DiagHessian by hook": Quantity(("DiagHessian",), traced=True),
 }
@@ -62,6 +71,7 @@ ATTRIBUTES = {
     "DiagGGNMC": "diag_ggn_mc",
     "KFAC": "kfac",
     "KFLR": "kflr",
+    "KFRA": "kfra",
     "DiagHessian": "diag_h",
 }
 
@@ -87,11 +97,50 @@ def _plain(task: Task, quantity: Quantity) -> Call:
     return call
 
 
+def _double_backward(task: Task, quantity: Quantity) -> Call:
+    """Hessian-vector product by autograd alone."""
+    model, loss = deepcopy(task.model), task.loss
+    parameters, vectors = list(model.parameters()), _vectors(model)
+
+    def call() -> Results:
+        value = loss(model(task.inputs), task.targets)
+        slopes = torch.autograd.grad(value, parameters, create_graph=True)
+        return _named(model, torch.autograd.grad(slopes, parameters, vectors))
+
+    return call
+
+
+def _vectors(model: nn.Module) -> list[Tensor]:
+    """One vector for each parameter, the same for every contestant."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(tensor.shape, generator=generator) for tensor in model.parameters()]
+
+
+def _named(model: nn.Module, products: Sequence[Tensor]) -> Results:
+    names = [name for name, _ in model.named_parameters()]
+    return {PRODUCT: dict(zip(names, products, strict=True))}
+
+
 # --------------------------------------------------- packprop and BackPACK: one interface
+
+
+def _hessian_free(library: str, task: Task) -> Call:
+    """Hessian-vector product by a library's own function; nothing needs to be extended."""
+    products = _library({"backpack": "backpack.hessianfree.hvp"}.get(library, f"{library}.hessianfree"))
+    model, loss = deepcopy(task.model), task.loss
+    parameters, vectors = list(model.parameters()), _vectors(model)
+
+    def call() -> Results:
+        value = loss(model(task.inputs), task.targets)
+        return _named(model, products.hessian_vector_product(value, parameters, vectors))
+
+    return call
 
 
 def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool | None = None) -> Call:
     """Prepare a library that leaves results on parameters as attributes."""
+    if quantity.product:
+        return _hessian_free(library, task)
     package = _library(library)
     extensions = _library(f"{library}.extensions")
     missing = [name for name in quantity.extensions if not hasattr(extensions, name)]
@@ -170,7 +219,9 @@ def _backpack_in_chunks(task: Task, quantity: Quantity, chunks: int) -> Call:
 
 def _torch_func(task: Task, quantity: Quantity) -> Call:
     """Per-sample gradients by ``vmap(grad)``; GGN diagonals by ``vmap`` over root columns too."""
-    beyond = [name for name in quantity.extensions if name in ("KFAC", "KFLR", "DiagHessian")]
+    if quantity.product:
+        return _torch_func_product(task)
+    beyond = [name for name in quantity.extensions if name in NO_TRANSFORM]
     if beyond:
         raise Gap(f"torch.func has no transform for {', '.join(beyond)}")
     model, loss = deepcopy(task.model), task.loss
@@ -224,6 +275,23 @@ def _torch_func(task: Task, quantity: Quantity) -> Call:
             (values,) = results.values()
             return {"trace": {"": torch.stack([value.sum() for value in values.values()]).sum()}}
         return results
+
+    return call
+
+
+def _torch_func_product(task: Task) -> Call:
+    """Hessian-vector product by forward over reverse differentiation, right where no layer normalises."""
+    model, loss = deepcopy(task.model), task.loss
+    parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    vectors = dict(zip(parameters, _vectors(model), strict=True))
+
+    def value(values: dict[str, Tensor]) -> Tensor:
+        found: Tensor = loss(torch.func.functional_call(model, values, (task.inputs,)), task.targets)
+        return found
+
+    def call() -> Results:
+        _, product = torch.func.jvp(torch.func.grad(value), (parameters,), (vectors,))
+        return {PRODUCT: product}
 
     return call
 
@@ -326,9 +394,10 @@ def _chunked(chunks: int) -> Callable[[Problem, Quantity], bool]:
 # In this order a contestant is the reference for those after it, so what is plainest comes first.
 CONTESTANTS: dict[str, Contestant] = {
     "plain": Contestant(_plain),
+    "double backward": Contestant(_double_backward, lambda problem, quantity: quantity.product),
     "torch.func": Contestant(
         _torch_func,
-        lambda problem, quantity: not set(quantity.extensions) & {"KFAC", "KFLR", "DiagHessian"},
+        lambda problem, quantity: not set(quantity.extensions) & set(NO_TRANSFORM),
     ),
     "Opacus": Contestant(_opacus, _only("BatchGrad")),
     "Opacus, ghost norms": Contestant(_opacus_norms, _only("BatchL2Grad")),

@@ -128,9 +128,10 @@ def _turn(call: Call, repeats: int) -> float:
 #
 # Before the start is read, the libraries are imported, weights and data built, and the contestant
 # run once on two samples, which pays for what is paid once in a process (thread pools, code
-# generation); then what that left behind goes back to the system, for pages kept by ``malloc``
-# could be used again unseen. It counts everything, the slack of ``malloc`` included, which differs by
-# tens of MiB from one process to the next: hence a median over several.
+# generation; oneDNN's, for which two samples may be too few, by a product of its own); then what that
+# left behind goes back to the system, for pages kept by ``malloc`` could be used again unseen. It
+# counts everything, the slack of ``malloc`` included, which differs by tens of MiB from one process to
+# the next: hence a median over several.
 #
 # Allocated: the most bytes that PyTorch's CPU allocator had given out at once since the start, from
 # the profiler's record of every allocation: the CPU's own ``torch.cuda.max_memory_allocated``.
@@ -205,6 +206,7 @@ def _answer_of(command: list[str]) -> dict[str, Any]:
 def _peak_here(problem: str, quantity: str, contestant: str, kinds: str) -> dict[str, Any]:
     task, prepare = PROBLEMS[problem].build(), CONTESTANTS[contestant].prepare
     prepare(task.head(2), QUANTITIES[quantity])()
+    _start_onednn()
     call = prepare(task, QUANTITIES[quantity])
     _settle()
     start = _reset_high_water()
@@ -222,6 +224,13 @@ def _peak_here(problem: str, quantity: str, contestant: str, kinds: str) -> dict
     with LiveBytes() as tracked:
         call()
     return answer | {"tracked": tracked.peak}
+
+
+def _start_onednn() -> None:
+    product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if product is not None:
+        square = torch.ones(64, 64)
+        product(square, square, None, "none", [], "")
 
 
 def _settle() -> None:

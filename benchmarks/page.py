@@ -28,6 +28,7 @@ DOCS = ROOT / "docs"
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with a marker for each too.
 STYLES: dict[str, tuple[str, str]] = {
     "plain": ("#7f7f7f", "|"),
+    "double backward": ("#56b4e9", "X"),
     "torch.func": ("#0072b2", "s"),
     "Opacus": ("#cc79a7", "^"),
     "Opacus, ghost norms": ("#cc79a7", "v"),
@@ -306,6 +307,7 @@ def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
         (described,) = problems.values()
         body = [
             f"## {described['title']}",
+            *([described["note"]] if described.get("note") else []),
             f"![Time and memory of each contestant](images/{picture.name})",
             "Time over plain:",
             _crossed(records, _time_cell, "time"),

@@ -23,6 +23,7 @@ ALL_EIGHT = (
     "KFAC",
     "KFLR",
 )
+PRODUCT = "Hessian-vector product"
 TOGETHER = ("gradient seed", "exact seed", "Monte Carlo seed", "all but KFLR", "all eight")
 
 
@@ -49,7 +50,7 @@ class Problem:
 
     ``data`` maps a batch size to ``(inputs, targets)``. ``chunks`` are the numbers of backward
     passes in which BackPACK is also given its outputs, where its documentation advises that.
-    ``point`` is the position on a growth curve.
+    ``point`` is the position on a growth curve. ``note`` is for readers of the page.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Problem:
     quantities: tuple[str, ...]
     chunks: tuple[int, ...] = ()
     point: int | None = None
+    note: str = ""
 
     def build(self, seed: int = 0) -> Task:
         """Build model, loss and data from a seed, in training mode, in float32."""
@@ -128,26 +130,39 @@ def extension_hook_tutorial() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
-def three_c_three_d() -> nn.Sequential:
+def three_c_three_d(activation: type[nn.Module] = nn.ReLU, flat: int = 1152) -> nn.Sequential:
     """3C3D as in DeepOBS: three convolutions, three dense layers, 895 210 parameters.
 
-    ``ceil_mode`` stands for the one-sided padding that DeepOBS takes over from TensorFlow.
+    ``ceil_mode`` stands for the one-sided padding that DeepOBS takes over from TensorFlow. ``flat`` is what is
+    left of an image for the dense layers, 1152 of 32 x 32 pixels.
     """
 
     def block(before: int, after: int, kernel: int, padding: int) -> list[nn.Module]:
         convolution = nn.Conv2d(before, after, kernel, padding=padding)
-        return [convolution, nn.ReLU(), nn.MaxPool2d(3, stride=2, ceil_mode=True)]
+        return [convolution, activation(), nn.MaxPool2d(3, stride=2, ceil_mode=True)]
 
     return nn.Sequential(
         *block(3, 64, 5, 0),
         *block(64, 96, 3, 0),
         *block(96, 128, 3, 1),
         nn.Flatten(),
-        nn.Linear(1152, 512),
-        nn.ReLU(),
+        nn.Linear(flat, 512),
+        activation(),
         nn.Linear(512, 256),
-        nn.ReLU(),
+        activation(),
         nn.Linear(256, 10),
+    )
+
+
+def sigmoid_mlp() -> nn.Sequential:
+    """784-100-100-10 with sigmoids."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 100),
+        nn.Sigmoid(),
+        nn.Linear(100, 100),
+        nn.Sigmoid(),
+        nn.Linear(100, 10),
     )
 
 
@@ -223,6 +238,36 @@ PROBLEMS: dict[str, Problem] = {
         partial(random_images, classes=100),
         batch=8,
         quantities=ALL_EIGHT,
+    ),
+    "sigmoid-mlp": Problem(
+        "MLP 784-100-100-10 with sigmoids: digits 28 x 28, N = 64, C = 10",
+        sigmoid_mlp,
+        nn.CrossEntropyLoss,
+        partial(digits, size=28),
+        batch=64,
+        quantities=("DiagHessian", "KFLR", "KFRA", PRODUCT),
+        note="BackPACK's KFRA is one of the options of its HBP. Like the one here it is defined on chains of "
+        "layers alone, but only on sequences of modules that it knows: linear and convolutional layers, "
+        "pooling, and elementwise activations.",
+    ),
+    "sigmoid-3c3d": Problem(
+        "3C3D with sigmoids: random images 3 x 16 x 16, N = 2, C = 10",
+        partial(three_c_three_d, nn.Sigmoid, flat=128),
+        nn.CrossEntropyLoss,
+        partial(random_images, size=16),
+        batch=2,
+        quantities=("DiagHessian",),
+        note="Small images and two of them, so that everybody comes to an end: for each activation BackPACK "
+        "keeps two dense matrices, of positive and of negative curvature, with N x units x units entries. Of "
+        "the first one, for 64 images of 32 x 32 pixels, these would take 1.2 TiB.",
+    ),
+    "sigmoid-3c3d-product": Problem(
+        "3C3D with sigmoids: random images 3 x 32 x 32, N = 64, C = 10",
+        partial(three_c_three_d, nn.Sigmoid),
+        nn.CrossEntropyLoss,
+        random_images,
+        batch=64,
+        quantities=(PRODUCT,),
     ),
 }
 

@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content = {
                 "suite": suite,
                 "problems": {
-                    name: {"title": PROBLEMS[name].title, "point": PROBLEMS[name].point}
+                    name: {each: getattr(PROBLEMS[name], each) for each in ("title", "point", "note")}
                     for name in SUITES[suite]
                 },
                 "environment": described,

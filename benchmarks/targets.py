@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.problems import ALL_EIGHT
+from benchmarks.problems import ALL_EIGHT, PRODUCT
 
 OURS, PEER = "packprop", "BackPACK"
 GRADIENT = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
@@ -103,6 +103,15 @@ def _worst(figures: Iterable[Callable[[Records], float]]) -> Callable[[Records],
     return lambda r: max(figure(r) for figure in listed)
 
 
+def _against_peer(problem: str, name: str, quantity: str, time: float, peak: float) -> list[Target]:
+    return [
+        Target(f"{name}, {quantity}", "time over BackPACK's", _time_over(problem, quantity, PEER), time),
+        Target(
+            f"{name}, {quantity}", "resident peak over BackPACK's", _peak_over(problem, quantity, PEER), peak
+        ),
+    ]
+
+
 CNN = "convolution"
 TARGETS: tuple[Target, ...] = (
     Target("CNN, BatchGrad", "time over plain", _time(CNN, "BatchGrad"), 1.5),
@@ -147,6 +156,20 @@ TARGETS: tuple[Target, ...] = (
             ("exact seed", ("DiagGGNExact", "KFLR")),
             ("Monte Carlo seed", ("DiagGGNMC", "KFAC")),
         )
+    ),
+    *(
+        target
+        for problem, name in (("sigmoid-mlp", "Sigmoid MLP"), ("sigmoid-3c3d", "Sigmoid 3C3D"))
+        for target in _against_peer(problem, name, "DiagHessian", time=0.7, peak=0.3)
+    ),
+    *(
+        target
+        for quantity in ("KFLR", "KFRA")
+        for target in _against_peer("sigmoid-mlp", "Sigmoid MLP", quantity, time=1.0, peak=1.0)
+    ),
+    *(
+        Target(f"{name}, Hessian-vector product", "time over plain", _time(problem, PRODUCT), 3.0)
+        for problem, name in (("sigmoid-mlp", "Sigmoid MLP"), ("sigmoid-3c3d-product", "Sigmoid 3C3D"))
     ),
     Target(
         "Auto-encoder, DiagGGNExact",

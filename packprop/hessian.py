@@ -6,8 +6,11 @@ Where these are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + s
 the input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``. The first sum is the
 GGN, so its columns are swept; for the second one a unit column is swept for each entry of z, and the squares of
 what arrives are weighted by r, which may have either sign (*swept*). No root of r is taken: it could not be
-differentiated where r is zero. Where z is y itself, squares of the use's inputs do without a sweep. Without
-nonlinear nodes the Hessian is the GGN.
+differentiated where r is zero. Where z is y itself, squares of the use's inputs do without a sweep; where each
+entry of the parameter enters one entry of y, the diagonal of the Hessian in y does, and columns end there.
+Columns at the output of a matrix product or a convolution begin at its input: its Jacobian is the same for all
+samples, so that one pass gives as many of its rows as there are samples. Without nonlinear nodes the Hessian is
+the GGN.
 Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are found by double backward:
 ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u (*output*). This asks that the outputs are
 affine in the parameter, and that no use of it lies upstream of another.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -29,12 +33,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
-from packprop.graph import EAGER, Found, Graph, made_by
+from packprop.graph import EAGER, Found, Graph, Site, made_by
 from packprop.nodes import (
     is_once_differentiable,
     is_wrong_in_second_order,
     is_wrong_in_third_order,
     kind_of,
+    name_of_node,
     nodes_above,
 )
 from packprop.samples import layouts_at
@@ -45,6 +50,9 @@ from packprop.types import Layout, Seed, accumulation_dtype
 
 ASKED = "A diagonal of the Hessian was asked for."
 Way = Literal["swept", "output", "parameter"]
+CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
+WORTH_A_BATCH = 4
+"""Passes through one function from which on a vectorised one is faster."""
 BATCHED_ENTRIES = 2**23
 """Entries of all outputs of uses that columns by double backward may take at once."""
 
@@ -76,6 +84,7 @@ class Plan:
         output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
         parameter: Leaves that are differentiated twice.
         bits: The place of each use among bits.
+        masks: As ``dependence`` says.
     """
 
     swept: list[Tensor] = field(default_factory=list)
@@ -83,6 +92,7 @@ class Plan:
     output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
     bits: dict[Found, int] = field(default_factory=dict)
+    masks: dict[Node, int] = field(default_factory=dict)
 
     def way(self, leaf: Tensor) -> Way:
         """How one leaf goes."""
@@ -139,7 +149,7 @@ def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool 
             "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
-    chosen = Plan(bits=found)
+    chosen = Plan(bits=found, masks=masks)
     outputs: dict[tuple[Found, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
         own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
@@ -303,47 +313,116 @@ def _layouts(graph: Graph, curves: list[Curve]) -> tuple[list[Layout], int]:
 # Swept columns
 
 
+class Curvatures:
+    """Diagonals of the Hessian at the outputs of uses that need no more of it.
+
+    Where every entry of the leaves enters one entry of a sample's output, ``H_pp = (dy/dp)^2 H_yy``: whatever
+    is swept there is summed over columns first, and meets the inputs once.
+
+    Args:
+        graph: With its samples settled.
+        plan: Which leaves are swept.
+        found: Their uses.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, found: Sequence[Found]) -> None:
+        self._bits = plan.bits
+        times = Counter(id(site.leaf) for f in graph.found for site in f.sites)
+        self._squared = {plan.bits[f] for f in found if _has_squares(f)}
+        self._enough = {
+            plan.bits[f]
+            for f in found
+            if plan.bits[f] in self._squared
+            and all(times[id(site.leaf)] == 1 and _enters_once(f, site, graph.samples) for site in f.sites)
+        }
+        self._totals: dict[int, tuple[Found, Tensor]] = {}
+
+    def starts_at(self, found: Found, node: Node, output: int) -> bool:
+        """Whether a use has this output, and can do without a sweep to it."""
+        return found.nodes == {0: (node, output)} and self._bits[found] in self._squared
+
+    def takes(self, found: Found) -> bool:
+        """Whether the diagonal is all that is needed at a use."""
+        return self._bits[found] in self._enough
+
+    def add(self, found: Found, diagonal: Tensor) -> None:
+        """A diagonal at its output, of the output's shape."""
+        self._merge(found, found.layouts[0].to_front(diagonal).flatten(1))
+
+    def add_columns(self, found: Found, signals: Sequence[Tensor | None], weights: Tensor) -> None:
+        """Columns at its output, whose squares are weighted for each column and sample ``[v, n]``."""
+        (signal,) = signals
+        if signal is None:
+            return
+        front = found.layouts[0].to_front(signal, 1).flatten(2)
+        squares = front.to(accumulation_dtype(front.dtype)).square()
+        each = weights[..., None]
+        self._merge(found, (squares * each if squares.requires_grad else squares.mul_(each)).sum(0))
+
+    def take(self) -> Iterator[tuple[Found, list[Tensor | None]]]:
+        """Uses with their diagonals, as signals of one column ``[1, *y]``."""
+        for found, total in self._totals.values():
+            layout, shape = found.layouts[0], found.use.shapes[0]
+            rest = layout.to_front(torch.empty(shape, device="meta")).shape
+            yield found, [layout.from_front(total.view(rest))[None]]
+
+    def _merge(self, found: Found, diagonal: Tensor) -> None:
+        bit = self._bits[found]
+        before = self._totals.get(bit)
+        self._totals[bit] = found, diagonal if before is None else before[1] + diagonal
+
+
+def _has_squares(found: Found) -> bool:
+    """Whether all leaves of a use can be given a diagonal at its output: tried on one sample."""
+    if list(found.nodes) != [0] or len(found.use.shapes) != 1:
+        return False
+    nothing = torch.zeros((), dtype=_dtype(found), device=_device(found)).expand(1, *found.use.shapes[0])
+    return all(site.squares([nothing], found.layouts, slice(0, 1)) is not None for site in found.sites)
+
+
+def _enters_once(found: Found, site: Site, samples: int) -> bool:
+    """Whether each entry of a leaf is known to enter one entry of each sample's output."""
+    own, fans = found.use.shapes[0].numel() // samples, site.entry.fans
+    if not site.direct or not site.entry.linear:
+        return False
+    return own == (site.leaf.numel() if fans is None else fans.groups * fans.fan_out) and (
+        fans is not None or site.entry.structure == "Scale"
+    )
+
+
 @dataclass(frozen=True)
 class Bend:
     """What one input of elementwise nonlinearities adds to the Hessian.
 
     Args:
-        columns: Unit columns at it, with weights.
+        columns: Unit columns at it, or where these come from, with weights.
         found: Uses that these are swept to.
-        direct: Uses whose output it is, with the weights as a signal ``[1, *y]`` at each of their outputs.
     """
 
     columns: Columns
     found: list[Found]
-    direct: list[tuple[Found, list[Tensor | None]]]
 
 
-def bends(graph: Graph, plan: Plan, found: Sequence[Found], create_graph: bool) -> list[Bend]:
-    """What elementwise nonlinearities add to the Hessian, input by input."""
+def bends(
+    graph: Graph, plan: Plan, found: Sequence[Found], curvatures: Curvatures, create_graph: bool
+) -> Iterator[Bend]:
+    """What elementwise nonlinearities add, input by input; ``curvatures`` gets what needs no sweep."""
     if not plan.curves:
-        return []
+        return
     weights = residuals(graph, plan, create_graph)
-    merged: dict[tuple[Node, int], tuple[Tensor, Layout, GradientEdge, int]] = {}
+    merged: dict[tuple[Node, int], tuple[Tensor, Layout, Curve]] = {}
     for (curve, layout), weight in zip(plan.curves, weights, strict=True):
         key = (curve.input.node, curve.input.output_nr)
         before = merged.get(key)
-        total = weight if before is None else weight + before[0]
-        merged[key] = (total, layout, curve.input, curve.upstream)
-    chosen = []
-    for (node, output), (weight, layout, edge, upstream) in merged.items():
-        here = {0: (node, output)}
-        direct: list[tuple[Found, list[Tensor | None]]] = [
-            (f, [weight[None]]) for f in found if f.nodes == here and _has_squares(f, weight)
-        ]
-        past = {id(f) for f, _ in direct}
-        reached = _subset([f for f in found if plan.bits[f] & upstream and id(f) not in past], plan)
-        chosen.append(Bend(_unit_columns(weight, layout, edge), reached, direct))
-    return chosen
-
-
-def _has_squares(found: Found, weight: Tensor) -> bool:
-    """Whether all leaves of a use can do without a sweep: tried on one sample."""
-    return all(site.squares([weight[None]], found.layouts, slice(0, 1)) is not None for site in found.sites)
+        merged[key] = (weight if before is None else weight + before[0], layout, curve)
+    for (node, output), (weight, layout, curve) in merged.items():
+        here = [f for f in found if curvatures.starts_at(f, node, output)]
+        for f in here:
+            curvatures.add(f, weight.to(accumulation_dtype(weight.dtype)))
+        reached = _subset([f for f in found if plan.bits[f] & curve.upstream and f not in here], plan)
+        if reached:
+            start = _shared_rows(graph, curve, layout, reached, plan.masks, create_graph)
+            yield Bend(_unit_columns(weight, layout, start or curve.input), reached)
 
 
 def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
@@ -376,15 +455,105 @@ def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
         return torch.zeros_like(slope) if second is None else second * slope
 
 
-def _unit_columns(weight: Tensor, layout: Layout, edge: GradientEdge) -> Columns:
+def _unit_columns(weight: Tensor, layout: Layout, start: GradientEdge | SharedRows) -> Columns:
     front = layout.to_front(weight)
     samples, entries = front.shape[0], front.shape[1:].numel()
+    weights = front.reshape(samples, entries).mT
+    weights = weights.to(accumulation_dtype(weights.dtype))
+    if isinstance(start, SharedRows):
+        return Columns([start.below], entries, lambda first, last: [start(first, last)], weights)
 
     def chunk(start: int, stop: int) -> list[Tensor]:
         return [unit_columns(weight.shape, layout, weight, start, stop)]
 
-    weights = front.reshape(samples, entries).mT
-    return Columns([edge], entries, chunk, weights.to(accumulation_dtype(weights.dtype)))
+    return Columns([start], entries, chunk, weights)
+
+
+@dataclass
+class SharedRows:
+    """Rows of a Jacobian that all samples have in common, at what its function was given.
+
+    As many of them come from one pass as there are samples.
+
+    Args:
+        above: Where the output comes from.
+        shape: Shape of the output.
+        layout: Where the output holds the samples.
+        below: Where the input comes from.
+        inside: Where the input holds the samples.
+        like: Has the precision and device of the output.
+        create_graph: Whether rows shall be differentiable.
+    """
+
+    above: GradientEdge
+    shape: torch.Size
+    layout: Layout
+    below: GradientEdge
+    inside: Layout
+    like: Tensor
+    create_graph: bool
+    _first: int = 0
+    _rows: Tensor | None = None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Rows as columns at the input ``[v, *x]``, which samples share."""
+        known = 0 if self._rows is None else len(self._rows)
+        if not self._first <= start <= stop <= self._first + known:
+            self._first, self._rows = start, None
+            self._rows = self.rows(start, max(stop, start + self.layout.samples))
+        assert self._rows is not None
+        rows = self._rows[start - self._first : stop - self._first]
+        return self.inside.from_front(rows[:, None].expand(-1, self.layout.samples, *rows.shape[1:]), 1)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows from ``start`` to ``stop``, or to the last ``[v, *rest]``."""
+        samples = self.layout.samples
+        rest = self.layout.to_front(torch.empty(self.shape, device="meta")).shape[1:]
+        stop = min(rest.numel(), rest.numel() if stop is None else stop)
+        count = -(-(stop - start) // samples)
+        units = self.like.new_zeros(count * samples, rest.numel())
+        units.diagonal(start).fill_(1.0)
+        fed = self.layout.from_front(units.reshape(count, samples, *rest), 1)
+        pull = functools.partial(pull_columns, [self.above], [self.below], create_graph=self.create_graph)
+        parts = [fed] if count >= WORTH_A_BATCH else fed.split(1)  # one by one for so few
+        found = [pull([part])[0] for part in parts]
+        pulled = torch.cat([part for part in found if part is not None])
+        return self.inside.to_front(pulled, 1).flatten(0, 1)[: stop - start]
+
+
+def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -> bool:
+    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
+
+    Where samples lie on channels, a convolution may have a kernel for each.
+    """
+    name = name_of_node(node)
+    if name in CONVOLUTIONS:
+        leads = layout.axis in (None, 0) and inside.axis in (None, 0)
+        return leads and node.next_functions[0][0] is below.node
+    return name in ("Addmm", "Mm", "Linear")
+
+
+def _shared_rows(
+    graph: Graph,
+    curve: Curve,
+    layout: Layout,
+    reached: Sequence[Found],
+    masks: dict[Node, int],
+    create_graph: bool,
+) -> SharedRows | None:
+    """What unit columns at a nonlinearity's input become below the function that made it, if that helps."""
+    above = curve.input
+    sources = above.node.next_functions
+    inputs = [(node, output) for node, output in sources if node is not None and masks.get(node)]
+    if len(inputs) != 1 or layout.axis is None or any(above.node in f.anchors for f in reached):
+        return None
+    below = GradientEdge(*inputs[0])
+    made = made_by(above.node)[above.output_nr]
+    known = layouts_at(graph, [(below, torch.Size(made_by(below.node)[below.output_nr].shape))])
+    if not isinstance(known, list) or not is_shared(above.node, layout, below, known[0]):
+        return None
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+    return SharedRows(above, curve.shape, layout, below, known[0], like, create_graph)
 
 
 def subset(graph: Graph, plan: Plan) -> list[Found]:

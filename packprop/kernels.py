@@ -43,6 +43,13 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
+def second_moment(rows: Tensor) -> Tensor:
+    """``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``."""
+    turned = rows.mT
+    kernel = _kernel_for(turned[None], turned[None])
+    return turned @ rows if kernel is None else kernel(turned, turned)
+
+
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     """Squares of entries, or of what they deviate from ``centre``, summed over the leading axis."""
     if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or len(rows) > 64:

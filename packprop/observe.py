@@ -15,6 +15,7 @@ from packprop.algorithms import choosing
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.hessian import (
+    Curvatures,
     bends,
     estimated_diagonals,
     output_columns,
@@ -68,6 +69,8 @@ SCRATCH = 8 * 2**20
 SIGNALS = 64 * 2**20
 LARGER = 32
 """How much more an accelerator takes at once."""
+SHARE = 16
+"""Columns with weights, of which there are many, gain nothing by more than this part of ``SIGNALS``."""
 
 
 def default_bites(device: torch.device | None = None) -> Bites:
@@ -160,7 +163,8 @@ class Observation:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
         hessian = tasks.pop(HESSIAN, [])
-        if hessian and self._hessian(hessian):
+        roots = self._hessian(hessian) if hessian else None
+        if roots is not None:
             tasks.setdefault(EXACT, []).extend(hessian)
         if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
             tasks[ENTRYWISE] += tasks.pop(EXACT)
@@ -168,7 +172,7 @@ class Observation:
             self._without_sweep(seed, tasks.pop(seed))
         # everything that can be refused is refused before any work
         curved = {
-            seed: columns(self.graph, seed, self.create_graph)
+            seed: columns(self.graph, seed, self.create_graph) if roots is None or seed != EXACT else roots
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }
@@ -200,14 +204,14 @@ class Observation:
         first = {seed: tasks[seed] for seed in curved}
         second: dict[Seed, list[_Task]] = {}
         for seed, groups in curved.items():
-            once = len(groups) == 1 and self._columns_at_once(groups[0]) >= groups[0].count
+            once = len(groups) == 1 and self._columns_at_once(groups[0], self.graph.found) >= groups[0].count
             if not once and any(task.row.after is not None for task in tasks[seed]):
                 first[seed] = [task for task in tasks[seed] if task.row.after is None]
                 second[seed] = [task for task in tasks[seed] if task.row.after is not None]
         return [(seed, work) for seed, work in [*first.items(), *second.items()] if work]
 
-    def _hessian(self, tasks: list[_Task]) -> bool:
-        """All of the Hessian but what the GGN's columns give; whether these are left, for all leaves.
+    def _hessian(self, tasks: list[_Task]) -> list[Columns] | None:
+        """All of the Hessian but what the GGN's columns give; these, if they are left for all leaves.
 
         See NOTE [Hessian diagonal].
         """
@@ -219,12 +223,12 @@ class Observation:
             roots = None
         way = plan(graph, roots is not None, per_sample, create_graph)
         found = subset(graph, way)
-        for bend in bends(graph, way, found, create_graph):
-            for f, weights in bend.direct:
-                for site in f.take():
-                    self._consume(site.leaf, [(f, site, weights)], tasks, ONE, _diagonal)
-            if bend.found:
-                self._columns([bend.columns], tasks, False, bend.found)
+        curvatures = Curvatures(graph, way, found)
+        for bend in bends(graph, way, found, curvatures, create_graph):
+            self._columns([bend.columns], tasks, False, bend.found, curvatures)
+        for f, diagonal in curvatures.take():
+            for site in f.take():
+                self._consume(site.leaf, [(f, site, diagonal)], tasks, ONE, _diagonal)
         for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
             for chosen, group in _by_subsampling(tasks):
                 own = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
@@ -241,8 +245,8 @@ class Observation:
         if way.output or way.parameter:
             if found and roots is not None:
                 self._columns(roots, tasks, False, found)
-            return False
-        return True
+            return None
+        return roots
 
     def _without_sweep(self, seed: Seed, tasks: list[_Task]) -> None:
         """Values that come from double backward in the parameters themselves."""
@@ -367,40 +371,67 @@ class Observation:
                 found.release()
         backward(None)
 
-    def _columns(self, groups: list[Columns], tasks: list[_Task], last: bool, found: Sequence[Found]) -> None:
+    def _columns(
+        self,
+        groups: list[Columns],
+        tasks: list[_Task],
+        last: bool,
+        found: Sequence[Found],
+        curvatures: Curvatures | None = None,
+    ) -> None:
+        summed = {f for f in found if curvatures is not None and curvatures.takes(f)}
+        whole = [f for f in found if f not in summed]
         total = sum(group.count for group in groups)
         before = 0
         for group in groups:
-            step = self._columns_at_once(group)
+            step = self._columns_at_once(group, found)
             for start in _steps(group.count, step):
                 stop = min(group.count, start + step)
                 seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
-                build = None if group.weights is None else _weighted(group.weights[start:stop])
-                collect = _Collector(self, found, tasks, last and extent.stop == total, extent, build=build)
+                weights = None if group.weights is None else group.weights[start:stop]
+                build = None if weights is None else _weighted(weights)
+                collect = _Collector(self, whole, tasks, last and extent.stop == total, extent, build=build)
+
+                def visit(
+                    f: Found,
+                    signals: list[Tensor | None],
+                    collect: _Collector = collect,
+                    weights: Tensor | None = weights,
+                ) -> None:
+                    if f not in summed or curvatures is None or weights is None:
+                        collect.visit(f, signals)
+                    else:
+                        curvatures.add_columns(f, signals, weights)
+
                 sweep(
                     group.edges,
                     seeds if stop - start > 1 else [seed[0] for seed in seeds],
                     found,
-                    collect.visit,
+                    visit,
                     batched=stop - start > 1,
                     create_graph=self.create_graph,
                 )
                 collect.flush()
             before += group.count
 
-    def _columns_at_once(self, group: Columns) -> int:
+    def _columns_at_once(self, group: Columns, found: Sequence[Found]) -> int:
         """A vectorised sweep pays where many columns go through a small graph, or some through a tiny one.
 
         All of it must be there: what is computed again is not the same for all columns.
         """
         if not self.graph.holds_inputs:
             return 1
-        entries = sum(shape.numel() for found in self.graph.found for shape in found.use.shapes)
-        fitting = self.bites.signals // (8 * max(entries, 1))
+        entries = sum(shape.numel() for f in found for shape in f.use.shapes)
+        room = self.bites.signals
+        if group.weights is not None:
+            room = min(room, max(room, SIGNALS) // SHARE)
+        fitting = room // (8 * max(entries, 1))
         if group.count * 32 <= fitting:
             return group.count
-        return min(fitting, group.count) if group.count > 32 and fitting >= 8 else 1
+        if group.count <= 32 or fitting < 8:
+            return 1
+        return -(-group.count // -(-group.count // fitting))  # chunks of about one size
 
     def _consume(
         self,

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
-from packprop.hessian import Curve, dependence, residual, slopes_at
+from packprop.hessian import Curve, SharedRows, dependence, is_shared, residual, slopes_at
+from packprop.memory import found_fault
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
 from packprop.seeds import columns, unit_columns
@@ -29,7 +30,6 @@ from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
 
 ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
-CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
 Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]
 
 
@@ -126,8 +126,9 @@ def _averaged(
     name = name_of_node(node)
     if name in RESHAPES and _in_order(place.layout) and _in_order(below.layout):
         return matrix
-    if _is_shared(node, place, below):
-        jacobian = _shared_jacobian(place, below, matrix)
+    if is_shared(node, place.layout, below.edge, below.layout):
+        ends = place.edge, place.shape, place.layout, below.edge, below.layout
+        jacobian = SharedRows(*ends, matrix, torch.is_grad_enabled()).rows().flatten(1).to(matrix.dtype)
         result: Tensor = jacobian.mT @ matrix @ jacobian
         return result
     if name not in ENTRYWISE:
@@ -136,7 +137,7 @@ def _averaged(
         if pulled is None:
             return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
         jacobian = below.layout.to_front(pulled, 1).flatten(2).to(matrix.dtype)
-        return torch.einsum("ani,ab,bnj->ij", jacobian, matrix, jacobian) / samples
+        return _mean_of_products(jacobian, matrix)
     call: Any = node
     made = made_by(node)[0]
     slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
@@ -157,37 +158,21 @@ def _averaged(
     return result + diagonal.diag()
 
 
-def _is_shared(node: Node, place: _Place, below: _Place) -> bool:
-    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
-
-    Where samples lie on channels, a convolution may have a kernel for each.
-    """
-    name = name_of_node(node)
-    if name in CONVOLUTIONS:
-        leads = place.layout.axis in (None, 0) and below.layout.axis in (None, 0)
-        return leads and node.next_functions[0][0] is below.edge.node
-    return name in ("Addmm", "Mm", "Linear")
-
-
-def _shared_jacobian(place: _Place, below: _Place, matrix: Tensor) -> Tensor:
-    """A Jacobian that all samples have in common, from as many of its rows at once as there are samples."""
-    samples = place.layout.samples
-    rest = place.layout.to_front(torch.empty(place.shape, device="meta")).shape[1:]
-    entries = rest.numel()
-    count = -(-entries // samples)
-    units = torch.eye(count * samples, entries, dtype=matrix.dtype, device=matrix.device)
-    fed = place.layout.from_front(units.reshape(count, samples, *rest), 1)
-    (pulled,) = pull_columns([place.edge], [below.edge], [fed], create_graph=torch.is_grad_enabled())
-    assert pulled is not None
-    return below.layout.to_front(pulled, 1).reshape(count * samples, -1)[:entries].to(matrix.dtype)
-
-
 def _in_order(layout: Layout) -> bool:
     return layout.axis is None or (layout.axis == 0 and layout.parts == 1)
 
 
 def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     """The matrix at the output of a use, in what multiplies its inputs, or in the leaf."""
+    fans = site.entry.fans
+    entries = len(matrix)
+    if fans is not None and fans.groups == 1 and fans.fan_out == entries and _in_order(place.layout):
+        return matrix  # what multiplies the inputs is the output itself
+    alone = site.entry.structure == "Scale" and site.entry.constant
+    if alone and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
+        ones = matrix.new_ones(()).expand(1, *place.shape)
+        slope = rows(site.meet([ones], found.layouts, slice(0, 1))).flatten().to(matrix.dtype)
+        return matrix * torch.outer(slope, slope)
     units = unit_columns(place.shape, place.layout, matrix)
     one = site.meet([units], found.layouts, slice(0, 1))
     if not isinstance(one, Dense) and one.signal is not None:
@@ -196,7 +181,16 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
         return factor
     known = one
     last = site.meet([units], found.layouts, slice(place.layout.samples - 1, None))
-    if not site.entry.constant or not torch.equal(rows(one), rows(last)):  # entries of one sample alone
+    same = site.entry.constant and not found_fault((rows(one) != rows(last)).any())
+    if not same:  # entries of one sample alone
         known = site.meet([units], found.layouts, slice(None))
     jacobian = rows(known).flatten(2).to(matrix.dtype)
-    return torch.einsum("anp,ab,bnq->pq", jacobian, matrix, jacobian) / jacobian.shape[1]
+    return _mean_of_products(jacobian, matrix)
+
+
+def _mean_of_products(jacobian: Tensor, matrix: Tensor) -> Tensor:
+    """``1/N sum_n J_n^T M J_n`` with Jacobians ``[a, n, i]``."""
+    samples = jacobian.shape[1]
+    product = (matrix @ jacobian.flatten(1)).unflatten(1, jacobian.shape[1:])
+    total: Tensor = jacobian.flatten(0, 1).mT @ product.flatten(0, 1)
+    return total if samples == 1 else total / samples

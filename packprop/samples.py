@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, require_complete
 from packprop.losses import describe, number_of_samples
 from packprop.memory import is_dry
+from packprop.nodes import ENTRYWISE, name_of_node
 from packprop.sweep import sweep
 from packprop.tape import Forward, Use
 from packprop.types import Layout, layouts
@@ -266,7 +267,10 @@ def _probe(
 
 
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
-    """Where tensors between the losses and the uses hold the samples, by the same check as for uses.
+    """Where tensors between the losses and the uses hold the samples.
+
+    What is known already is not looked at again: inputs of losses, outputs of uses, and what comes out of an
+    entrywise function of these. The rest is found by the same check as for uses.
 
     Args:
         graph: With its samples settled.
@@ -275,16 +279,41 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
     Returns:
         A layout for each; or the index of the first that holds them in no way that is seen.
     """
+    known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
+        key: (f.use.shapes[index], f.layouts[index]) for f in graph.found for index, key in f.nodes.items()
+    }
+    for loss in graph.losses:
+        known[loss.call.edge.node, loss.call.edge.output_nr] = loss.call.shape, loss.layout
+
+    def settled(edge: GradientEdge, shape: torch.Size) -> Layout | None:
+        key: tuple[Node | None, int] = edge.node, edge.output_nr
+        if key not in known and name_of_node(edge.node) in ENTRYWISE:
+            sources = [source for source in edge.node.next_functions if source[0] is not None]
+            key = sources[0] if len(sources) == 1 else key
+        there = known.get(key)
+        return there[1] if there is not None and there[0] == shape else None
+
+    own = [settled(edge, shape) for edge, shape in places]
     nowhere = Forward(lambda: None)
-    found = [
-        Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
-        for edge, shape in places
-    ]
-    ways, failed, _ = _probe(replace(graph, found=found), _sources(graph), graph.fed, graph.samples)
-    if ways is None:
-        assert failed is not None
-        return found.index(failed)
-    return [own[0] for own in ways]
+    found = {
+        place: Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
+        for place, (edge, shape) in enumerate(places)
+        if own[place] is None
+    }
+    if is_dry():  # as in ``_assumed``
+        for place in found:
+            usual = layouts(places[place][1], graph.samples)
+            if not usual:
+                return place
+            own[place] = usual[0]
+    elif found:
+        unknown = replace(graph, found=list(found.values()))
+        ways, failed, _ = _probe(unknown, _sources(graph), graph.fed, graph.samples)
+        if ways is None:
+            return next(place for place, f in found.items() if f is failed)
+        for place, (way,) in zip(found, ways, strict=True):
+            own[place] = way
+    return [layout for layout in own if layout is not None]
 
 
 def _admitted(found: Found, way: Layout) -> bool:

@@ -40,12 +40,16 @@ class Columns:
 def unit_columns(
     shape: torch.Size, layout: Layout, like: Tensor, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``."""
+    """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``.
+
+    Samples share memory where that is possible: columns are to be read only.
+    """
     rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
     stop = rest.numel() if stop is None else stop
-    flat = torch.zeros(stop - start, layout.samples, rest.numel(), dtype=like.dtype, device=like.device)
-    flat[torch.arange(stop - start), :, torch.arange(start, stop)] = 1.0
-    return layout.from_front(flat.reshape(stop - start, layout.samples, *rest), 1)
+    flat = torch.zeros(stop - start, rest.numel(), dtype=like.dtype, device=like.device)
+    flat.diagonal(start).fill_(1.0)
+    units = flat.view(stop - start, 1, *rest).expand(-1, layout.samples, *rest)
+    return layout.from_front(units, 1)
 
 
 def output_columns(graph: Graph, seed: Seed) -> list[Columns]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packprop.algorithms import forced, frugal
 from packprop.errors import PackpropError
-from packprop.kernels import outer_products, square_norms, squared_products, sum_of_squares
+from packprop.kernels import outer_products, second_moment, square_norms, squared_products, sum_of_squares
 from packprop.monoid import Moments
 from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, order_of, rows
 
@@ -111,12 +111,13 @@ def signal_gram(structure: Structure, approximation: Approximation = "mixed") ->
         flat = flat_rows(structure)
     else:
         assert structure.signal is not None
+        signal = structure.signal
         if approximation == "expand":
-            flat = structure.signal.flatten(3).flatten(1, 2)
+            flat = signal.flatten(3).flatten(1, 2)
         else:
-            flat = structure.signal.sum(2).flatten(2)
+            flat = (signal[:, :, 0] if signal.shape[2] == 1 else signal.sum(2)).flatten(2)
     _require_room(flat.shape[-1])
-    return torch.einsum("vnp,vnq->pq", flat, flat)
+    return second_moment(flat.reshape(-1, flat.shape[-1]))
 
 
 def _require_room(size: int) -> None:
@@ -147,8 +148,9 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     positions, groups = x.shape[1:3]
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
-    total = torch.einsum("nsgi,nsgj->ij", x, x) / groups
-    return total / positions if approximation == "expand" else total
+    total = second_moment(x.reshape(-1, x.shape[-1]))
+    divisor = groups * positions if approximation == "expand" else groups
+    return total if divisor == 1 else total / divisor
 
 
 def input_sum(structure: Structure) -> Tensor | None:

@@ -159,6 +159,64 @@ def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: py
         assert torch.equal(parameter.diag_h, parameter.diag_ggn_exact)
 
 
+def deep(kind: str) -> tuple[nn.Module, Tensor]:
+    """Smooth functions between affine maps that all samples share, and inputs for three samples."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 4)]
+        return nn.Sequential(*layers, nn.SiLU(), nn.Linear(4, 3)).double(), torch.randn(3, 3).double()
+    layers = [nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Conv2d(2, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2, stride=1)]
+    head = [nn.Flatten(), nn.Linear(8, 4), nn.Sigmoid(), nn.Linear(4, 3)]
+    return nn.Sequential(*layers, *head).double(), torch.randn(3, 1, 5, 5).double()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, None])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_columns_of_elementwise_functions_in_chunks(
+    kind: str, at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
+    if at_once is not None:
+        monkeypatch.setattr(
+            observe.Observation, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
+        )
+    taken: list[str] = []
+    for owner, name in ((hessian.SharedRows, "rows"), (hessian.Curvatures, "add_columns")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, f=function, n=name: (taken.append(n), f(*given))[1])
+    model, x = deep(kind)
+    y, lossfunc = torch.tensor([0, 2, 1]), packprop.extend(nn.CrossEntropyLoss())
+    packprop.extend(model)
+    with packprop.backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        lossfunc(model(x), y).backward()
+    assert {"rows", "add_columns"} <= {*taken} if kind == "linear" else "rows" in taken
+    for key, parameter in model.named_parameters():
+        (slope,) = torch.autograd.grad(lossfunc(model(x), y), parameter, create_graph=True)
+        entries = slope.flatten()
+        rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten() for entry in entries]
+        assert_near(parameter.diag_h.flatten(), torch.stack(rows).diagonal(), key)
+        assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, key)
+
+
+@pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.KFRA, extensions.KFLR])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_planned_without_data(kind: str, asked: Any) -> None:
+    model, x = deep(kind)
+    found = packprop.plan(model, nn.CrossEntropyLoss(), (x, torch.tensor([0, 2, 1])), [asked()])
+    assert found.peak > found.results > 0
+
+
+def test_no_dense_square_root_is_formed() -> None:
+    """Columns of an elementwise function come and go: the peak is far below units x units for each sample."""
+    units, samples = 300, 64
+    model = nn.Sequential(nn.Linear(8, units), nn.Sigmoid(), nn.Linear(units, units), nn.Sigmoid())
+    batch = torch.randn(samples, 8), torch.randint(3, (samples,))
+    found = packprop.plan(
+        nn.Sequential(model, nn.Linear(units, 3)), nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()]
+    )
+    assert found.peak < 0.4 * samples * units**2 * 4
+
+
 def test_negative_curvature_is_kept() -> None:
     model = packprop.extend(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh()).double())
     model[0].weight.data.fill_(1.0)

@@ -57,7 +57,10 @@ def _kronecker_rows(seed: Seed, approximation: Approximation) -> tuple[Row, ...]
 def _factors(values: list[Any], samples: int) -> list[Tensor]:
     """``B`` as it is; ``A`` divided by the number of samples."""
     signals, inputs = values
-    return [signals] if inputs is None else [signals, inputs / samples]
+    if inputs is None:
+        return [signals]
+    # the largest tensor here, which nobody else holds
+    return [signals, inputs / samples if inputs.requires_grad else inputs.div_(samples)]
 
 
 @dataclass(frozen=True, eq=False)

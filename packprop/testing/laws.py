@@ -123,9 +123,9 @@ class _Bites(Observation):
     def _samples_at_once(self, leaf: Tensor, parts: Any, thin: bool = False) -> int:
         return self.at_once[0]
 
-    def _columns_at_once(self, group: Any) -> int:
+    def _columns_at_once(self, group: Any, found: Any) -> int:
         columns, count = self.at_once[1], int(group.count)
-        return super()._columns_at_once(group) if columns is None else min(columns, count)
+        return super()._columns_at_once(group, found) if columns is None else min(columns, count)
 
 
 @contextlib.contextmanager

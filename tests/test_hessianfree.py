@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -149,12 +150,27 @@ def test_a_fused_kernel_that_cannot_be_differentiated_twice() -> None:
     assert "SDPBackend.MATH" in error.value.instead
 
 
-def test_other_errors_of_torch_stay() -> None:
+def test_a_freed_graph_is_named() -> None:
     x = torch.randn(3, requires_grad=True)
     value = x.square().sum()
     value.backward()
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(PackpropError, match="freed the graph"):
         hessian_vector_product(value, x, torch.ones(3))
+
+
+def test_other_errors_stay() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of luck")
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^out of luck"):
+        hessian_vector_product(Broken.apply(x).square().sum(), x, torch.ones(3))
 
 
 def test_graphs_are_kept_or_freed_as_asked() -> None:
@@ -163,7 +179,7 @@ def test_graphs_are_kept_or_freed_as_asked() -> None:
         output = x.exp() * x
         multiply(output, x, torch.ones(3))
         multiply(output, x, torch.ones(3), retain_graph=False)
-        with pytest.raises(RuntimeError, match="second time"):
+        with pytest.raises(PackpropError, match="freed the graph"):
             multiply(output, x, torch.ones(3))
 
 

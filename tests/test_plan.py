@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -97,9 +97,26 @@ SHORT = {
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_peak_of_every_case(case: Case) -> None:
-    """All extensions at once, on every model and loss of the list."""
+    """All extensions at once, on every model and loss of the list, but those whose null spaces data decide."""
+    peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" not in row.name])
+    if case.name in SHORT:
+        assert peak == pytest.approx(plan.peak, rel=SHORT[case.name])
+    elif "between model and loss" in plan.parts:  # what is made there is not known, but how much it can be
+        assert peak <= plan.peak + 256
+    else:
+        assert peak == pytest.approx(plan.peak, rel=0.05, abs=256)
+
+
+@pytest.mark.parametrize("case", PLANNED[::16], ids=lambda case: case.name)
+def test_eigenvectors_take_no_more_than_planned(case: Case) -> None:
+    """Without data the largest null space is taken, which costs another decomposition."""
+    peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" in row.name])
+    assert peak <= 1.05 * plan.peak + 256
+
+
+def planned_and_measured(case: Case, rows: Sequence[Row]) -> tuple[int, packprop.Plan]:
     size, reduction = case.sizes[-1], case.reductions[0]
-    asked = make_all(rows_for(case))
+    asked = make_all(rows)
     problem = case.problem(size, reduction)
     backward(problem, *asked)
     for p in problem.model.parameters():
@@ -123,12 +140,7 @@ def test_the_peak_of_every_case(case: Case) -> None:
         loss = forward(problem)
         with packprop.backpack(*asked):
             loss.backward()
-    if case.name in SHORT:
-        assert live.peak == pytest.approx(plan.peak, rel=SHORT[case.name])
-    elif "between model and loss" in plan.parts:  # what is made there is not known, but how much it can be
-        assert live.peak <= plan.peak + 256
-    else:
-        assert live.peak == pytest.approx(plan.peak, rel=0.05, abs=256)
+    return live.peak, plan
 
 
 def problem_tensors(problem: Problem) -> Iterator[Any]:

@@ -423,8 +423,8 @@ def _planning_section(content: dict[str, Any], images: Path) -> list[str]:
     parts = [
         "## Predicted and measured peaks",
         f"{len(points)} passes over five problems, six extensions and budgets down to the least that is "
-        f"possible. The prediction is off by at most {worst:.1%}; {len(over)} passes went over their budget, by "
-        f"{excess:.1%} at most. On the right, what a smaller peak costs in time.",
+        f"possible. The prediction is off by at most {worst:.1%}; {len(over)} passes went over their budget, "
+        f"by {excess:.1%} at most. On the right, what a smaller peak costs in time.",
         "![Predicted over measured peaks, and the time of smaller ones](images/benchmark-planning.png)",
     ]
     for title, text in content["plans"].items():

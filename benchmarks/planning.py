@@ -109,13 +109,19 @@ def points(name: str, rounds: int) -> list[dict[str, Any]]:
 def printed() -> dict[str, str]:
     """Plans as they print."""
     task = PROBLEMS["convolution"].build()
-    asked = [extensions.BatchGrad(), extensions.DiagGGNExact()]
+    asked = [extensions.BatchL2Grad(), extensions.KFLR()]
+    batch = (task.inputs, task.targets)
+    most, least = packprop.plan(task.model, task.loss, batch, asked).peak, 0
+    try:
+        packprop.plan(task.model, task.loss, batch, asked, memory=1)
+    except BudgetTooSmall as error:
+        least = error.floor
     plans = {}
-    for budget in (None, "230MiB", "150MiB"):
-        title = f"convolution tutorial, BatchGrad and DiagGGNExact, memory={budget}"
+    for share in (1.0, 0.5, 0.0, -0.1):
+        budget = int(least + share * (most - least))
+        title = f"convolution tutorial, BatchL2Grad and KFLR, memory={budget} ({byte_text(budget)})"
         try:
-            plan = packprop.plan(task.model, task.loss, (task.inputs, task.targets), asked, memory=budget)
-            plans[title] = str(plan)
+            plans[title] = str(packprop.plan(task.model, task.loss, batch, asked, memory=budget))
         except BadInput as error:
             plans[title] = str(error)
     with torch.device("meta"):

@@ -183,6 +183,15 @@ TARGETS: tuple[Target, ...] = (
         lambda r: r.peak("auto-encoder", "DiagGGNExact", OURS) / r.peak("auto-encoder", "DiagGGNExact", PEER),
         0.1,
     ),
+    Target(
+        "Extension hook, piecewise linear: trace of DiagHessian",
+        "time over that of DiagGGNExact",
+        lambda r: (
+            r.time("extension-hook", "trace of DiagHessian by hook", OURS)
+            / r.time("extension-hook", "trace of DiagGGNExact by hook", OURS)
+        ),
+        1.1,
+    ),
     *(
         Target(
             f"Extension hook, {quantity}",

@@ -13,9 +13,11 @@ import __future__
 
 import contextlib
 import io
+import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ INDEX = """# Gallery
 
 Programs to read from top to bottom and to copy from. Each does a job by hand first, then as people
 who come from BackPACK are used to, where it has a way, and then shows what need not be done by hand
-any more. Each checks its own claims whenever the tests run.
+any more. Each checks its own claims whenever the tests run. What is printed and drawn here comes from
+the handwritten digits that ship with scikit-learn; run by yourself, pages take MNIST where it is at hand.
 """
 
 
@@ -53,6 +56,21 @@ def cells(source: str) -> list[tuple[str, int, str]]:
     return found
 
 
+@contextlib.contextmanager
+def only_shipped_data() -> Iterator[None]:
+    """Inside, MNIST is not at hand: pages show the digits of scikit-learn, whatever else is installed."""
+    known, folder = sys.modules.get("torchvision"), os.environ.pop("PACKPROP_MNIST", None)
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # importing it fails
+    try:
+        yield
+    finally:
+        del sys.modules["torchvision"]
+        if known is not None:
+            sys.modules["torchvision"] = known
+        if folder is not None:
+            os.environ["PACKPROP_MNIST"] = folder
+
+
 def render(page: Path, images: Path) -> str:
     """Run a page; return it with what came out, and write its figures into ``images``."""
     import matplotlib.pyplot as plt
@@ -62,7 +80,7 @@ def render(page: Path, images: Path) -> str:
     flags = __future__.annotations.compiler_flag
     text, drawn = [], 0
     plt.close("all")
-    with torch.random.fork_rng(), plt.rc_context():
+    with torch.random.fork_rng(), plt.rc_context(), only_shipped_data():
         for kind, line, body in cells(page.read_text(encoding="utf-8")):
             if kind == "markdown":
                 text.append(body)

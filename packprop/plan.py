@@ -29,7 +29,7 @@ from packprop.graph import Found, Graph, walk
 from packprop.memory import LiveBytes, Spec, byte_count, byte_text, pretending, storage_key
 from packprop.observe import Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
-from packprop.structures import Diagonal, Product, Structure
+from packprop.structures import Diagonal, Outer, Product, Structure
 from packprop.tape import extend, record
 from packprop.types import Extension, map_kind, map_tensors, tensors_in
 
@@ -381,12 +381,20 @@ def _choose(
 
 INSTEAD = {
     "BatchGrad": "BatchL2Grad or SumGradSquared",
+    "BatchDotGrad": "BatchL2Grad",
+    "BatchJacobian": "BatchJacobian(outputs=...) for some outputs",
     "SqrtGGNExact": "SqrtGGNMC",
+    "SqrtGGNMC": "DiagGGNMC",
     "DiagGGNExact": "DiagGGNMC",
     "BatchDiagGGNExact": "DiagGGNExact",
-    "EKFAC": "DiagGGNMC",
+    "BatchDiagGGNMC": "DiagGGNMC",
+    "DiagHessian": "DiagHessianMC",
+    "BatchDiagHessian": "DiagHessian",
+    "EKFAC": "KFAC",
     "KFAC": "DiagGGNMC",
     "KFLR": "DiagGGNExact",
+    "KFRA": "DiagGGNMC",
+    "HBP": "DiagGGNMC",
 }
 """What takes less."""
 
@@ -541,11 +549,19 @@ class _DryRun:
                 name,
                 " + ".join(found.use.name for found in uses),
                 type(structure).__name__,
-                "per-sample gradients" if formed else "signals and inputs alone",
+                _algorithm(structure),
                 min(samples, graph.samples),
                 graph.samples,
                 leaf.numel() * leaf.element_size() * min(samples, graph.samples),
             )
+
+
+def _algorithm(structure: Structure | Product | Diagonal) -> str:
+    if not getattr(structure, "formed", True):
+        return "signals and inputs alone"
+    if not isinstance(structure, Outer) or structure.shape[1] == 1:
+        return "per-sample gradients"
+    return f"per-sample gradients by {'products' if structure.direct is None else 'groups'}"
 
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:

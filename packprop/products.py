@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
 from packprop.hessian import Plan, plan, require_second_derivatives, residuals, slopes_at, twice
-from packprop.memory import is_dry, version
+from packprop.memory import found_fault, is_dry, version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT
@@ -47,8 +47,8 @@ class BlockProduct:
 
     It holds the graph of its forward pass: it stays valid, and holds memory, until it is dropped (``del
     parameter.hmp``) or overwritten by another backward pass; nothing is run again. That a parameter
-    has changed is known from PyTorch's count of changes and from where its values are; what is written through
-    ``.data`` is not counted.
+    has changed is known from PyTorch's count of changes, from where its values are and, for what is written
+    through ``.data``, from some of them.
     """
 
     leaf: Tensor
@@ -94,22 +94,54 @@ class BlockProduct:
         return (product[0] if bare else product).to(vectors.dtype)
 
 
-States = Sequence[tuple[Tensor, tuple[int, int]]]
-"""Tensors, with their storage and version when something was computed from them."""
+class State(NamedTuple):
+    """A tensor as it was when something was computed from it.
+
+    Args:
+        tensor: The tensor.
+        storage: Where its data were.
+        version: How often it had been changed in place.
+        sample: Some of its entries: changes through ``.data`` are not counted by the version.
+    """
+
+    tensor: Tensor
+    storage: int
+    version: int
+    sample: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> State:
+        """The tensor as it is now."""
+        return cls(tensor, 0 if is_dry() else tensor.data_ptr(), version(tensor), _sample(tensor).clone())
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the tensor is another by now; waits for the device."""
+        now = 0 if is_dry() else self.tensor.data_ptr(), version(self.tensor)
+        if now != (self.storage, self.version):
+            return True
+        sample = _sample(self.tensor)
+        equal = (sample == self.sample) | (sample.isnan() & self.sample.isnan())
+        return found_fault(~equal.all())
+
+
+def _sample(tensor: Tensor, most: int = 64) -> Tensor:
+    """Entries spread over a tensor ``[k]``; all of them if they are few."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // most)]
+
+
+States = Sequence[State]
 
 
 def states_of(tensors: Iterable[Tensor]) -> States:
     """Tensors as they are now."""
-    return [(tensor, _state(tensor)) for tensor in tensors]
+    return [State.of(tensor) for tensor in tensors]
 
 
 def were_changed(states: States) -> bool:
-    """Whether one of the tensors has been changed in place since, or has got another storage."""
-    return any(_state(tensor) != before for tensor, before in states)
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    return 0 if is_dry() else tensor.data_ptr(), version(tensor)
+    """Whether one of the tensors has been changed since, as far as ``State`` sees it."""
+    return any(state.is_past for state in states)
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:

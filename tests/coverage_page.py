@@ -98,7 +98,7 @@ FALLBACK = "any other function of torch"
 DERIVED = "what is computed from parameters first"
 NORMALISED = "a weight that `weight_norm` makes"
 SHARED = "one parameter used more than once"
-REGION = "a layer inside a checkpoint"
+REGION = "a layer inside a checkpoint (not reentrant)"
 TWO, OWN, NONE = (
     "several losses in one pass",
     "a loss module of one's own",

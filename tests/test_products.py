@@ -224,6 +224,19 @@ def test_values_that_were_put_elsewhere_are_refused(make: Any) -> None:
         getattr(weight, make().savefield)(torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
+def test_a_step_through_data_is_refused(make: Any) -> None:
+    """As programs for the older library update parameters: PyTorch does not count such changes."""
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, make())
+    weight = problem.parameters["0.weight"]
+    product = getattr(weight, make().savefield)
+    product(torch.zeros_like(weight))
+    problem.parameters["4.weight"].data.add_(1e-3)
+    with pytest.raises(PackpropError, match="changed in place"):
+        product(torch.zeros_like(weight))
+
+
 def test_an_optimizer_step_and_a_change_of_the_inputs_are_refused() -> None:
     problem = BY_NAME["linear-deep"].problem(3)
     backward(problem, extensions.HMP())

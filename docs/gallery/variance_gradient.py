@@ -102,7 +102,7 @@ class Patches(nn.Module):
 models = {
     "linear": nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
     "convolutional": nn.Sequential(
-        nn.Conv2d(1, 5, 5), nn.ReLU(), nn.MaxPool2d(2, 2), nn.Flatten(), nn.Linear(720, 10)
+        nn.Conv2d(1, 6, 4, stride=2), nn.SiLU(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(96, 10)
     ),
     "patches": Patches(),
 }
@@ -122,7 +122,8 @@ for name, model in models.items():
 # **Write a loop, or restrict the model.** The third model above has a shared weight, a weight that
 # is computed from others, and positions that share all of them; its rows are still one backward pass.
 #
-# **Wonder which quantities can be differentiated.** All of them can. A penalty on curvature, for
+# **Wonder which quantities can be differentiated.** Nearly all can, and an error names the function
+# where PyTorch has no further derivative to give, or a wrong one. A penalty on curvature, for
 # flat minima, is the gradient of a trace; here it is compared with a difference quotient along a
 # random direction, in double precision.
 

@@ -13,6 +13,7 @@ from packprop import context, tape
 from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
 from packprop.compat.own import BackpropExtension, Overrides, run_on_modules
 from packprop.context import Backpack, Hook
+from packprop.plan import Plan
 from packprop.types import Extension
 
 
@@ -88,7 +89,7 @@ class backpack(Backpack):  # noqa: N801
         extension_hook: Hook | None = None,
         debug: bool = False,
         retain_graph: bool = False,
-        memory: int | str | None = None,
+        memory: int | str | Plan | None = None,
     ) -> None:
         ours = [ext for ext in exts if isinstance(ext, Extension) or not isinstance(ext, BackpropExtension)]
         super().__init__(ours, None if extension_hook is None else self._done, memory, debug)

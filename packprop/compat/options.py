@@ -121,7 +121,7 @@ class Curvature(_Choice):
 
     @classmethod
     def is_pch(cls, curv_type: str) -> bool:
-        """Whether residuals are made positive (Chen et al. 2019)."""
+        """Whether residuals are made positive (Chen et al. 2018)."""
         cls.check_exists(curv_type)
         return curv_type in (cls.PCH_ABS, cls.PCH_CLIP)
 

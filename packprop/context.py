@@ -160,7 +160,7 @@ class Backpack(TorchFunctionMode):
         if self._memory is None:
             return default_bites(graph.leaves()[0].device if graph.leaves() else None)
         if isinstance(self._memory, Plan):
-            self._memory.require_fit(graph, self.extensions)
+            self._memory.require_fit(graph, self.extensions, self._hook is not None)
             return self._memory.bites
         return bites_again(graph, self.extensions, self._memory)
 
@@ -242,7 +242,7 @@ def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, 
                 "it is not an extension",
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
-    return tuple(extensions)
+    return tuple(dict.fromkeys(extensions))  # the same one twice is one
 
 
 class _Attach:

@@ -51,6 +51,13 @@ class Site:
         """Whether the leaf itself is the argument of the function."""
         return self.entry.parameter is self.leaf
 
+    @property
+    def has_squares(self) -> bool:
+        """Whether ``squares`` are known."""
+        entry = self.entry
+        told = entry.squares is not None or entry.structure in ("Outer", "Lookup")
+        return self.direct and entry.linear and told
+
     def squares(
         self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
     ) -> Structure | None:

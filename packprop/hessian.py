@@ -347,14 +347,14 @@ class Curvatures:
 
     def add(self, found: Found, diagonal: Tensor) -> None:
         """A diagonal at its output, of the output's shape."""
-        self._merge(found, found.layouts[0].to_front(diagonal).flatten(1))
+        self._merge(found, _flat(found.layouts[0].to_front(diagonal), 1))
 
     def add_columns(self, found: Found, signals: Sequence[Tensor | None], weights: Tensor) -> None:
         """Columns at its output, whose squares are weighted for each column and sample ``[v, n]``."""
         (signal,) = signals
         if signal is None:
             return
-        front = found.layouts[0].to_front(signal, 1).flatten(2)
+        front = _flat(found.layouts[0].to_front(signal, 1), 2)
         squares = front.to(accumulation_dtype(front.dtype)).square()
         each = weights[..., None]
         self._merge(found, (squares * each if squares.requires_grad else squares.mul_(each)).sum(0))
@@ -372,12 +372,15 @@ class Curvatures:
         self._totals[bit] = found, diagonal if before is None else before[1] + diagonal
 
 
+def _flat(front: Tensor, kept: int) -> Tensor:
+    """All axes behind the first ``kept`` as one, also where there are none."""
+    return front.reshape(*front.shape[:kept], -1)
+
+
 def _has_squares(found: Found) -> bool:
-    """Whether all leaves of a use can be given a diagonal at its output: tried on one sample."""
-    if list(found.nodes) != [0] or len(found.use.shapes) != 1:
-        return False
-    nothing = torch.zeros((), dtype=_dtype(found), device=_device(found)).expand(1, *found.use.shapes[0])
-    return all(site.squares([nothing], found.layouts, slice(0, 1)) is not None for site in found.sites)
+    """Whether all leaves of a use can be given a diagonal at its output."""
+    alone = list(found.nodes) == [0] and len(found.use.shapes) == 1
+    return alone and all(site.has_squares for site in found.sites)
 
 
 def _enters_once(found: Found, site: Site, samples: int) -> bool:
@@ -524,13 +527,21 @@ class SharedRows:
 def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -> bool:
     """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
 
-    Where samples lie on channels, a convolution may have a kernel for each.
+    The axis of samples must pass through: where a product sums over it, each sample has rows of the other
+    matrix to itself, and where samples lie on channels, a convolution may have a kernel for each.
     """
-    name = name_of_node(node)
-    if name in CONVOLUTIONS:
-        leads = layout.axis in (None, 0) and inside.axis in (None, 0)
-        return leads and node.next_functions[0][0] is below.node
-    return name in ("Addmm", "Mm", "Linear")
+    places = [place for place, (above, _) in enumerate(node.next_functions) if above is below.node]
+    if len(places) != 1 or layout != inside:
+        return False
+    name, dims = name_of_node(node), len(made_by(node)[0].shape)
+    kept: Sequence[int] = ()
+    if places == [0] and name in CONVOLUTIONS:
+        kept = (0,)
+    elif places == [0] and name == "Linear":
+        kept = range(dims - 1)
+    elif name in ("Mm", "Addmm"):  # the one adds nothing, the other a first operand
+        kept = (places[0] - (name == "Addmm"),)
+    return len(kept) > 0 and layout.axis in (None, *kept)
 
 
 def _shared_rows(
@@ -733,6 +744,7 @@ def require_second_derivatives(
         PackpropError: With the name of the node.
     """
     wanted = {id(leaf): leaf for leaf in leaves}
+    made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
     for node in nodes_above(root.grad_fn for root in roots):
         fault = ONCE if is_once_differentiable(node) else None
         if not linear and is_wrong_in_second_order(node):
@@ -740,7 +752,7 @@ def require_second_derivatives(
         if fault is None:
             continue
         for above in nodes_above([node]):
-            leaf = wanted.get(id(getattr(above, "variable", None)))
+            leaf = wanted.get(id(getattr(above, "variable", None))) or made.get(above)
             if leaf is not None:
                 raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from packprop.algorithms import forced, frugal
+from packprop.memory import device_kind
 
 WORTH_A_CALL = 2**20
 """Multiplications from which on one product is worth a call of its own."""
@@ -80,7 +81,7 @@ def convolved_by_groups(images: Tensor, signal: Tensor, positions: int, fan_out:
     by_name = forced("convolutions")
     if by_name is not None or frugal():
         return by_name != "patches"
-    onednn = images.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    onednn = device_kind(images) == "cpu" and torch.backends.mkldnn.is_available()
     return onednn and images.dtype == torch.float32 and positions > fan_out
 
 
@@ -137,7 +138,7 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     """
     library: Any = torch.ops.mkldnn
     fits = (
-        left.device.type == right.device.type == "cpu"
+        device_kind(left) == device_kind(right) == "cpu"
         and left.dtype == right.dtype == torch.float32
         and forced("products") != "batched"
         and (

@@ -17,6 +17,7 @@ from torch import Tensor
 from packprop.errors import BadInput
 from packprop.memory import found_fault, is_dry
 from packprop.structures import Order
+from packprop.types import accumulation_dtype, precision
 
 Factors = Sequence[Tensor]
 
@@ -48,7 +49,7 @@ def eigen(block: Block) -> Eigen:
     if isinstance(block, Eigen):
         return block
     _require_factors("eigen", block)
-    pairs = [torch.linalg.eigh(factor) for factor in block]
+    pairs = [torch.linalg.eigh(_widened(factor)) for factor in block]
     values = pairs[0][0] if len(pairs) == 1 else torch.outer(pairs[0][0], pairs[1][0])
     return Eigen(values, [vectors for _, vectors in pairs])
 
@@ -133,14 +134,14 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
         return block._replace(values=1 / (block.values + damping))
     _require_factors("inverse", block)
     if len(block) == 1:
-        return [torch.linalg.inv(_shifted(block[0], damping))]
-    B, A = block
+        return [torch.linalg.inv(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
+    B, A = map(_widened, block)
     tiny = torch.finfo(B.dtype).tiny
     means = [(factor.diagonal().mean()).clamp(min=tiny) for factor in (B, A)]
     pi = (means[1] / means[0]).sqrt()
     return [
-        torch.linalg.inv(_shifted(B, math.sqrt(damping) / pi)),
-        torch.linalg.inv(_shifted(A, math.sqrt(damping) * pi)),
+        torch.linalg.inv(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
+        torch.linalg.inv(_shifted(A, math.sqrt(damping) * pi)).to(block[1].dtype),
     ]
 
 
@@ -175,21 +176,27 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
         values = block.values.clamp(min=0)
     else:
         _require_factors("logdet", block)
-        values = torch.linalg.eigvalsh(block[0]).clamp(min=0)
+        values = torch.linalg.eigvalsh(_widened(block[0])).clamp(min=0)
         if len(block) > 1:
-            values = torch.outer(values, torch.linalg.eigvalsh(block[1]).clamp(min=0))
+            values = torch.outer(values, torch.linalg.eigvalsh(_widened(block[1])).clamp(min=0))
     logarithms: Tensor = (values + damping).log()
     return logarithms.sum()
 
 
 def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
     """Vectors with their coordinates in the eigenbasis multiplied by ``values``."""
-    flat = _as_matrices(asked, block, vectors)
+    flat = _as_matrices(asked, block, vectors).to(values.dtype)
     left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
     rotated = left.mT @ flat if right is None else left.mT @ flat @ right
     rotated = left @ (rotated * values.reshape(rotated.shape[1:]))
     product = rotated if right is None else rotated @ right.mT
-    return (product if block.order is None else block.order.to_parameter(product)).reshape(vectors.shape)
+    product = product if block.order is None else block.order.to_parameter(product)
+    return product.reshape(vectors.shape).to(precision(vectors, product))
+
+
+def _widened(factor: Tensor) -> Tensor:
+    """In a precision that decompositions are there for."""
+    return factor.to(accumulation_dtype(factor.dtype))
 
 
 def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:

@@ -240,8 +240,8 @@ def _cross_entropy(
     classes = input.shape[axis]
     mean = _reduction(reduction, size_average, reduce) == "mean"
     if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
-        mass = (target != ignore_index).to(input.dtype)
-        return Loss(axis, mass, mass.sum() if mean else 1.0, softmax_root)
+        counted = target != ignore_index
+        return Loss(axis, counted.to(input.dtype), counted.sum() if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
@@ -252,7 +252,7 @@ def _cross_entropy(
         counted = target != ignore_index
         own = each[torch.where(counted, target, 0)] * counted
         mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
-        divisor = own.sum()
+        divisor = own.sum(dtype=accumulation_dtype(own.dtype))
     return Loss(axis, mass, divisor if mean else 1.0, softmax_root)
 
 

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.types import tensors_in
 
-_DRY: ContextVar[bool] = ContextVar("packprop_dry", default=False)
+_DRY: ContextVar[str | None] = ContextVar("packprop_dry", default=None)
+"""The type of the device that is pretended to be there."""
 
 
 def byte_count(memory: int | str) -> int | None:
@@ -70,9 +71,9 @@ class Spec(NamedTuple):
 
 
 @contextlib.contextmanager
-def pretending() -> Iterator[None]:
-    """Inside, tensors have no data: what must be looked at is taken to be in order."""
-    token = _DRY.set(True)
+def pretending(device: str = "cpu") -> Iterator[None]:
+    """Inside, tensors have no data but a device. What must be looked at is taken to be in order."""
+    token = _DRY.set(device)
     try:
         yield
     finally:
@@ -81,7 +82,12 @@ def pretending() -> Iterator[None]:
 
 def is_dry() -> bool:
     """Whether tensors have no data."""
-    return _DRY.get()
+    return _DRY.get() is not None
+
+
+def device_kind(tensor: Tensor) -> str:
+    """The type of a tensor's device, or of the one that is pretended."""
+    return _DRY.get() or tensor.device.type
 
 
 def found_fault(condition: Tensor) -> bool:
@@ -135,10 +141,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_dry() != self._dry:  # a dry run inside of what is counted takes nothing
-            return out
         given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(out):
+            if tensor.untyped_storage().device.type == "meta" and not self._dry:
+                continue  # a dry run inside of what is counted takes nothing
             if (key := storage_key(tensor)) in self.sizes or key not in given:
                 self._meet(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
         self.history.append(self.now)

@@ -347,7 +347,7 @@ class Observation:
         not where each ``waits`` for the gradient's pass.
         """
         most = self.bites.parameters
-        if most is None or waits:
+        if most is None or waits or self.graph.hosts:  # a checkpoint's node is run for all of its uses
             return [self.graph.found]
         groups: list[tuple[list[Found], set[int]]] = []
         for found in self.graph.found:
@@ -360,7 +360,7 @@ class Observation:
                 uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
             groups.append((uses, leaves))
         # what is held of so few are the signals at all of them: each is an end of its own
-        return [[replace(f, first=f.host is None) for f in uses] for uses, _ in groups]
+        return [[replace(f, first=True) for f in uses] for uses, _ in groups]
 
     def _last_pass(self, backward: Backward | None) -> None:
         """The user's own pass, when all that was asked for is there."""
@@ -457,7 +457,8 @@ class Observation:
             for task in group:
                 self._begin_second(leaf, task)
             most = self._most.get(id(leaf), count)
-            step = count if whole else min(self._samples_at_once(leaf, parts, thin), most)
+            formed = build is _met and all(task.row.statistic in OF_ROWS for task in group)
+            step = count if whole else min(self._samples_at_once(leaf, parts, thin, formed), most)
             start = 0
             while start < count:
                 stop = min(count, start + step)
@@ -554,13 +555,18 @@ class Observation:
             zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape))
             self._partial_of(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
-    def _samples_at_once(self, leaf: Tensor, parts: list[Part], thin: bool = False) -> int:
-        """How many samples fit into the scratch memory; ``thin`` where rows are not formed without need."""
+    def _samples_at_once(
+        self, leaf: Tensor, parts: list[Part], thin: bool = False, formed: bool = False
+    ) -> int:
+        """How many samples fit into the scratch memory.
+
+        ``thin`` where rows are not formed without need, ``formed`` where nothing else is taken of inputs.
+        """
         entries, room = 0, self.bites.scratch
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
-            scratch = site.entry.single if columns == 1 and site.entry.single else site.entry.scratch
+            scratch = site.entry.single if formed and columns == 1 and site.entry.single else site.entry.scratch
             each = max(scratch, leaf.numel(), own)
             fans = site.entry.fans
             if not columns:  # what comes of inputs alone is a matrix that each bite is added to

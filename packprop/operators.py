@@ -27,6 +27,7 @@ from packprop.products import (
     states_of,
     were_changed,
 )
+from packprop.types import precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ class Operator:
         ]
         found = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
         products = torch.cat(found, 1) + self.damping * columns.to(self.dtype)
-        return products.mT.reshape(vectors.shape).to(vectors)
+        return products.mT.reshape(vectors.shape).to(vectors.device, precision(vectors, products))
 
     def to_scipy(self) -> Any:
         """The same as a ``scipy.sparse.linalg.LinearOperator``, of arrays ``[p]`` or ``[p, v]`` on the CPU.

@@ -101,6 +101,7 @@ class Plan:
         samples: Samples in the batch.
         results: Bytes of all results.
         extensions: Names of what was asked for.
+        freed: Whether it counts on an extension hook that takes values away.
         shapes: Uses and the shapes of their outputs, by which a pass is known again.
     """
 
@@ -114,10 +115,11 @@ class Plan:
     samples: int
     results: int
     extensions: tuple[str, ...]
+    freed: bool
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
 
-    def require_fit(self, graph: Graph, extensions: Sequence[Extension]) -> None:
-        """Refuse a pass that the plan was not made for.
+    def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
+        """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
 
         Raises:
             BadInput: With the first difference.
@@ -126,7 +128,9 @@ class Plan:
         names = tuple(extension.name for extension in extensions)
         device = next((leaf.device.type for leaf in graph.leaves()), self.device)
         difference = None
-        if names != self.extensions:
+        if self.freed and not hooked:
+            difference = "no extension hook; planned was one that takes values away"
+        elif names != self.extensions:
             difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
         elif device != self.device:
             difference = f"parameters on {device}; planned was {self.device}"
@@ -436,7 +440,7 @@ class _DryRun:
         # autograd cannot even name a device that is not there: kernels are those of the CPU then
         there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
         self._place = device if there else torch.device("cpu")
-        with pretending():
+        with pretending(device.type):
             self._counted = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
         self._lines: dict[str, Line] = {}
         self._parts: dict[str, int] = {}
@@ -449,7 +453,7 @@ class _DryRun:
     def plan(self, step: Step, budget: int | None, gradients: bool) -> Plan:
         """Run it."""
         with ExitStack() as stack:
-            stack.enter_context(pretending())
+            stack.enter_context(pretending(self._device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             self._copied = _copied(self._model, lambda value: _made(value, self._place))
             same_verdicts(self._copied, self._model)
@@ -488,6 +492,7 @@ class _DryRun:
             graph.samples,
             self._results,
             tuple(extension.name for extension in self._extensions),
+            self._freed,
             shapes,
         )
 

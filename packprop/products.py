@@ -23,7 +23,7 @@ from packprop.hessian import Plan, plan, require_second_derivatives, residuals, 
 from packprop.memory import found_fault, is_dry, version
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
-from packprop.types import EXACT
+from packprop.types import EXACT, precision
 
 Matrix = Literal["hessian", "ggn", "positive"]
 Modify = Literal["clip", "abs"]
@@ -91,7 +91,7 @@ class BlockProduct:
                 "inputs or other tensors of the forward pass were changed in place since",
                 "run a forward and a backward pass with the extension again",
             ) from error
-        return (product[0] if bare else product).to(vectors.dtype)
+        return (product[0] if bare else product).to(precision(vectors, product))
 
 
 class State(NamedTuple):

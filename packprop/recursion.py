@@ -58,7 +58,8 @@ def averaged_factors(
     """
     places = _chain(graph)
     (group,) = columns(graph, seed, torch.is_grad_enabled())
-    fed = places[0].layout.to_front(group.chunk(0, group.count)[0], 1).flatten(2)
+    fed = places[0].layout.to_front(group.chunk(0, group.count)[0], 1)
+    fed = fed.reshape(*fed.shape[:2], -1)
     fed = fed.to(accumulation_dtype(fed.dtype))
     matrix = torch.einsum("vni,vnj->ij", fed, fed)
     here = {(node, output): f for f in graph.found for node, output in f.nodes.values()}
@@ -136,13 +137,15 @@ def _averaged(
         (pulled,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
         if pulled is None:
             return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
-        jacobian = below.layout.to_front(pulled, 1).flatten(2).to(matrix.dtype)
+        jacobian = below.layout.to_front(pulled, 1)
+        jacobian = jacobian.reshape(*jacobian.shape[:2], -1).to(matrix.dtype)
         return _mean_of_products(jacobian, matrix)
     call: Any = node
     made = made_by(node)[0]
     slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
     slope = slope[0] if isinstance(slope, tuple) else slope
-    each = below.layout.to_front(slope).flatten(1).to(matrix.dtype)
+    each = below.layout.to_front(slope)
+    each = each.reshape(len(each), -1).to(matrix.dtype)
     if average_jacobians:
         result = matrix * torch.outer(each.mean(0), each.mean(0))
     else:
@@ -152,7 +155,7 @@ def _averaged(
     (arriving,) = slopes_at(graph, [place.edge])
     curve = Curve(node, below.edge, below.shape, 0)
     own = residual(curve, arriving, torch.is_grad_enabled())
-    diagonal = below.layout.to_front(own).flatten(1).sum(0).to(matrix.dtype)
+    diagonal = below.layout.to_front(own).sum(0).flatten().to(matrix.dtype)
     if curvature != "hessian":
         diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
     return result + diagonal.diag()
@@ -184,7 +187,8 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     same = site.entry.constant and not found_fault((rows(one) != rows(last)).any())
     if not same:  # entries of one sample alone
         known = site.meet([units], found.layouts, slice(None))
-    jacobian = rows(known).flatten(2).to(matrix.dtype)
+    jacobian = rows(known)
+    jacobian = jacobian.reshape(*jacobian.shape[:2], -1).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)
 
 

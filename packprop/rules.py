@@ -275,6 +275,9 @@ def _conv_transpose(
         return transposed_patches(x, kernel, steps, inset, outset, gaps, groups)
 
     def gradients(x: Tensor, signal: Tensor) -> Tensor:  # a convolution takes the signals back to the inputs
+        beyond = [out // step for out, step in zip(outset, steps, strict=True)]
+        if any(beyond):  # where the outputs are longer than the inputs account for, it has outputs of its own
+            x = F.pad(x, [width for extra in reversed(beyond) for width in (0, extra)])
         return grouped_gradients(signal, x, weight.shape, steps, inset, gaps, groups)
 
     return _convolution(call, input, weight, bias, groups, fold_swapped, unfold, gradients)

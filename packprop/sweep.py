@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,21 +41,32 @@ class Watch:
         self._pending: dict[Found, list[Tensor | None]] = {}
         self._waiting: dict[Found, int] = {}
         self._visiting = False
+        self._thread, self._context = threading.get_ident(), contextvars.copy_context()
         self._handles = [
-            node.register_prehook(self._hook(f, index, output))
+            node.register_prehook(self._here(self._hook(f, index, output)))
             for f in found
             for index, (node, output) in f.nodes.items()
         ]
         self._hosts = hosts_of(found)
         for host in self._hosts:  # what the engine calls, for this node alone and as long as the watch lasts
-            host.node.apply = functools.partial(self._inside, host)
+            host.node.apply = self._here(functools.partial(self._inside, host))
         if inputs:  # the node's own function may be what has the inputs computed again
             self._handles += [
-                node.register_hook(lambda *_: self._catch_up())
+                node.register_hook(self._here(lambda *_: self._catch_up()))
                 for f in found
                 if f.use.source is not None
                 for node, _ in f.nodes.values()
             ]
+
+    def _here(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The same with context variables of this thread: autograd runs each accelerator in another."""
+
+        def run(*arguments: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                return hook(*arguments)
+            return self._context.copy().run(hook, *arguments)
+
+        return run
 
     def _hook(self, found: Found, index: int, output: int) -> Callable[[Any], None]:
         def arrived(gradients: Sequence[Tensor | None]) -> None:

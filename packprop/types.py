@@ -222,6 +222,11 @@ class Extension:
         return type(self).__name__
 
 
+def precision(vectors: Tensor, products: Tensor) -> torch.dtype:
+    """That of the vectors; products of whole numbers are fractions."""
+    return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision that sums are accumulated in: at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -864,3 +864,31 @@ def test_language_model_trained_and_measured() -> None:
             assert parameter.grad_batch.shape == (3, *parameter.shape)
             assert_near(parameter.grad_batch.sum(0), parameter.grad, "rows")
         optimiser.step()
+
+
+def test_the_same_extension_twice_is_one() -> None:
+    model = packprop.extend(nn.Linear(3, 2))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    asked = extensions.BatchGrad()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with packprop.backpack(asked, asked):
+        loss.backward()
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
+def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
+    """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
+    import threading
+
+    from packprop.algorithms import choosing, frugal
+    from packprop.sweep import Watch
+
+    found = []
+    with choosing(frugal=True):
+        watch = Watch([], lambda *_: None)
+        hook = watch._here(lambda value: found.append((value, frugal())))
+        hook(1)
+        thread = threading.Thread(target=hook, args=(2,))
+        thread.start()
+        thread.join()
+    assert found == [(1, True), (2, True)]

@@ -21,6 +21,7 @@ from packprop.observe import Bites, Observation, default_bites
 from packprop.plan import BudgetTooSmall, choices, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
+from tests.models import Checkpointed
 from tests.oracle import Problem
 from tests.running import (
     ROWS,
@@ -254,6 +255,41 @@ def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> N
     assert peaks[1] <= results // 2
     for mine, other in zip(*sums, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_a_plan_that_counts_on_a_hook_is_refused_without_one() -> None:
+    model, batch = wide_layers(), (torch.randn(32, 64), torch.randint(64, (32,)))
+    asked = extensions.BatchDiagGGNExact()
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked], freed=True)
+    with pytest.raises(BadInput, match="no extension hook"):
+        step(model, batch, asked, memory=plan)
+
+
+def test_parameters_in_turn_leave_reentrant_checkpoints_whole(monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Checkpointed(True), (torch.randn(4, 3), torch.randint(3, (4,)))
+    step(model, batch, extensions.DiagGGNExact())
+    expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, True, 1))
+    step(model, batch, extensions.DiagGGNExact())
+    assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
+
+
+def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
+    """Grouped convolutions are oneDNN's advantage: on an accelerator inputs are unfolded."""
+    model = nn.Sequential(nn.Conv2d(16, 4, 3), nn.Flatten(), nn.Linear(4 * 30 * 30, 3))
+    batch = torch.randn(4, 16, 32, 32), torch.randint(3, (4,))
+    lines = {
+        device: packprop.plan(
+            model, nn.CrossEntropyLoss(), batch, [extensions.BatchGrad()], device=device
+        ).lines
+        for device in ("cpu", "cuda")
+    }
+    found = {
+        device: next(line.algorithm for line in own if line.parameter == "0.weight")
+        for device, own in lines.items()
+    }
+    assert found == {"cpu": "per-sample gradients by groups", "cuda": "per-sample gradients by products"}
 
 
 def test_uses_of_tied_parameters_are_swept_together() -> None:
@@ -539,6 +575,7 @@ CONVOLUTIONS = {
     "3d, dilated": (nn.Conv3d(2, 3, 2, dilation=2), (5, 2, 6, 6, 6)),
     "transposed": (nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1, groups=2), (5, 4, 7, 7)),
     "transposed 1d": (nn.ConvTranspose1d(4, 6, 3, stride=3, dilation=2), (5, 4, 7)),
+    "transposed, longer": (nn.ConvTranspose1d(2, 3, 3, dilation=3, output_padding=2), (5, 2, 7)),
 }
 
 

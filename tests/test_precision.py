@@ -236,3 +236,25 @@ def test_a_scaler_saves_what_half_precision_would_lose() -> None:
     factor = 2.0**10
     exact = 8 * (2 * 2.0**-16 * factor) ** 2
     assert torch.equal(run(factor), torch.full((1, 4), exact, dtype=torch.float64))
+
+
+def test_more_terms_than_half_precision_can_count() -> None:
+    from packprop.losses import describe
+
+    targets = torch.zeros(70_000, dtype=torch.long)
+    logits = torch.zeros(70_000, 2, dtype=torch.float16)
+    for weight in (None, torch.ones(2, dtype=torch.float16)):
+        divisor = describe(torch.nn.functional.cross_entropy, (logits, targets, weight), {}).divisor
+        assert float(divisor) == 70_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_in_half_precision(dtype: torch.dtype) -> None:
+    from packprop import kronecker
+
+    factors = [2 * torch.eye(3, dtype=dtype), torch.eye(2, dtype=dtype)]
+    vectors = torch.ones(3, 2, dtype=dtype)
+    torch.testing.assert_close(kronecker.solve(factors, vectors, 0.0), vectors / 2)
+    assert kronecker.solve(factors, vectors, 0.0).dtype == dtype
+    torch.testing.assert_close(kronecker.inverse(factors, 0.0)[0], factors[0] / 4)
+    assert float(kronecker.logdet(factors)) == pytest.approx(6 * 0.6931, rel=1e-2)

@@ -467,3 +467,13 @@ def test_sign_columns_are_what_they_say(case: Case) -> None:
         signs = flat([drawn[id(p)].double() for p in parameters])
         expected += signs * (hessian @ signs) / draws
     assert_near(flat([p.diag_h_mc for p in parameters]), expected, "diag_h_mc", 1e-9)
+
+
+def test_whole_numbers_as_vectors() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.GGNMP())
+    weight = problem.parameters["0.weight"]
+    ones = torch.ones_like(weight)
+    assert_near(weight.ggnmp(ones.long()), weight.ggnmp(ones), "ggnmp")
+    operator = packprop.operators.hessian(lambda: (weight**3).sum(), [weight])
+    assert_near(operator @ ones.flatten().long(), operator @ ones.flatten(), "operator")

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from packprop import extensions as catalogue
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
-from packprop.hessian import Plan, plan, require_second_derivatives
 from packprop.losses import describe
 from packprop.nodes import nodes_above
 from packprop.samples import check_graph
+from packprop.second_order import require_second_derivatives
 from packprop.seeds import columns
 from packprop.structures import Dense, join
 from packprop.tape import EXTENDED, HANDLES, MIXES, USE, Use, extend, is_extended, marks_of, record
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed, tensors_in
 from packprop.uses import Entry, random_state, set_random_state
+from packprop.ways import Ways, choose_ways
 
 ASKED = "coverage(model, batch) was called."
 
@@ -394,13 +395,13 @@ def _hessians(graph: Graph) -> dict[int, str]:
     except PackpropError:
         with_roots = False
     try:
-        chosen = plan(graph, with_roots, per_sample=True)
+        chosen = choose_ways(graph, with_roots, per_sample=True)
     except PackpropError:
         return {}
     return {id(leaf): _way(graph, chosen, leaf) for leaf in graph.leaves()}
 
 
-def _way(graph: Graph, chosen: Plan, leaf: Tensor) -> str:
+def _way(graph: Graph, chosen: Ways, leaf: Tensor) -> str:
     way = chosen.way(leaf)
     try:
         if way != "swept":

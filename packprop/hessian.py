@@ -1,4 +1,4 @@
-"""Diagonals of the Hessian: which way each parameter's is taken, and what each way feeds in.
+"""Diagonals of the Hessian: what each way to them feeds in.
 
 # NOTE [Hessian diagonal]
 A loss curves in the output y of a use because the loss function does, and because nodes between the two do.
@@ -8,8 +8,8 @@ GGN, so its columns are swept; for the second one a unit column is swept for eac
 what arrives are weighted by r, which may have either sign (*swept*). No root of r is taken: it could not be
 differentiated where r is zero. Where z is y itself, squares of the use's inputs do without a sweep; where each
 entry of the parameter enters one entry of y, the diagonal of the Hessian in y does, and columns end there.
-Columns at the output of a matrix product or a convolution begin at its input: its Jacobian is the same for all
-samples, so that one pass gives as many of its rows as there are samples. Without nonlinear nodes the Hessian is
+Columns at the output of a matrix product or a convolution begin at its input where its Jacobian is the same for
+all samples: one pass gives as many of its rows as there are samples. Without nonlinear nodes the Hessian is
 the GGN.
 Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are found by double backward:
 ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u (*output*). This asks that the outputs are
@@ -20,297 +20,31 @@ parameter) is differentiated twice in the parameter itself, entry by entry (*par
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.errors import PackpropError
-from packprop.graph import EAGER, Found, Graph, Site, made_by
-from packprop.nodes import (
-    is_once_differentiable,
-    is_wrong_in_second_order,
-    is_wrong_in_third_order,
-    kind_of,
-    name_of_node,
-    nodes_above,
-)
+from packprop.graph import Found, Graph, Site, made_by
+from packprop.nodes import name_of_node
 from packprop.samples import layouts_at
+from packprop.second_order import require_second_derivatives, slopes_at, twice
 from packprop.seeds import Columns, unit_columns
 from packprop.structures import join, rows
 from packprop.sweep import pull_columns, sweep
 from packprop.types import Layout, Seed, accumulation_dtype
+from packprop.ways import Curve, Ways, named, require_third_derivatives, subset_of
 
-ASKED = "A diagonal of the Hessian was asked for."
-Way = Literal["swept", "output", "parameter"]
 CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
 WORTH_A_BATCH = 4
 """Passes through one function from which on a vectorised one is faster."""
 BATCHED_ENTRIES = 2**23
 """Entries of all outputs of uses that columns by double backward may take at once."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """An elementwise nonlinearity between a loss and some uses.
-
-    Args:
-        node: Its node.
-        input: Where its input came from.
-        shape: Shape of its input.
-        upstream: Bits of the uses that its input depends on.
-    """
-
-    node: Node
-    input: GradientEdge
-    shape: torch.Size
-    upstream: int
-
-
-@dataclass
-class Plan:
-    """Which way the diagonal of each leaf is taken.
-
-    Args:
-        swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
-        curves: These nonlinearities, and where their inputs hold the samples.
-        output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
-        parameter: Leaves that are differentiated twice.
-        bits: The place of each use among bits.
-        masks: As ``dependence`` says.
-    """
-
-    swept: list[Tensor] = field(default_factory=list)
-    curves: list[tuple[Curve, Layout]] = field(default_factory=list)
-    output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
-    parameter: list[Tensor] = field(default_factory=list)
-    bits: dict[Found, int] = field(default_factory=dict)
-    masks: dict[Node, int] = field(default_factory=dict)
-
-    def way(self, leaf: Tensor) -> Way:
-        """How one leaf goes."""
-        if any(leaf is other for other in self.swept):
-            return "swept"
-        return "parameter" if any(leaf is other for other in self.parameter) else "output"
-
-
-def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
-    """Under ``create_graph``, double backward is differentiated once more: that must be right in torch.
-
-    Raises:
-        PackpropError: If a node between the roots and one of the leaves gets it wrong.
-    """
-    wanted = {id(leaf) for leaf in leaves}
-    bits = {f: 1 << place for place, f in enumerate(graph.found)}
-    own = sum(bit for f, bit in bits.items() if any(id(site.leaf) in wanted for site in f.sites))
-    for node, mask in dependence(graph).items():
-        if mask & own and is_wrong_in_third_order(node):
-            raise PackpropError(
-                "A diagonal of the Hessian was asked for with create_graph=True.",
-                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
-                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
-                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
-                "quantities, which take one",
-            )
-
-
-def plan(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Plan:
-    """Choose a way for every leaf.
-
-    Args:
-        graph: With its samples settled.
-        known_losses: Whether the losses have roots of their Hessians, and enter linearly.
-        per_sample: Whether diagonals of single samples are asked for.
-        create_graph: Whether they shall be differentiable.
-
-    Raises:
-        PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
-    """
-    found = {f: 1 << place for place, f in enumerate(graph.found)}
-    masks = dependence(graph)
-    bad, curves, products = -1, list[Curve](), set[tuple[int, ...]]()
-    layouts: list[Layout] = []
-    if known_losses and not graph.unlosed:
-        bad, curves, products = _curves([loss.call.edge.node for loss in graph.losses], masks)
-        layouts, without = _layouts(graph, curves)
-        bad |= without
-    coupled = (not known_losses or bool(graph.unlosed)) and _couples_samples(graph)
-    if coupled and per_sample:
-        raise PackpropError(
-            "A diagonal of the Hessian of each sample was asked for.",
-            "what was made of the samples' losses",
-            "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
-            "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
-        )
-    chosen = Plan(bits=found, masks=masks)
-    outputs: dict[tuple[Found, ...], list[Tensor]] = {}
-    for leaf in graph.leaves():
-        own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
-        bits = functools.reduce(int.__or__, (found[f] for f in own))
-        if coupled or not _is_affine(leaf, own, bits, masks):
-            chosen.parameter.append(leaf)
-        elif bits & bad or any(sum(bool(bits & mask) for mask in factors) > 1 for factors in products):
-            outputs.setdefault(tuple(own), []).append(leaf)
-        else:
-            chosen.swept.append(leaf)
-    for uses, leaves in outputs.items():
-        columns = sum(shape.numel() for f in uses for shape in f.use.shapes) // max(graph.samples, 1)
-        if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
-            chosen.parameter += leaves
-        else:
-            chosen.output.append((list(uses), leaves))
-    if create_graph:
-        twice = [*chosen.parameter, *(leaf for _, leaves in chosen.output for leaf in leaves)]
-        require_third_derivatives(graph, twice)
-    kept = {id(leaf) for leaf in chosen.swept}
-    reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
-    pairs = zip(curves, layouts, strict=True)
-    chosen.curves = [(curve, layout) for curve, layout in pairs if curve.upstream & reached]
-    return chosen
-
-
-def _named(graph: Graph) -> Callable[[Tensor], str]:
-    return lambda leaf: f"parameter {graph.name(leaf)!r}"
-
-
-def _couples_samples(graph: Graph) -> bool:
-    """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column."""
-    if graph.samples == 1:
-        return False
-    require_second_derivatives(graph.roots, graph.leaves(), _named(graph), linear=True)
-    places = [(f, index) for f in graph.found for index in f.nodes]
-    edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    label = graph.label(graph.found[0])
-    with twice(label), torch.enable_grad():
-        slopes = slopes_at(graph, edges, create_graph=True)
-    generator = torch.Generator().manual_seed(0)
-    fed: list[tuple[Tensor, Tensor]] = []
-    for (f, index), slope in zip(places, slopes, strict=True):
-        if slope is not None and slope.requires_grad:
-            noise = torch.randn(slope.shape, generator=generator).to(slope.device, slope.dtype)
-            fed.append((slope, noise * _even(f.layouts[index], slope)))
-    if not fed:
-        return False
-    with twice(label):
-        found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
-    inside, leaked = [0.0], [0.0]
-    for (f, index), column in zip(places, found, strict=True):
-        if column is not None and column.numel():
-            even = _even(f.layouts[index], column)
-            inside.append((column * even).abs().max().item())
-            leaked.append((column * (1 - even)).abs().max().item())
-    return max(leaked) > 1e-5 * max(inside) or max(leaked) != max(leaked)
-
-
-def _even(layout: Layout, like: Tensor) -> Tensor:
-    """One in the rows of every second sample, zero elsewhere, to be broadcast against a tensor."""
-    if layout.axis is None:
-        return torch.ones((), dtype=like.dtype, device=like.device)
-    rows = (layout.sample_of(like.device) % 2 == 0).to(like.dtype)
-    return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])
-
-
-def _is_affine(leaf: Tensor, uses: Sequence[Found], bits: int, masks: dict[Node, int]) -> bool:
-    """Whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
-    sites = [site for f in uses for site in f.sites if site.leaf is leaf]
-    if not all(site.direct and site.entry.linear for site in sites):
-        return False
-    return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.use.edges)
-
-
-def dependence(graph: Graph) -> dict[Node, int]:
-    """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
-    found = {f: 1 << place for place, f in enumerate(graph.found)}
-    return _masks([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
-
-
-def _masks(starts: Sequence[Node], found: dict[Found, int]) -> dict[Node, int]:
-    """Bits of the uses that lie upstream of each node, itself included."""
-    own: dict[Node, int] = {}
-    for f, bit in found.items():
-        for node, _ in f.nodes.values():
-            own[node] = own.get(node, 0) | bit
-    masks: dict[Node, int] = {}
-    for node in _upstream_first(starts):
-        if node.name() == EAGER:
-            raise PackpropError(
-                ASKED,
-                "a branch inside eager_backward()",
-                "its gradient has been taken, and its graph is gone: the second derivative is not known",
-                "leave the branch outside eager_backward()",
-            )
-        masks[node] = own.get(node, 0)
-        for upstream, _ in node.next_functions:
-            if upstream is not None:
-                masks[node] |= masks[upstream]
-    return masks
-
-
-def _upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
-    """Every node once, after all those that it leads to."""
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(start, False) for start in starts]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            yield node
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(up, False) for up, _ in node.next_functions if up is not None and up not in seen]
-
-
-def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[Curve], set[tuple[int, ...]]]:
-    """What is not linear: bits of uses behind nodes of no known kind, elementwise nodes, and products.
-
-    A product, given by the bits of its factors, is linear for a leaf whose uses one of them alone depends on.
-    """
-    bad = 0
-    curves: list[Curve] = []
-    products: set[tuple[int, ...]] = set()
-    for node in _upstream_first(starts):
-        edges = node.next_functions
-        factors = [(place, masks[up]) for place, (up, _) in enumerate(edges) if up is not None and masks[up]]
-        if not factors:
-            continue
-        places = [place for place, _ in factors]
-        union = functools.reduce(int.__or__, (mask for _, mask in factors))
-        kind = kind_of(node, places)
-        if kind == "elementwise":
-            source, output = edges[places[0]]
-            assert source is not None
-            shape = torch.Size(made_by(source)[output].shape)
-            if shape == torch.Size(made_by(node)[0].shape):
-                curves.append(Curve(node, GradientEdge(source, output), shape, union))
-                continue
-        if kind == "linear":
-            continue
-        if len(places) > 1 and all(kind_of(node, [place]) == "linear" for place in places):
-            products.add(tuple(mask for _, mask in factors))
-        else:
-            bad |= union
-    return bad, curves, products
-
-
-def _layouts(graph: Graph, curves: list[Curve]) -> tuple[list[Layout], int]:
-    """Where their inputs hold the samples; drops curves where that is not seen, and says what is upstream."""
-    bad = 0
-    while curves:
-        found = layouts_at(graph, [(curve.input, curve.shape) for curve in curves])
-        if isinstance(found, list):
-            return found, bad
-        bad |= curves.pop(found).upstream
-    return [], bad
-
-
-# Swept columns
 
 
 class Curvatures:
@@ -321,18 +55,18 @@ class Curvatures:
 
     Args:
         graph: With its samples settled.
-        plan: Which leaves are swept.
+        ways: Which leaves are swept.
         found: Their uses.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, found: Sequence[Found]) -> None:
-        self._bits = plan.bits
+    def __init__(self, graph: Graph, ways: Ways, found: Sequence[Found]) -> None:
+        self._bits = ways.bits
         times = Counter(id(site.leaf) for f in graph.found for site in f.sites)
-        self._squared = {plan.bits[f] for f in found if _has_squares(f)}
+        self._squared = {ways.bits[f] for f in found if _has_squares(f)}
         self._enough = {
-            plan.bits[f]
+            ways.bits[f]
             for f in found
-            if plan.bits[f] in self._squared
+            if ways.bits[f] in self._squared
             and all(times[id(site.leaf)] == 1 and _enters_once(f, site, graph.samples) for site in f.sites)
         }
         self._totals: dict[int, tuple[Found, Tensor]] = {}
@@ -407,14 +141,14 @@ class Bend:
 
 
 def bends(
-    graph: Graph, plan: Plan, found: Sequence[Found], curvatures: Curvatures, create_graph: bool
+    graph: Graph, ways: Ways, found: Sequence[Found], curvatures: Curvatures, create_graph: bool
 ) -> Iterator[Bend]:
     """What elementwise nonlinearities add, input by input; ``curvatures`` gets what needs no sweep."""
-    if not plan.curves:
+    if not ways.curves:
         return
-    weights = residuals(graph, plan, create_graph)
+    weights = residuals(graph, ways, create_graph)
     merged: dict[tuple[Node, int], tuple[Tensor, Layout, Curve]] = {}
-    for (curve, layout), weight in zip(plan.curves, weights, strict=True):
+    for (curve, layout), weight in zip(ways.curves, weights, strict=True):
         key = (curve.input.node, curve.input.output_nr)
         before = merged.get(key)
         merged[key] = (weight if before is None else weight + before[0], layout, curve)
@@ -422,18 +156,18 @@ def bends(
         here = [f for f in found if curvatures.starts_at(f, node, output)]
         for f in here:
             curvatures.add(f, weight.to(accumulation_dtype(weight.dtype)))
-        reached = _subset([f for f in found if plan.bits[f] & curve.upstream and f not in here], plan)
+        reached = subset_of([f for f in found if ways.bits[f] & curve.upstream and f not in here], ways)
         if reached:
-            start = _shared_rows(graph, curve, layout, reached, plan.masks, create_graph)
+            start = _shared_rows(graph, curve, layout, reached, ways.masks, create_graph)
             yield Bend(_unit_columns(weight, layout, start or curve.input), reached)
 
 
-def residuals(graph: Graph, plan: Plan, create_graph: bool = False) -> list[Tensor]:
+def residuals(graph: Graph, ways: Ways, create_graph: bool = False) -> list[Tensor]:
     """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
-    if not plan.curves:
+    if not ways.curves:
         return []
-    slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in plan.curves], create_graph)
-    pairs = zip(plan.curves, slopes, strict=True)
+    slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in ways.curves], create_graph)
+    pairs = zip(ways.curves, slopes, strict=True)
     return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
 
 
@@ -567,61 +301,6 @@ def _shared_rows(
     return SharedRows(above, curve.shape, layout, below, known[0], like, create_graph)
 
 
-def subset(graph: Graph, plan: Plan) -> list[Found]:
-    """The uses of swept leaves, with these leaves alone."""
-    kept = {id(leaf) for leaf in plan.swept}
-    found = []
-    for f in graph.found:
-        sites = [site for site in f.sites if id(site.leaf) in kept]
-        if sites:
-            own = replace(f, sites=sites)
-            plan.bits[own] = plan.bits[f]
-            found.append(own)
-    return _subset(found, plan)
-
-
-def _subset(found: Sequence[Found], plan: Plan) -> list[Found]:
-    """Copies of uses for a sweep that ends at those that have none of them upstream."""
-    chosen = []
-    for f in found:
-        own = replace(f, first=False)
-        plan.bits[own] = plan.bits[f]
-        chosen.append(own)
-    ends = _ends(chosen, plan)
-    for f in chosen:
-        f.first = f in ends
-    return chosen
-
-
-def _ends(found: Sequence[Found], plan: Plan) -> set[Found]:
-    masks = _masks([node for f in found for node, _ in f.nodes.values()], {f: plan.bits[f] for f in found})
-    ends = set()
-    for f in found:
-        above = 0
-        for node, _ in f.nodes.values():
-            for upstream, _ in node.next_functions:
-                if upstream is not None:
-                    above |= masks[upstream]
-        if not above:
-            ends.add(f)
-    return ends
-
-
-# Hessian columns at the outputs of uses
-
-
-def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
-    """Gradients of the roots at tensors or edges."""
-    given = [
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
-    ]
-    found: Any = torch.autograd.grad(
-        list(graph.roots), list(ends), given, retain_graph=True, create_graph=create_graph, allow_unused=True
-    )
-    return list(found)
-
-
 def output_columns(
     graph: Graph, uses: Sequence[Found], create_graph: bool, at_once: int | None = None
 ) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
@@ -636,7 +315,7 @@ def output_columns(
     Yields:
         For each use and output, ``[v, *y]`` of both.
     """
-    require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], _named(graph))
+    require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], named(graph))
     places = [(f, index) for f in uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
     with twice(graph.label(uses[0])), torch.enable_grad():
@@ -684,99 +363,13 @@ def _hessian_columns(
         return pull_columns([slope], ends, [vectors], create_graph=create_graph)
 
 
-NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
-"""How PyTorch says that there is no second derivative; its other errors are about something else."""
-
-
-@contextlib.contextmanager
-def twice(
-    where: str,
-    asked: str = ASKED,
-    instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
-) -> Iterator[None]:
-    """What is inside differentiates twice: what PyTorch says of functions that it cannot is said in four parts.
-
-    Raises:
-        PackpropError: With the name of PyTorch's function.
-    """
-    try:
-        yield
-    except PackpropError:
-        raise
-    except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        if "a second time" in said:
-            kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
-            raise PackpropError(asked, where, "another backward pass has freed the graph", kept) from error
-        if not NOT_TWICE.search(said):
-            raise
-        why = f"PyTorch cannot differentiate twice what lies above: {said}"
-        raise PackpropError(asked, where, why, _attention(said) or instead) from error
-
-
-ONCE = (
-    "its backward pass is marked once_differentiable: it has no second derivative",
-    "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
-)
-WRONG = (
-    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
-    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
-)
-
-
-def require_second_derivatives(
-    roots: Iterable[Tensor],
-    leaves: Sequence[Tensor],
-    name: Callable[[Tensor], str],
-    asked: str = ASKED,
-    linear: bool = False,
-) -> None:
-    """Refuse functions between roots and leaves of which PyTorch gives second derivatives that are none.
-
-    Args:
-        roots: Where the graph begins.
-        leaves: What is differentiated in, twice.
-        name: Of a leaf, for the message.
-        asked: What for.
-        linear: Whether derivatives are differentiated only in what they are linear in, as for ``J v``.
-
-    Raises:
-        PackpropError: With the name of the node.
-    """
-    wanted = {id(leaf): leaf for leaf in leaves}
-    made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
-    for node in nodes_above(root.grad_fn for root in roots):
-        fault = ONCE if is_once_differentiable(node) else None
-        if not linear and is_wrong_in_second_order(node):
-            fault = WRONG
-        if fault is None:
-            continue
-        for above in nodes_above([node]):
-            leaf = wanted.get(id(getattr(above, "variable", None))) or made.get(above)
-            if leaf is not None:
-                raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
-
-
-def _attention(said: str) -> str:
-    """What to do where PyTorch names a fused kernel of attention."""
-    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
-        return (
-            "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
-            "kernels of scaled_dot_product_attention have no second derivative"
-        )
-    return ""
-
-
-# Double backward in the parameter
-
-
 def parameter_diagonals(
     graph: Graph, leaves: Sequence[Tensor], per_sample: bool, create_graph: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each leaf with the diagonals of its Hessian: of each sample ``[n, *p]``, or summed ``[1, *p]``."""
     if not leaves:
         return
-    require_second_derivatives(graph.roots, leaves, _named(graph))
+    require_second_derivatives(graph.roots, leaves, named(graph))
     with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
@@ -844,7 +437,7 @@ def estimated_diagonals(
     """
     if create_graph:
         require_third_derivatives(graph, leaves)
-    require_second_derivatives(graph.roots, leaves, _named(graph))
+    require_second_derivatives(graph.roots, leaves, named(graph))
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with twice(where):
         with torch.enable_grad():

@@ -6,12 +6,12 @@ be extended; every function differentiates a graph that is already there, and ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from packprop.hessian import require_second_derivatives, twice
 from packprop.products import ASKED, INSTEAD, filled, ggnvp, pulled, pushed, require_vectors, shown, slopes
+from packprop.second_order import require_second_derivatives, twice
 
 Vectors = Tensor | Iterable[Tensor]
 WHERE = "the graph of the forward pass"
@@ -45,7 +45,9 @@ def hessian_vector_product(
     require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
     require_second_derivatives([f], inputs, shown, ASKED)
     with twice(WHERE, ASKED, INSTEAD):
-        slope = slopes(f, inputs) if grad_params is None else _listed(grad_params)
+        slope: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
+        if not any(own is not None and own.requires_grad for own in slope):  # perhaps made without a graph
+            slope = slopes(f, inputs)
         found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)
     return _given(filled(found, inputs, None), detach)
 

@@ -1,4 +1,4 @@
-"""Batches of matrix products, by the fastest kernel that PyTorch has for them."""
+"""Batches of matrix products, and of gradients of convolutions, by the fastest kernel that PyTorch has."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from packprop.hessian import (
     estimated_diagonals,
     output_columns,
     parameter_diagonals,
-    plan,
-    subset,
 )
 from packprop.memory import found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
@@ -42,6 +40,7 @@ from packprop.types import (
     tensors_in,
 )
 from packprop.uses import choose, fold_to
+from packprop.ways import choose_ways, subset
 
 WORTH_SUMMING = 2**24
 """Multiplications of a weight's gradient from which on it is worth an effort not to compute it twice."""
@@ -221,7 +220,7 @@ class Observation:
             roots = columns(graph, EXACT, create_graph)
         except PackpropError:  # a loss that has no root has second derivatives all the same
             roots = None
-        way = plan(graph, roots is not None, per_sample, create_graph)
+        way = choose_ways(graph, roots is not None, per_sample, create_graph)
         found = subset(graph, way)
         curvatures = Curvatures(graph, way, found)
         for bend in bends(graph, way, found, curvatures, create_graph):

@@ -19,11 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, made_by
-from packprop.hessian import Plan, plan, require_second_derivatives, residuals, slopes_at, twice
+from packprop.hessian import residuals
 from packprop.memory import found_fault, is_dry, version
+from packprop.second_order import require_second_derivatives, slopes_at, twice
 from packprop.seeds import columns, loss_hessian_products
 from packprop.sweep import pull_columns
 from packprop.types import EXACT, precision
+from packprop.ways import Ways, choose_ways
 
 Matrix = Literal["hessian", "ggn", "positive"]
 Modify = Literal["clip", "abs"]
@@ -166,7 +168,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     targets: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
     shares: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]
     if matrix == "positive":
-        way = plan(graph, known_losses=True, per_sample=True)
+        way = choose_ways(graph, known_losses=True, per_sample=True)
         _require_swept(graph, way)
         for (curve, _), weight in zip(way.curves, residuals(graph, way), strict=True):
             targets.append(curve.input)
@@ -175,7 +177,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
         yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), states, graph.name(leaf))
 
 
-def _require_swept(graph: Graph, way: Plan) -> None:
+def _require_swept(graph: Graph, way: Ways) -> None:
     for leaf in graph.leaves():
         if way.way(leaf) != "swept":
             raise PackpropError(

@@ -20,14 +20,16 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
-from packprop.hessian import Curve, SharedRows, dependence, is_shared, residual, slopes_at
+from packprop.hessian import SharedRows, is_shared, residual
 from packprop.memory import found_fault
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
+from packprop.second_order import slopes_at
 from packprop.seeds import columns, unit_columns
 from packprop.structures import Dense, rows
 from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
+from packprop.ways import Curve, dependence
 
 ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
 Curvature = Literal["ggn", "hessian", "pch-abs", "pch-clip"]

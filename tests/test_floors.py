@@ -25,7 +25,7 @@ FLOORS = (
     ("uses", "rules", "losses"),
     (
         *("regions", "tape", "reentrant", "graph", "seeds", "sweep", "samples", "plan", "observe"),
-        *("nodes", "hessian", "recursion", "products", "operators"),
+        *("nodes", "second_order", "ways", "hessian", "recursion", "products", "operators"),
     ),
     ("extensions/*",),
     ("context", "dataset", "eager", "eager/*", "hessianfree"),
@@ -47,6 +47,8 @@ AUTOGRAD = {
     "samples": "feeds numbers in at the loss to see where the samples are",
     "plan": "runs a step without data",
     "nodes": "knows nodes of the graph by name",
+    "second_order": "differentiates the roots, and says what cannot be differentiated twice",
+    "ways": "goes through the nodes between losses and uses",
     "hessian": "differentiates twice where no column can be swept",
     "recursion": "goes down the graph node by node",
     "products": "multiplies with curvature by double backward",

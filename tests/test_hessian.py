@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
-from packprop import extensions, hessian, observe
+from packprop import extensions, hessian, observe, ways
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.oracle import Oracle
@@ -88,17 +88,17 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is taken for known, the way that needs to know nothing gives the same."""
     if way == "output":
-        monkeypatch.setattr(hessian, "kind_of", lambda node, dependent: "nonlinear")
+        monkeypatch.setattr(ways, "kind_of", lambda node, dependent: "nonlinear")
     else:
-        monkeypatch.setattr(hessian, "_is_affine", lambda *_: False)
-    ways, chosen = set(), hessian.plan
+        monkeypatch.setattr(ways, "_is_affine", lambda *_: False)
+    went, choose = set(), ways.choose_ways
 
     def spy(graph: Any, *options: Any) -> Any:
-        plan = chosen(graph, *options)
-        ways.update(plan.way(leaf) for leaf in graph.leaves())
-        return plan
+        chosen = choose(graph, *options)
+        went.update(chosen.way(leaf) for leaf in graph.leaves())
+        return chosen
 
-    monkeypatch.setattr(observe, "plan", spy)
+    monkeypatch.setattr(observe, "choose_ways", spy)
     problem = case.problem(3, case.reductions[0])
     with sdpa_kernel(SDPBackend.MATH):
         backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
@@ -106,10 +106,10 @@ def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.Mon
         assert_all_near(results(problem, "diag_h"), oracle.diag_h, "diag_h", 1e-9)
         assert_all_near(results(problem, "diag_h_batch"), oracle.diag_h_batch, "diag_h_batch", 1e-9)
     if case.name not in ("linear-alone", "module-twice"):  # where nothing lies between, nothing is unknown
-        assert way in ways
-    assert ways <= {way, "parameter", "swept"}
+        assert way in went
+    assert went <= {way, "parameter", "swept"}
     if way == "parameter":
-        assert ways == {"parameter"}
+        assert went == {"parameter"}
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)

@@ -193,3 +193,11 @@ def test_tables_of_embeddings(sparse: bool) -> None:
         0, torch.tensor([1, 3, 1]), 2 * table.weight.detach()[[1, 3, 1]] * slope
     )
     near(found, expected)
+
+
+def test_a_gradient_without_a_graph_is_taken_again() -> None:
+    x = torch.randn(3, requires_grad=True)
+    value = x.pow(3).sum()
+    (slope,) = torch.autograd.grad(value, x, retain_graph=True)
+    (found,) = hessian_vector_product(value, x, torch.ones(3), grad_params=slope)
+    torch.testing.assert_close(found, 6 * x.detach())

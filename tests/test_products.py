@@ -477,3 +477,20 @@ def test_whole_numbers_as_vectors() -> None:
     assert_near(weight.ggnmp(ones.long()), weight.ggnmp(ones), "ggnmp")
     operator = packprop.operators.hessian(lambda: (weight**3).sum(), [weight])
     assert_near(operator @ ones.flatten().long(), operator @ ones.flatten(), "operator")
+
+
+def test_functions_without_second_derivative_are_refused_at_inner_tensors_too() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    inner = torch.randn(3, requires_grad=True) * 1
+    with pytest.raises(PackpropError, match="once_differentiable"):
+        products.jvp(Once.apply(inner), [inner], [torch.ones(3)])

@@ -22,6 +22,7 @@ from torch import nn
 from packprop import examples
 from packprop.dataset import BATCH_SIZE, described, explanation
 from packprop.errors import BadInput, PackpropError
+from packprop.memory import byte_text, resident_peak
 from packprop.profile import EXACT_OUTPUTS, LARGEST_FACTOR, WIDTH, check_folder, profile, version
 
 ASKED = "packprop profile was called."
@@ -251,6 +252,10 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         print(found)
     seconds = time.perf_counter() - started
     print(f"\nwrote {paths[0]} and {paths[1]} after {seconds:.0f} s", file=sys.stderr)
+    resident = resident_peak()
+    if options.memory is not None and resident is not None:  # the budget is over tensors alone
+        told = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
+        print(told, file=sys.stderr)
 
 
 def _device(name: str) -> torch.device:

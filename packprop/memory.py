@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -104,6 +105,16 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     kept: int = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + kept
+
+
+def resident_peak() -> int | None:
+    """The most bytes of this process that were in memory at once; ``None`` where nobody knows."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 class LiveBytes(TorchDispatchMode):

@@ -181,6 +181,18 @@ def test_it_says_what_python_says(run: Run, tmp_path: Path) -> None:
     assert found.batches == 5
 
 
+def test_a_budget_of_memory(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("factories:good", "--memory", "1MiB")
+    assert status == 0
+    assert "resident in memory at most" in err
+    within = Profile.load(tmp_path / "profile")
+    assert "resident" not in run("factories:good")[2]
+    assert within.samples == Profile.load(tmp_path / "profile").samples
+    status, _, err = run("factories:good", "--memory", "1KiB")
+    assert status != 0
+    assert "with the smallest bites" in err
+
+
 def test_seed(run: Run, tmp_path: Path) -> None:
     seen = []
     for seed in ("0", "0", "1"):

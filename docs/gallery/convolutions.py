@@ -8,6 +8,7 @@ if there is one.
 # %%
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,22 +111,23 @@ def in_one_pass(memory: str | None = None, save_memory: bool = False) -> Gradien
 # The peak is counted over all tensors that are alive during the step, parameters and images
 # included. What a kernel allocates inside of itself is not seen, and that is where grouped
 # convolutions, to which `vmap` comes down, take most; packprop calls them for a few samples at a
-# time. Part of the peak are the results, which no
-# way can do without.
+# time. Part of the peak are the results, which no way can do without. Times are medians of a few
+# steps of a small network, on one core: [benchmarks](../benchmarks.md) measure with care.
 
 
 # %%
 def took(step: Callable[[], object]) -> tuple[int, float]:
-    """Peak in bytes and time in seconds of one step."""
-    step()
-    start = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - start
+    """Peak in bytes of a step, and its time in seconds."""
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
     live = LiveBytes()
     live.own([*parameters, images, digits], "there before")
     with live:
         step()
-    return live.peak, seconds
+    return live.peak, statistics.median(seconds[1:])
 
 
 ways: dict[str, Callable[[], Gradients]] = {

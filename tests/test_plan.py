@@ -292,6 +292,25 @@ def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
     assert found == {"cpu": "per-sample gradients by groups", "cuda": "per-sample gradients by products"}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:
+    model, batch = network().cuda(), tuple(tensor.cuda() for tensor in data(512))
+    asked = [extensions.BatchGrad(), extensions.DiagGGNExact()]
+    most = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked).peak
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, 1)
+    least = caught.value.floor
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, int(least + share * (most - least)))
+    for _ in range(2):  # the first finds the samples, and has libraries take their workspaces
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, batch, *asked, memory=plan)
+        for parameter, extension in itertools.product(model.parameters(), asked):
+            delattr(parameter, extension.savefield)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.peak, rel=0.15)
+
+
 def test_uses_of_tied_parameters_are_swept_together() -> None:
     torch.manual_seed(0)
     tied = nn.Linear(6, 6)

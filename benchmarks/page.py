@@ -288,17 +288,20 @@ def _exponents(records: Sequence[Record], points: dict[str, int]) -> str:
 
 
 REASONS = {
-    "N": "All work is done sample by sample, so time is proportional to N from where the fixed cost of a pass no "
-    "longer counts. What is kept of `BatchGrad` is N gradients; of the others a bite of samples at a time, so that "
-    "their memory grows as that of plain does, by the activations, while BackPACK holds all samples of all columns.",
-    "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps them one after the other "
-    "where they are large, so its memory does not depend on C; BackPACK's holds all columns at once. `BatchGrad` "
-    "and `KFAC` sweep one column, whatever C.",
-    "width": "Products with a weight of width x width entries make time grow towards the square of the width, below "
-    "that while kernels and passes through memory still count. `BatchGrad` keeps N such weights, the square again; "
-    "`KFAC` factors of (9 width)^2 entries; activations are proportional to the width.",
-    "depth": "Each layer adds the same: time and the memory of results and activations are proportional to depth. "
-    "Temporary memory is that of one layer, so that of `DiagGGNExact` grows by activations and results alone.",
+    "N": "All work is done sample by sample, so time is proportional to N from where the fixed cost of a "
+    "pass no longer counts. What is kept of `BatchGrad` is N gradients; of the others a bite of "
+    "samples at a time, so that their memory grows as that of plain does, by the activations, while "
+    "BackPACK holds all samples of all columns.",
+    "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps them one after "
+    "the other where they are large, so its memory does not depend on C; BackPACK's holds all columns "
+    "at once. `BatchGrad` and `KFAC` sweep one column, whatever C.",
+    "width": "Products with a weight of width x width entries make time grow towards the square of the width, "
+    "below that while kernels and passes through memory still count. `BatchGrad` keeps N such "
+    "weights, the square again; `KFAC` factors of (9 width)^2 entries; activations are proportional "
+    "to the width.",
+    "depth": "Each layer adds the same: time and the memory of results and activations are proportional to "
+    "depth. Temporary memory is that of one layer, so that of `DiagGGNExact` grows by activations and "
+    "results alone.",
 }
 """Why cost grows as it does, by axis."""
 

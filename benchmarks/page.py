@@ -287,6 +287,25 @@ def _exponents(records: Sequence[Record], points: dict[str, int]) -> str:
     )
 
 
+REASONS = {
+    "N": "All work is done sample by sample, so time is proportional to N from where the fixed cost of a "
+    "pass no longer counts. What is kept of `BatchGrad` is N gradients; of the others a bite of "
+    "samples at a time, so that their memory grows as that of plain does, by the activations, while "
+    "BackPACK holds all samples of all columns.",
+    "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps them one after "
+    "the other where they are large, so its memory does not depend on C; BackPACK's holds all columns "
+    "at once. `BatchGrad` and `KFAC` sweep one column, whatever C.",
+    "width": "Products with a weight of width x width entries make time grow towards the square of the width, "
+    "below that while kernels and passes through memory still count. `BatchGrad` keeps N such "
+    "weights, the square again; `KFAC` factors of (9 width)^2 entries; activations are proportional "
+    "to the width.",
+    "depth": "Each layer adds the same: time and the memory of results and activations are proportional to "
+    "depth. Temporary memory is that of one layer, so that of `DiagGGNExact` grows by activations and "
+    "results alone.",
+}
+"""Why cost grows as it does, by axis."""
+
+
 def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
     records, problems = content["records"], content["problems"]
     picture = images / f"benchmark-{suite}.png"
@@ -299,6 +318,7 @@ def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
             "The model is a stem and equal 3 x 3 convolutions on 16 x 16 pixels; N = 32, C = 10, "
             f"width 32 and depth 4 where {axis} is not the one that grows. The exponents are those "
             "between the two largest sizes.",
+            REASONS[axis],
             f"![Time and memory over {axis}](images/{picture.name})",
             _exponents(records, points),
         ]

@@ -351,6 +351,12 @@ class Graph:
         for record in self._records():
             record.held = True
 
+    def part_with_losses(self) -> None:
+        """Before the last pass: its nodes let go of the inputs of losses, which are as large as any tensor."""
+        if not self.kept:
+            for loss in self.losses:
+                loss.call.held = False
+
     def forget(self) -> None:
         """Nothing more will be asked of reentrant checkpoints: what refers to itself is taken apart."""
         for host in self.hosts:

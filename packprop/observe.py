@@ -182,6 +182,9 @@ class Observation:
         for found in self._in_turn(waits=bool(gradient)):
             for number, (seed, work) in enumerate(swept, 1):
                 self._columns(curved[seed], work, not gradient and number == len(swept), found)
+        curved.clear()  # roots are as large as what the losses were given
+        roots = None
+        self.graph.part_with_losses()
         self._gradient(gradient, backward, last=True)
         if not swept and not gradient:
             for leaf in self.graph.leaves():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -184,3 +185,17 @@ def test_subsampling_in_chunks(chunks: int) -> None:
             total[name] += parameter.diag_ggn_exact / chunks
     expected = {n: v[[2, 0]].sum(0) for n, v in oracle(auto_encoder()).diag_ggn_exact_batch.items()}
     assert_all_near(total, expected, "two samples")
+
+
+@pytest.mark.parametrize("asked", [(), (extensions.BatchL2Grad(),), (extensions.DiagGGNMC(),)], ids=str)
+def test_outputs_of_the_model_do_not_outlive_their_loss(asked: tuple[Any, ...]) -> None:
+    """Logits are the largest tensors of a language model: they are gone when the first layer is reached."""
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 50)))
+    made: list[weakref.ref[Tensor]] = []
+    model.register_forward_hook(lambda module, given, output: made.append(weakref.ref(output)))
+    there: list[bool] = []
+    model[0].weight.register_hook(lambda gradient: there.append(made[0]() is not None))
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(5, 4)), torch.randint(50, (5,)))
+    with packprop.backpack(*asked):
+        loss.backward()
+    assert there == [False]

@@ -65,7 +65,9 @@ def environment(threads: int, rounds: int, processes: int) -> Record:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "packprop", "benchmarks")),
+        "uncommitted_changes": bool(
+            git("status", "--porcelain", "--", "packprop", "benchmarks", ":!benchmarks/results")
+        ),
         "python": platform.python_version(),
         "system": platform.system(),
         "processor": _processor(),

@@ -109,19 +109,20 @@ def points(name: str, rounds: int) -> list[dict[str, Any]]:
 def printed() -> dict[str, str]:
     """Plans as they print."""
     task = PROBLEMS["convolution"].build()
-    asked = [extensions.BatchL2Grad(), extensions.KFLR()]
-    batch = (task.inputs, task.targets)
-    most, least = packprop.plan(task.model, task.loss, batch, asked).peak, 0
+    asked = [extensions.BatchL2Grad(), extensions.DiagGGNExact()]
+    batch, least = (task.inputs, task.targets), 0
+    most = packprop.plan(task.model, task.loss, batch, asked, device="cuda").peak
     try:
-        packprop.plan(task.model, task.loss, batch, asked, memory=1)
+        packprop.plan(task.model, task.loss, batch, asked, memory=1, device="cuda")
     except BudgetTooSmall as error:
         least = error.floor
     plans = {}
     for share in (1.0, 0.5, 0.0, -0.1):
         budget = int(least + share * (most - least))
-        title = f"convolution tutorial, BatchL2Grad and KFLR, memory={budget} ({byte_text(budget)})"
+        title = f"convolution tutorial on a GPU, BatchL2Grad and DiagGGNExact, memory={byte_text(budget)}"
         try:
-            plans[title] = str(packprop.plan(task.model, task.loss, batch, asked, memory=budget))
+            plan = packprop.plan(task.model, task.loss, batch, asked, memory=budget, device="cuda")
+            plans[title] = str(plan)
         except BadInput as error:
             plans[title] = str(error)
     with torch.device("meta"):

@@ -566,7 +566,7 @@ def _algorithm(structure: Structure | Product | Diagonal) -> str:
         return "signals and inputs alone"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
         return "per-sample gradients"
-    return f"per-sample gradients by {'products' if structure.direct is None else 'groups'}"
+    return f"gradients by {'products' if structure.direct is None else 'groups'}"
 
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:

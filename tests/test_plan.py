@@ -289,7 +289,7 @@ def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
         device: next(line.algorithm for line in own if line.parameter == "0.weight")
         for device, own in lines.items()
     }
-    assert found == {"cpu": "per-sample gradients by groups", "cuda": "per-sample gradients by products"}
+    assert found == {"cpu": "gradients by groups", "cuda": "gradients by products"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

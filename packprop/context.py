@@ -158,7 +158,7 @@ class Backpack(TorchFunctionMode):
     def _bites(self, graph: Graph) -> Bites:
         """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
         if self._memory is None:
-            return default_bites(graph.leaves()[0].device if graph.leaves() else None)
+            return default_bites(next((leaf.device for leaf in graph.leaves()), None))
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)
             return self._memory.bites

@@ -19,7 +19,7 @@ from packprop import extensions as catalogue
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Graph, walk
 from packprop.losses import describe
-from packprop.nodes import nodes_above
+from packprop.nodes import leaves_above, nodes_above
 from packprop.samples import check_graph
 from packprop.second_order import require_second_derivatives
 from packprop.seeds import columns
@@ -373,7 +373,7 @@ def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
 def _leaves(parameter: Tensor) -> list[Tensor]:
     if parameter.grad_fn is None:
         return [parameter]
-    return [node.variable for node in nodes_above([parameter.grad_fn]) if hasattr(node, "variable")]
+    return leaves_above(parameter)
 
 
 def _factors(graph: Graph) -> dict[int, str]:

@@ -62,7 +62,7 @@ class Site:
         self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
     ) -> Structure | None:
         """As ``meet`` for squares of what multiplies the leaf; ``None`` where they are not known."""
-        if not self.direct or not self.entry.linear:
+        if not self.has_squares:
             return None
         if self.entry.squares is not None:
             return self.entry.squares(signals, where, samples)
@@ -284,6 +284,11 @@ class Graph:
     def leaves(self) -> list[Tensor]:
         """Every trainable leaf of a use, once."""
         return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
+
+    def root_gradients(self) -> list[Tensor]:
+        """What is fed in at each root: what was given, or ones."""
+        pairs = zip(self.roots, self.gradients, strict=True)
+        return [torch.ones_like(root) if given is None else given for root, given in pairs]
 
     def without(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves that a pass can do without, out of ``given``, and all others that it goes to.

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.graph import Found, Graph, Site, made_by
-from packprop.nodes import name_of_node
+from packprop.nodes import CONVOLUTIONS, name_of_node
 from packprop.samples import layouts_at
 from packprop.second_order import require_second_derivatives, slopes_at, twice
 from packprop.seeds import Columns, unit_columns
@@ -40,7 +40,6 @@ from packprop.sweep import pull_columns, sweep
 from packprop.types import Layout, Seed, accumulation_dtype
 from packprop.ways import Curve, Ways, named, require_third_derivatives, subset_of
 
-CONVOLUTIONS = ("Convolution", "MkldnnConvolution", "CudnnConvolution")
 WORTH_A_BATCH = 4
 """Passes through one function from which on a vectorised one is faster."""
 BATCHED_ENTRIES = 2**23
@@ -81,14 +80,14 @@ class Curvatures:
 
     def add(self, found: Found, diagonal: Tensor) -> None:
         """A diagonal at its output, of the output's shape."""
-        self._merge(found, _flat(found.layouts[0].to_front(diagonal), 1))
+        self._merge(found, flat(found.layouts[0].to_front(diagonal), 1))
 
     def add_columns(self, found: Found, signals: Sequence[Tensor | None], weights: Tensor) -> None:
         """Columns at its output, whose squares are weighted for each column and sample ``[v, n]``."""
         (signal,) = signals
         if signal is None:
             return
-        front = _flat(found.layouts[0].to_front(signal, 1), 2)
+        front = flat(found.layouts[0].to_front(signal, 1), 2)
         squares = front.to(accumulation_dtype(front.dtype)).square()
         each = weights[..., None]
         self._merge(found, (squares * each if squares.requires_grad else squares.mul_(each)).sum(0))
@@ -106,7 +105,7 @@ class Curvatures:
         self._totals[bit] = found, diagonal if before is None else before[1] + diagonal
 
 
-def _flat(front: Tensor, kept: int) -> Tensor:
+def flat(front: Tensor, kept: int) -> Tensor:
     """All axes behind the first ``kept`` as one, also where there are none."""
     return front.reshape(*front.shape[:kept], -1)
 
@@ -394,11 +393,7 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
                 parts.setdefault(id(site.leaf), []).append(site.meet(signals, found.layouts, slice(None)))
 
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-    given = [
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
-    ]
-    sweep(edges, given, graph.found, visit, create_graph=True)
+    sweep(edges, graph.root_gradients(), graph.found, visit, create_graph=True)
     return [
         rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
         for leaf in leaves

@@ -47,11 +47,11 @@ PIECEWISE = _names(
 )
 """Linear in all inputs together wherever they are differentiable."""
 
-PRODUCTS = _names(
-    """
-    Mul Mm Bmm Addmm Addbmm Baddbmm Addmv Addr Mv Dot Convolution ConvolutionOverrideable CudnnConvolution
-    MkldnnConvolution MiopenConvolution Addcmul Trilinear Linear Lerp PreluKernel
-    """
+CONVOLUTIONS = _names(
+    "Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution MiopenConvolution"
+)
+PRODUCTS = CONVOLUTIONS | _names(
+    "Mul Mm Bmm Addmm Addbmm Baddbmm Addmv Addr Mv Dot Addcmul Trilinear Linear Lerp PreluKernel"
 )
 """Linear in every single input, as long as the others are held."""
 

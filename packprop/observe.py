@@ -185,7 +185,7 @@ class Observation:
         curved.clear()  # roots are as large as what the losses were given
         roots = None
         self.graph.part_with_losses()
-        self._gradient(gradient, backward, last=True)
+        self._gradient(gradient, backward)
         if not swept and not gradient:
             for leaf in self.graph.leaves():
                 self._finish(leaf)
@@ -274,25 +274,22 @@ class Observation:
                     if left[id(site.leaf)] == 0:
                         self._consume(site.leaf, parts.pop(id(site.leaf)), tasks, ONE)
 
-    def _gradient(self, tasks: list[_Task], backward: Backward | None, last: bool) -> None:
+    def _gradient(self, tasks: list[_Task], backward: Backward | None) -> None:
         if not tasks:
             self._last_pass(backward)
             return
         if backward is None or self.graph.entangled:
-            collect = _Collector(self, self.graph.found, tasks, last, ONE)
+            collect = _Collector(self, self.graph.found, tasks, True, ONE)
             graph = self.graph
             edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-            seeds = [
-                torch.ones_like(root) if given is None else given
-                for root, given in zip(graph.roots, graph.gradients, strict=True)
-            ]
+            seeds = graph.root_gradients()
             sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
             self._last_pass(backward)
             collect.flush()
             return
         summing, others = self._summing(tasks)
         own = [_Task(SUMMED, 0, SUMMED.rows[0])]
-        collect = _Collector(self, self.graph.found, tasks, last, ONE, {id(leaf): own for leaf in summing})
+        collect = _Collector(self, self.graph.found, tasks, True, ONE, {id(leaf): own for leaf in summing})
 
         def visit(found: Found, signals: list[Tensor | None]) -> None:
             collect.visit(found, signals)

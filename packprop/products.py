@@ -119,11 +119,10 @@ class State(NamedTuple):
     @property
     def is_past(self) -> bool:
         """Whether the tensor is another by now; waits for the device."""
-        now = 0 if is_dry() else self.tensor.data_ptr(), version(self.tensor)
-        if now != (self.storage, self.version):
+        now = State.of(self.tensor)
+        if (now.storage, now.version) != (self.storage, self.version):
             return True
-        sample = _sample(self.tensor)
-        equal = (sample == self.sample) | (sample.isnan() & self.sample.isnan())
+        equal = (now.sample == self.sample) | (now.sample.isnan() & self.sample.isnan())
         return found_fault(~equal.all())
 
 

@@ -20,12 +20,13 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
 from packprop.graph import Found, Graph, made_by
-from packprop.hessian import SharedRows, is_shared, residual
+from packprop.hessian import SharedRows, flat, is_shared, residual
 from packprop.memory import found_fault
 from packprop.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.samples import layouts_at
 from packprop.second_order import slopes_at
 from packprop.seeds import columns, unit_columns
+from packprop.statistics import flat_rows
 from packprop.structures import Dense, rows
 from packprop.sweep import pull_columns
 from packprop.types import Layout, Seed, accumulation_dtype
@@ -60,8 +61,7 @@ def averaged_factors(
     """
     places = _chain(graph)
     (group,) = columns(graph, seed, torch.is_grad_enabled())
-    fed = places[0].layout.to_front(group.chunk(0, group.count)[0], 1)
-    fed = fed.reshape(*fed.shape[:2], -1)
+    fed = flat(places[0].layout.to_front(group.chunk(0, group.count)[0], 1), 2)
     fed = fed.to(accumulation_dtype(fed.dtype))
     matrix = torch.einsum("vni,vnj->ij", fed, fed)
     here = {(node, output): f for f in graph.found for node, output in f.nodes.values()}
@@ -139,15 +139,13 @@ def _averaged(
         (pulled,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
         if pulled is None:
             return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
-        jacobian = below.layout.to_front(pulled, 1)
-        jacobian = jacobian.reshape(*jacobian.shape[:2], -1).to(matrix.dtype)
+        jacobian = flat(below.layout.to_front(pulled, 1), 2).to(matrix.dtype)
         return _mean_of_products(jacobian, matrix)
     call: Any = node
     made = made_by(node)[0]
     slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
     slope = slope[0] if isinstance(slope, tuple) else slope
-    each = below.layout.to_front(slope)
-    each = each.reshape(len(each), -1).to(matrix.dtype)
+    each = flat(below.layout.to_front(slope), 1).to(matrix.dtype)
     if average_jacobians:
         result = matrix * torch.outer(each.mean(0), each.mean(0))
     else:
@@ -189,8 +187,7 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     same = site.entry.constant and not found_fault((rows(one) != rows(last)).any())
     if not same:  # entries of one sample alone
         known = site.meet([units], found.layouts, slice(None))
-    jacobian = rows(known)
-    jacobian = jacobian.reshape(*jacobian.shape[:2], -1).to(matrix.dtype)
+    jacobian = flat_rows(known).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)
 
 

@@ -98,11 +98,12 @@ def require_second_derivatives(
 
 def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
     """Gradients of the roots at tensors or edges."""
-    given = [
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(graph.roots, graph.gradients, strict=True)
-    ]
     found: Any = torch.autograd.grad(
-        list(graph.roots), list(ends), given, retain_graph=True, create_graph=create_graph, allow_unused=True
+        list(graph.roots),
+        list(ends),
+        graph.root_gradients(),
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
     )
     return list(found)

@@ -253,9 +253,7 @@ def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
     if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
         return torch.ones_like(root, requires_grad=False)
     edge = GradientEdge(loss.node, loss.output)
-    gradients = [
-        torch.ones_like(r) if g is None else g for r, g in zip(graph.roots, graph.gradients, strict=True)
-    ]
+    gradients = graph.root_gradients()
     with torch.enable_grad():
         (arriving,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
         curved = None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils import prune
 
 
@@ -318,6 +319,20 @@ class Wave(torch.autograd.Function):
         x, w = ctx.saved_tensors
         inner = signals[0] * torch.cos(x * w)
         return inner * w, (inner * x).sum(0)
+
+
+class Cube(torch.autograd.Function):
+    """``x ** 3`` with a backward pass that must not be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
 
 
 class Square(torch.autograd.Function):

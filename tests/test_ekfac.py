@@ -15,7 +15,7 @@ import packprop
 import packprop.observe
 from packprop import extensions, kronecker
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.plan import LiveBytes
+from packprop.memory import LiveBytes
 from packprop.statistics import rotated_sum_sq
 from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME
@@ -276,9 +276,9 @@ def test_what_is_not_finite_is_warned_of() -> None:
 
 def test_choices_are_named() -> None:
     with pytest.raises(BadInput, match="'mixed', 'expand', 'reduce'"):
-        extensions.EKFAC(approximation="all")  # type: ignore[arg-type]
+        extensions.EKFAC(approximation="all")
     with pytest.raises(BadInput, match="'sampled', 'empirical', 'exact'"):
-        extensions.EKFAC(fisher="true")  # type: ignore[arg-type]
+        extensions.EKFAC(fisher="true")
 
 
 def test_data_that_are_read_once_have_no_second_pass() -> None:
@@ -301,6 +301,6 @@ def test_a_second_pass_is_over_the_columns_of_the_first() -> None:
         class Wrong(extensions.Extension):
             savefield = "wrong"
 
-        Wrong.rows = rows  # type: ignore[assignment, misc]
+        Wrong.rows = rows
         with pytest.raises(BadInput, match="make it the last row"):
             step(Wrong())

@@ -554,7 +554,7 @@ def test_options_of_an_extension_have_plans_of_their_own(monkeypatch: Any) -> No
     monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
     model, batch = network(), data(8)
     for approximation in ("mixed", "expand", "mixed", "expand"):
-        step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")  # type: ignore[arg-type]
+        step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")
     assert len(made) == 2
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 
 import packprop
 from packprop.memory import version
 from packprop.nodes import is_once_differentiable
 from packprop.tape import Use
+from tests.models import Cube
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
 
@@ -266,19 +266,7 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
     assert norm.eval()(x).grad_fn._saved_training is False
 
 
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
-
-
-class Often(Once):
+class Often(Cube):
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> Tensor:
         return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
@@ -286,11 +274,11 @@ class Often(Once):
 
 def test_functions_that_are_differentiable_once_are_known() -> None:
     x = torch.randn(3, requires_grad=True)
-    assert is_once_differentiable(Once.apply(x).grad_fn)
+    assert is_once_differentiable(Cube.apply(x).grad_fn)
     assert not is_once_differentiable(Often.apply(x).grad_fn)
-    assert not is_once_differentiable((x**3).grad_fn)  # type: ignore[arg-type]
+    assert not is_once_differentiable((x**3).grad_fn)
     # the reason for looking: PyTorch does not say so itself
-    (slope,) = torch.autograd.grad(Once.apply(x).square().sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(Cube.apply(x).square().sum(), x, create_graph=True)
     assert torch.autograd.grad(slope.sum(), x, allow_unused=True) == (None,)
 
 

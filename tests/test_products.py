@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
@@ -16,6 +15,7 @@ from packprop import extensions, products
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import walk
 from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
+from tests.models import Cube
 from tests.oracle import Oracle, Problem
 from tests.running import Row, assert_near, backward, forward, results
 
@@ -252,18 +252,6 @@ def test_an_optimizer_step_and_a_change_of_the_inputs_are_refused() -> None:
         weight.hmp(torch.ones_like(weight))
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
-
-
 class Cubic(nn.MSELoss):
     def forward(self, f: Tensor, y: Tensor) -> Tensor:
         return Cube.apply(f - y).abs().mean()
@@ -480,17 +468,6 @@ def test_whole_numbers_as_vectors() -> None:
 
 
 def test_functions_without_second_derivative_are_refused_at_inner_tensors_too() -> None:
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return 2 * ctx.saved_tensors[0] * gradient
-
     inner = torch.randn(3, requires_grad=True) * 1
     with pytest.raises(PackpropError, match="once_differentiable"):
-        products.jvp(Once.apply(inner), [inner], [torch.ones(3)])
+        products.jvp(Cube.apply(inner), [inner], [torch.ones(3)])

@@ -225,10 +225,13 @@ class _RootBlock:
     leaf: Tensor
     targets: Sequence[GradientEdge]
     shares: Sequence[Callable[[Tensor], Tensor]]
+    _checked: bool = False
 
     def __call__(self, vectors: Tensor) -> Tensor:
         own = f"parameter {self.graph.name(self.leaf)!r}"
-        require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
+        if not self._checked:  # the graph stays what it is
+            require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
+            self._checked = True
         with twice(own, ASKED, INSTEAD):
             pushed_on = pushed(self.targets, [self.leaf], [vectors])
             curved = [share(each) for share, each in zip(self.shares, pushed_on, strict=True)]

@@ -25,7 +25,7 @@ from packprop.memory import found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import OF_ROWS, forms_no_rows, forms_rows, per_sample_grad, summed_grad
+from packprop.statistics import OF_ROWS, forms_no_rows, forms_rows, per_sample_grad, summed_grad, together
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
@@ -452,7 +452,7 @@ class Observation:
         for chosen, group in [*_by_subsampling(first), *_by_subsampling(second)]:
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            thin = all(forms_no_rows(task.row.statistic, groups) for task in group)
+            thin = all(forms_no_rows(task.row.statistic, groups, leaf) for task in group)
             for task in group:
                 self._begin_second(leaf, task)
             most = self._most.get(id(leaf), count)
@@ -470,7 +470,7 @@ class Observation:
                     structure = build(parts, bite)
                     if isinstance(structure, Outer):
                         structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
-                    values = [task.row.statistic(structure, *self._made_of_first(leaf, task)) for task in group]
+                    values = self._values(leaf, structure, group)
                 except torch.OutOfMemoryError:
                     if whole or stop - start == 1:
                         raise
@@ -492,9 +492,11 @@ class Observation:
         partial = [self._partial.pop((id(task.extension), i, id(leaf)), None) for i in range(task.index)]
         self._first[key] = task.row.after([None if each is None else each.result() for each in partial])
 
-    def _made_of_first(self, leaf: Tensor, task: _Task) -> tuple[list[Any], ...]:
-        """What a statistic is given beside the structure."""
-        return () if task.row.after is None else (self._first[id(task.extension), id(leaf)],)
+    def _values(self, leaf: Tensor, structure: Structure | Product | Diagonal, tasks: list[_Task]) -> list[Any]:
+        """What is asked of a bite; rows of a second pass are given what was made of the first."""
+        if tasks[0].row.after is None:
+            return together(structure, [task.row.statistic for task in tasks])
+        return [task.row.statistic(structure, self._first[id(task.extension), id(leaf)]) for task in tasks]
 
     def _in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[_Task], columns: Extent, samples: Extent

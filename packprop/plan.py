@@ -547,7 +547,7 @@ class _DryRun:
         samples: int,
     ) -> None:
         name = graph.name(leaf)
-        formed = getattr(structure, "formed", True)
+        formed = _formed(structure)
         known = self._lines.get(name)
         if known is None or samples < known.samples or formed:
             self._lines[name] = Line(
@@ -561,8 +561,13 @@ class _DryRun:
             )
 
 
+def _formed(structure: Structure | Product | Diagonal) -> bool:
+    """Whether gradients of single samples were formed, of a bite or one after the other."""
+    return getattr(structure, "formed", True) or "matrices" in vars(structure)
+
+
 def _algorithm(structure: Structure | Product | Diagonal) -> str:
-    if not getattr(structure, "formed", True):
+    if not _formed(structure):
         return "signals and inputs alone"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
         return "per-sample gradients"

@@ -7,7 +7,7 @@ for one structure; the law "fast cell equals default" is tested for each of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,15 +15,28 @@ from torch import Tensor
 
 from packprop.algorithms import forced, frugal
 from packprop.errors import PackpropError
-from packprop.kernels import outer_products, second_moment, square_norms, squared_products, sum_of_squares
+from packprop.kernels import (
+    outer_products,
+    products_in_turn,
+    second_moment,
+    square_norms,
+    squared_products,
+    sum_of_squares,
+)
+from packprop.memory import device_kind
 from packprop.monoid import Moments
 from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, order_of, rows
+from packprop.types import accumulation_dtype
 
 Approximation = Literal["mixed", "expand", "reduce"]
-Cell = Callable[..., Tensor | None]
+Statistic = Callable[..., Any]
+Cell = Callable[..., Any]
 
 LARGEST_FACTOR = 2**14
 """Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
+
+IN_CACHE = 2**16
+"""Entries of a temporary matrix that is best made and used up before it leaves the cache."""
 
 FAST_CELLS: dict[str, dict[type, Cell]] = {}
 
@@ -38,7 +51,7 @@ def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
     return register
 
 
-def _fast(statistic: str, structure: Structure) -> Tensor | None:
+def _fast(statistic: str, structure: Structure) -> Any:
     cell = FAST_CELLS.get(statistic, {}).get(type(structure))
     return None if cell is None else cell(structure)
 
@@ -87,7 +100,7 @@ def sq_norm(structure: Structure) -> Tensor:
 
 def gram(structure: Structure) -> Tensor:
     """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
-    fast = _fast("gram", structure)
+    fast: Tensor | None = _fast("gram", structure)
     if fast is not None:
         return fast
     flat = flat_rows(structure)
@@ -96,6 +109,9 @@ def gram(structure: Structure) -> Tensor:
 
 def moments(structure: Structure) -> Moments:
     """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
+    fast: Moments | None = _fast("moments", structure)
+    if fast is not None:
+        return fast
     gradients = rows(structure)[0]
     mean = summed_grad(structure) / gradients.shape[0]
     return Moments(gradients.shape[0], mean, sum_of_squares(gradients, mean))
@@ -217,7 +233,7 @@ def norms_by_products(positions: int, fan_in: int, fan_out: int) -> bool:
     return 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
 
 
-def forms_rows(statistic: Callable[..., Any], positions: int, fan_in: int, fan_out: int) -> bool:
+def forms_rows(statistic: Statistic, positions: int, fan_in: int, fan_out: int) -> bool:
     """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
     if positions == 1:
         return False
@@ -276,13 +292,18 @@ def _signal_products(structure: Product) -> Tensor | None:
     )
 
 
-FACTORED = (sum_sq, batch_sq, sq_norm, signal_gram, input_gram, input_sum, rotated_sum_sq, order_of)
+FACTORED = (sum_sq, batch_sq, sq_norm, moments, signal_gram, input_gram, input_sum, rotated_sum_sq, order_of)
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 
-def forms_no_rows(statistic: Callable[..., Any], groups: int) -> bool:
-    """Whether that is so of a statistic; a basis of all output channels mixes the groups of a convolution."""
+def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
+    """Whether that is so of a statistic of a parameter.
+
+    A basis of all output channels mixes the groups of a convolution, and moments need a wider precision.
+    """
     plain = getattr(statistic, "func", statistic)
+    if plain is moments:
+        return _wider(accumulation_dtype(like.dtype), device_kind(like)) is not None
     return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
 
 
@@ -332,6 +353,43 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     return (inputs * signals).sum((1, 2, 3))
 
 
+@fast_cell("moments", Outer)
+def _outer_moments(structure: Outer) -> Moments | None:
+    """Without shared positions: from matrix products in a wider precision, a block of outputs at a time.
+
+    The mean is taken off after squares were summed up, and what cancels then are digits that gradients of
+    single samples would not have had: rounding these to ``dtype`` is off by more than the sum in double
+    precision.
+    """
+    signal = structure.signal
+    assert signal is not None
+    _, samples, positions, groups, fan_out = signal.shape
+    wide = _wider(signal.dtype, device_kind(signal))
+    if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
+        return None
+    left, right = signal[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
+    squares = right.square()
+    mean = signal.new_empty(groups, fan_out, right.shape[2])
+    deviation = torch.empty_like(mean)
+    for some in _blocks(fan_out, groups * right.shape[2]):
+        part = left[:, some].to(wide)
+        sums = part @ right
+        mean[:, some] = sums / samples
+        deviation[:, some] = (part.square() @ squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
+    return Moments(samples, structure.fold(mean), structure.fold(deviation))
+
+
+def _wider(dtype: torch.dtype, device: str) -> torch.dtype | None:
+    """A precision with twice the digits, where there is one."""
+    return torch.float64 if dtype == torch.float32 and device != "mps" else None
+
+
+def _blocks(count: int, width: int) -> list[slice]:
+    """Parts of an axis, such that ``width`` entries for each of a part stay in a processor's cache."""
+    step = max(1, IN_CACHE // width)
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
 @fast_cell("gram", Outer)
 def _outer_gram(structure: Outer) -> Tensor | None:
     """The Gram matrix of outer products is the product of two Gram matrices."""
@@ -352,3 +410,106 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     same = structure.index[:, :, None] == structure.index[:, None, :]
     products = torch.einsum("vnso,vnto->nst", signal, signal)
     return (products * same).sum((1, 2))
+
+
+# NOTE [In turn]
+#
+# Gradients of single samples of a large weight that is shared over positions cost less to form than to
+# write down, read again for a sum, and again for each other statistic: each is formed, given to all that was
+# asked for while it is in the cache, and gone.
+
+Add = Callable[[Tensor, int], object]
+"""Takes a gradient ``[o, i]``, and how many there were with it."""
+Fold = tuple[Add, Callable[[], Any]]
+"""Adds up gradients of single samples, and returns their statistic."""
+
+IN_TURN: dict[Statistic, Callable[[Outer], Fold]] = {}
+
+
+def together(structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]) -> list[Any]:
+    """Values of several statistics of one structure; see NOTE [In turn]."""
+    gradients = _gradients_in_turn(structure, statistics)
+    if gradients is None:
+        return [statistic(structure) for statistic in statistics]
+    assert isinstance(structure, Outer)
+    folds = [IN_TURN[statistic](structure) for statistic in statistics]
+    for count, gradient in enumerate(gradients, 1):
+        for add, _ in folds:
+            add(gradient, count)
+    return [value() for _, value in folds]
+
+
+def _gradients_in_turn(
+    structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]
+) -> Iterator[Tensor] | None:
+    """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
+    if not isinstance(structure, Outer) or structure.signal is None or structure.direct is not None:
+        return None
+    columns, _, positions, groups, fan_out = structure.signal.shape
+    if columns != 1 or groups != 1 or not all(statistic in IN_TURN for statistic in statistics):
+        return None
+    if structure.room is None and per_sample_grad in statistics:
+        return None
+    if not any(forms_rows(statistic, positions, structure.shape[3], fan_out) for statistic in statistics):
+        return None
+    return products_in_turn(*structure.matrices)
+
+
+def _fold_of(statistic: Statistic) -> Callable[[Callable[[Outer], Fold]], Callable[[Outer], Fold]]:
+    def register(fold: Callable[[Outer], Fold]) -> Callable[[Outer], Fold]:
+        IN_TURN[statistic] = fold
+        return fold
+
+    return register
+
+
+def _zeros(structure: Outer) -> Tensor:
+    """``[o, i]``."""
+    assert structure.signal is not None
+    return structure.signal.new_zeros(structure.signal.shape[4], structure.shape[3])
+
+
+def _to_parameter(structure: Outer, matrix: Tensor) -> Tensor:
+    """``[o, i] -> [*p]``."""
+    return structure.fold(matrix.unsqueeze(-3))
+
+
+@_fold_of(per_sample_grad)
+def _rows_in_turn(structure: Outer) -> Fold:
+    room = structure.room
+    assert room is not None
+    places = room.view(room.shape[1], -1, structure.shape[3])
+    return lambda gradient, count: places[count - 1].copy_(gradient), lambda: room
+
+
+@_fold_of(summed_grad)
+def _sum_in_turn(structure: Outer) -> Fold:
+    total = _zeros(structure)
+    return lambda gradient, count: total.add_(gradient), lambda: _to_parameter(structure, total)
+
+
+@_fold_of(sum_sq)
+def _squares_in_turn(structure: Outer) -> Fold:
+    total = _zeros(structure)
+    return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: _to_parameter(structure, total)
+
+
+@_fold_of(sq_norm)
+def _norms_in_turn(structure: Outer) -> Fold:
+    norms: list[Tensor] = []
+    return lambda gradient, count: norms.append(torch.linalg.vector_norm(gradient)), lambda: torch.stack(
+        norms
+    ).square_()
+
+
+@_fold_of(moments)
+def _moments_in_turn(structure: Outer) -> Fold:
+    """Mean and squared deviation by Welford (1962)."""
+    mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
+
+    def add(gradient: Tensor, count: int) -> None:
+        shift = gradient - mean
+        mean.add_(shift, alpha=1 / count)
+        deviation.addcmul_(shift, shift, value=1 - 1 / count)
+
+    return add, lambda: Moments(samples, _to_parameter(structure, mean), _to_parameter(structure, deviation))

@@ -10,6 +10,7 @@ import torch
 import packprop
 import packprop.kernels
 import packprop.observe
+import packprop.statistics
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.running import (
@@ -38,10 +39,16 @@ EVERY = [
 SMOKE = [case for case in CASES if "smoke" in case.tags]
 
 
-def check_everything(case: Case, size: int, reduction: str | None, dtype: torch.dtype) -> None:
+SINGLE = [c for c in CASES if not c.refuses and "float64-only" not in c.tags]
+"""Cases that single precision is fit for."""
+
+
+def check_everything(
+    case: Case, size: int, reduction: str | None, dtype: torch.dtype, only: tuple[str, ...] = ()
+) -> None:
     problem = case.problem(size, reduction, dtype)
     oracle = reference(case.name, size, reduction)
-    rows = rows_for(case)
+    rows = [row for row in rows_for(case) if not only or row.attribute in only]
     backward(problem, *make_all(rows), record=case.record)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     gradients = {k: p.grad for k, p in problem.parameters.items()}
@@ -53,7 +60,7 @@ def check_everything(case: Case, size: int, reduction: str | None, dtype: torch.
                 assert not tensor.requires_grad
         if not row.sampled:
             check_exact(problem, oracle, row, tolerance, case.dense)
-    if SECOND_ORDER[0] in rows:
+    if SECOND_ORDER[0] in rows:  # then all of them are
         check_sampled(problem, oracle, case.dense, tolerance)
     for parameter in problem.model.parameters():
         if not parameter.requires_grad:
@@ -66,20 +73,12 @@ def test_everything_in_one_backward_pass(case: Case, size: int, reduction: str |
     check_everything(case, size, reduction, torch.float64)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [c for c in CASES if not c.refuses and "float64-only" not in c.tags],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single_precision(case: Case) -> None:
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [c for c in CASES if not c.refuses and "float64-only" not in c.tags],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Gradients summed from per-sample ones, and products one at a time, however small they are."""
@@ -87,6 +86,29 @@ def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeyp
     monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(packprop.kernels, "SHORT", 0)
     check_everything(case, case.sizes[-1], case.reductions[0], dtype)
+
+
+STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("variance",)]
+
+
+@pytest.mark.parametrize("names", STREAMED, ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
+    """Each is formed once and given to all that was asked for, in bites of two samples."""
+    monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(packprop.kernels, "SHORT", 0)
+    monkeypatch.setattr(packprop.observe.Observation, "_samples_at_once", lambda *_: 2)
+    taken = []
+
+    def noted(left: torch.Tensor, right: torch.Tensor) -> Any:
+        taken.append(len(left))
+        return packprop.kernels.products_in_turn(left, right)
+
+    monkeypatch.setattr(packprop.statistics, "products_in_turn", noted)
+    check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)
+    if case.name == "linear-3d" and names != ("batch_l2",):  # norms are those of few positions
+        assert taken[:2] == [2, 1]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

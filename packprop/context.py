@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Graph, require_differentiable, walk
-from packprop.memory import is_dry
+from packprop.memory import is_dry, is_sole
 from packprop.observe import Bites, Observation, default_bites
 from packprop.plan import Plan, bites_again, budget_of
 from packprop.samples import check_graph
@@ -131,7 +131,14 @@ class Backpack(TorchFunctionMode):
         if run.create_graph:
             require_differentiable(graph)
         attach = _Attach(graph, self._hook)
-        observation = Observation(graph, self.extensions, run.create_graph, attach, self._bites(graph))
+        observation = Observation(
+            graph,
+            self.extensions,
+            run.create_graph,
+            attach,
+            self._bites(graph),
+            begin=lambda: attach.taken_off(self.extensions, spare=self._memory is None),
+        )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
             for found in graph.found:
@@ -259,15 +266,48 @@ class _Attach:
                 if own:
                     self._waiting.append((module, own))
 
+    def taken_off(self, extensions: Sequence[Extension], spare: bool) -> dict[tuple[Extension, int], Tensor]:
+        """Take off what an earlier pass has left; returned is what can be written over, if it is ``spare``.
+
+        # NOTE [Results in place]
+        A training loop leaves the results of a step on the parameters until those of the next take their place.
+        They are taken off before, so that not both are there at once. On a processor fresh memory is paid for
+        page by page, which takes a large part of the time of per-sample gradients: results that nobody else
+        holds are written over there instead. Under a budget they are not: they would be there from the pass's
+        first moment, where a step without them has room for activations.
+        """
+        found: dict[tuple[Extension, int], Tensor] = {}
+        for leaf in self._graph.leaves():
+            for extension in extensions:
+                holder = [vars(leaf).pop(extension.savefield, None)]
+                if spare and _can_be_written_over(holder):
+                    found[extension, id(leaf)] = holder.pop()
+        return found
+
     def __call__(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         for extension, values in results.items():
             samples = self._graph.samples
             if extension.subsampling is not None:
                 samples = len(extension.subsampling)
             value = extension.finish(values, samples)
-            setattr(leaf, extension.savefield, map_tensors(lambda t: t.to(leaf.dtype), value))
+            setattr(leaf, extension.savefield, map_tensors(lambda t: _saved(t, leaf.dtype), value))
         for module, own in self._waiting:
             if id(leaf) in own:
                 own.remove(id(leaf))
                 if not own and self._hook is not None:
                     self._hook(module)
+
+
+def _can_be_written_over(holder: list[Any]) -> bool:
+    """Whether a list's one item is memory of a processor that nobody else holds."""
+    old = holder[0]
+    if type(old) is not Tensor or old.device.type != "cpu" or old.requires_grad or old.is_inference():
+        return False
+    del old
+    return is_sole(holder)
+
+
+def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result in a parameter's precision; to autograd no view of a tensor that nobody sees."""
+    value = value.to(dtype)
+    return value if value.requires_grad else value.data

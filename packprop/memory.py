@@ -51,6 +51,27 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_sole(holder: list[Tensor]) -> bool:
+    """Whether the one tensor of a list, and what it is stored in, are held by nothing else.
+
+    Views, arrays and saved tensors share the storage or the tensor, references in Python are counted, too; all
+    of it is compared with a tensor that was just made. ``Tensor._use_count`` and ``_storage_Use_Count`` are
+    private, and stand here alone: nothing public tells whether memory would be free without a tensor.
+    """
+    shared = holder[0].is_shared() or weakref.getweakrefcount(holder[0]) > 0
+    return not shared and _holders(holder) == _holders([torch.empty(0)])
+
+
+def _holders(holder: list[Tensor]) -> tuple[int, ...]:
+    storage = holder[0].untyped_storage()
+    return (
+        sys.getrefcount(holder[0]),
+        holder[0]._use_count(),  # type: ignore[attr-defined]  # not in torch's stubs
+        sys.getrefcount(storage),
+        torch._C._storage_Use_Count(storage._cdata),
+    )
+
+
 class Spec(NamedTuple):
     """A tensor without its data."""
 
@@ -144,6 +165,12 @@ class LiveBytes(TorchDispatchMode):
         self.labels: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry()
+
+    def restart(self) -> None:
+        """Look for the peak of what comes from now on."""
+        self.peak, self._told = self.now, 0.0
+        if self._at_peak is not None:
+            self._at_peak()
 
     def own(self, tensors: Iterable[Tensor], label: str) -> None:
         """Count tensors that have been there before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -107,10 +108,11 @@ class Partial:
     Args:
         over_v: How results of disjoint columns merge.
         over_n: How results of disjoint samples merge.
+        spare: A tensor that nobody else holds, to be written over if the result fits into it.
     """
 
-    def __init__(self, over_v: Monoid, over_n: Monoid) -> None:
-        self._over_v, self._over_n = over_v, over_n
+    def __init__(self, over_v: Monoid, over_n: Monoid, spare: Tensor | None = None) -> None:
+        self._over_v, self._over_n, self._spare = over_v, over_n, spare
         self._filled: Tensor | None = None
         self._room: Tensor | None = None
         self._of_column, self._total = _Running(over_n), _Running(over_v)
@@ -157,12 +159,24 @@ class Partial:
             shape = [*value.shape]
             for axis, extent in grown:
                 shape[axis] = extent.total
-            added = not (self._over_v.grows and self._over_n.grows)
-            self._filled = value.new_zeros(shape) if added else value.new_empty(shape)
+            self._filled = self._allocated(value, shape)
+            if not (self._over_v.grows and self._over_n.grows):
+                self._filled.zero_()
         place = self._filled
         for axis, extent in grown:
             place = place.narrow(axis, extent.start, extent.stop - extent.start)
         return place
+
+    def _allocated(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for the whole result."""
+        spare, self._spare = self._spare, None
+        fits = (
+            spare is not None
+            and (spare.dtype, spare.device, spare.numel()) == (like.dtype, like.device, math.prod(shape))
+            and spare.is_contiguous()
+            and not torch.is_grad_enabled()
+        )
+        return spare.view(shape) if spare is not None and fits else like.new_empty(shape)
 
 
 class _Running:

@@ -127,6 +127,8 @@ class Observation:
         done: Called with a leaf when all of its partial results are there.
         bites: How much is taken at once.
         log: Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite.
+        begin: Called once, when the first value is there and nothing more will be refused; returns tensors that
+            results may be written over, by extension and leaf.
     """
 
     graph: Graph
@@ -135,6 +137,8 @@ class Observation:
     done: Callable[[Tensor, dict[Extension, list[Any]]], None]
     bites: Bites = field(default_factory=default_bites)
     log: Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None] | None = None
+    begin: Callable[[], dict[tuple[Extension, int], Tensor]] = dict
+    _spare: dict[tuple[Extension, int], Tensor] | None = None
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _extremes: dict[int, list[Tensor]] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
@@ -531,9 +535,12 @@ class Observation:
         yield from self._gradients.values()
 
     def _partial_of(self, leaf: Tensor, task: _Task) -> Partial:
+        if self._spare is None:
+            self._spare = self.begin()
         key = (id(task.extension), task.index, id(leaf))
         if key not in self._partial:
-            self._partial[key] = Partial(task.row.over_v, task.row.over_n)
+            spare = self._spare.pop((task.extension, id(leaf)), None)
+            self._partial[key] = Partial(task.row.over_v, task.row.over_n, spare)
         return self._partial[key]
 
     def vanish(self, leaf: Tensor, columns: Extent, tasks: list[_Task]) -> None:

@@ -5,6 +5,9 @@ A dry run is the real code, under fake tensors, with a count of the storage that
 sweeps and statistics are those of the real pass, so that the count is, too. What repeats itself (bites of
 samples, chunks of columns) is run three times at most. Samples are taken to be where they usually are, unless
 a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
+
+A plan holds for a training loop: in the first step samples are to be found, in the others the results of the
+step before are there until the first of their own are; the peak is the largest of all.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -34,6 +37,8 @@ from packprop.tape import extend, record
 from packprop.types import Extension, map_kind, map_tensors, tensors_in
 
 ASKED = "A plan was asked for."
+LARGEST = 5
+"""Tensors that are listed of a peak."""
 CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds to."""
 
@@ -424,6 +429,20 @@ def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     return error
 
 
+class _Peak(NamedTuple):
+    """The most bytes that were alive at once in a part of a step, and what they were made of."""
+
+    size: int
+    parts: dict[str, int]
+    items: list[tuple[str, int]]
+
+    def beside(self, kind: str, size: int) -> _Peak:
+        """The same with something else that is there all the time."""
+        parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
+        items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
+        return _Peak(self.size + size, parts, items[:LARGEST])
+
+
 class _DryRun:
     """One step without data: see NOTE [Dry runs]."""
 
@@ -445,6 +464,7 @@ class _DryRun:
         self._lines: dict[str, Line] = {}
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
+        self._before: list[_Peak] = []
         self._attached: set[int] = set()
         self._results = 0
         self._observation: Observation | None = None
@@ -463,9 +483,11 @@ class _DryRun:
             self._counted.own(self._copied.buffers(), "buffers")
             self._counted.phase = "activations"
             value = self._forward(step)
+            forward = self._part()
             self._counted.phase = "temporary"
             graph = walk([value], [None], None)
             check_graph(graph)
+            found = self._part()
             self._observation = Observation(
                 graph,
                 self._extensions,
@@ -473,22 +495,29 @@ class _DryRun:
                 lambda leaf, results: self._attach(graph, leaf, results),
                 self._bites,
                 lambda leaf, uses, structure, samples: self._note(graph, leaf, uses, structure, samples),
+                self._begin,
             )
 
             def backward(leaves: Sequence[Tensor] | None) -> None:
                 torch.autograd.backward([value], inputs=leaves)
 
             self._observation.run(backward if gradients else None)
+            rest = self._part()
             shapes = _shapes(graph)
+        peaks = [forward, found, *self._before, rest]
+        if gradients and not self._freed:
+            left = sum(self._counted.sizes.get(key, 0) for key in self._attached)
+            peaks += [part.beside("results", left) for part in (forward, *self._before)]
+        peak = max(peaks, key=lambda part: part.size)
         order = [name for name, _ in self._copied.named_parameters() if name in self._lines]
         return Plan(
-            self._counted.peak,
+            peak.size,
             budget,
             self._device.type,
             self._bites,
             tuple(self._lines[name] for name in dict.fromkeys([*order, *self._lines])),
-            dict(sorted(self._parts.items(), key=lambda part: -part[1])),
-            tuple(self._items),
+            dict(sorted(peak.parts.items(), key=lambda part: -part[1])),
+            tuple(peak.items),
             graph.samples,
             self._results,
             tuple(extension.name for extension in self._extensions),
@@ -515,6 +544,17 @@ class _DryRun:
                 "plan a part of it that does not decide on data, or leave the budget out",
             ) from error
 
+    def _part(self) -> _Peak:
+        """The end of a part of the step, and the beginning of the next."""
+        peak = _Peak(self._counted.peak, self._parts, self._items)
+        self._counted.restart()
+        return peak
+
+    def _begin(self) -> dict[tuple[Extension, int], Tensor]:
+        """Here results of the step before are taken off."""
+        self._before.append(self._part())
+        return {}
+
     def _look(self) -> None:
         """At a new peak: what is alive, and what of it is largest."""
         kinds = {key: label for key, (label, _) in self._counted.labels.items()}
@@ -527,7 +567,7 @@ class _DryRun:
         self._parts = {}
         for key, size in sizes.items():
             self._parts[kinds[key]] = self._parts.get(kinds[key], 0) + size
-        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:LARGEST]
         self._items = [(f"{kinds[key]}: {self._counted.labels[key][1]}", sizes[key]) for key in largest]
 
     def _attach(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:

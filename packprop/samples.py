@@ -28,7 +28,7 @@ from packprop.memory import is_dry
 from packprop.nodes import ENTRYWISE, name_of_node
 from packprop.sweep import sweep
 from packprop.tape import Forward, Use
-from packprop.types import Layout, layouts
+from packprop.types import Layout, accumulation_dtype, layouts
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def settle(graph: Graph) -> None:
     verdict = kept.get(graph.signature)
     if verdict is None and is_dry():
         verdict = _assumed(graph)
+        _sweep_once(graph)
     if verdict is None:
         verdict = _find(graph)
         if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
@@ -117,6 +118,13 @@ def _assumed(graph: Graph) -> _Verdict:
             raise _mixed(graph, found)
         uses.append([way[0] for way in ways])
     return _Verdict(samples, chosen if graph.losses else [], uses, False)
+
+
+def _sweep_once(graph: Graph) -> None:
+    """What finding the samples would take: one of its sweeps."""
+    sources = _sources(graph)
+    seeds = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
+    sweep([source.edge for source in sources], seeds, graph.found, lambda *_: None, inputs=False)
 
 
 def _sources(graph: Graph) -> list[_Source]:
@@ -244,8 +252,12 @@ def _probe(
                 if signal is None:
                     continue
                 for way in fitting[found][index]:
-                    rows = way.to_front(signal, 1)[0].reshape(samples, -1).abs().sum(1, dtype=torch.float64)
-                    seen[found, index, way] = rows.cpu() * torch.exp2(-exponents)
+                    rows = way.to_front(signal, 1)[0].reshape(samples, -1)
+                    wide = accumulation_dtype(rows.dtype)
+                    sums = torch.linalg.vector_norm(
+                        rows, 1, 1, dtype=wide
+                    )  # makes nothing as large as they are
+                    seen[found, index, way] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
 
         seeds = []
         for source, way, random in zip(sources, chosen, noise, strict=True):

@@ -892,3 +892,94 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
         thread.start()
         thread.join()
     assert found == [(1, True), (2, True)]
+
+
+# Results of the step before
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    loss = packprop.extend(nn.CrossEntropyLoss())(packprop.extend(model)(x), y)
+    with packprop.backpack(extensions.BatchGrad(), **options):
+        loss.backward()
+    found: Tensor = model[0].weight.grad_batch  # type: ignore[index, union-attr, assignment]
+    return found
+
+
+@pytest.fixture
+def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that one bite brings whole are the bite's own."""
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: packprop.observe.Bites(2**12, 2**12))
+
+
+HOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda t: t,
+    "a list": lambda t: [t],
+    "a view": lambda t: t[1:],
+    "detached": lambda t: t.detach(),
+    "an array": lambda t: t.numpy(),
+    "its storage": lambda t: t.untyped_storage(),
+    "a graph": lambda t: (t * torch.ones((), requires_grad=True)).sum(),
+    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "weakly": weakref.ref,
+    "shared memory": lambda t: t.share_memory_() is None,
+}
+
+
+@pytest.mark.usefixtures("small_bites")
+def test_results_that_nobody_holds_are_written_over() -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    place = one_step(model, x, y).data_ptr()
+    assert one_step(model, 2 * x, y).data_ptr() == place
+    torch.testing.assert_close(one_step(model, 2 * x, y), one_step(wide(), 2 * x, y))
+    kept = one_step(model, x, y)
+    assert kept._base is None
+    before = kept.clone()
+    assert one_step(model, x, y).data_ptr() != place
+    torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("small_bites")
+@pytest.mark.parametrize("how", HOLDS)
+def test_results_that_somebody_holds_stay_as_they_are(how: str) -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    held = HOLDS[how](one_step(model, x, y))
+    place = model[0].weight.grad_batch.data_ptr()
+    before = model[0].weight.grad_batch.clone()
+    found = one_step(model, 2 * x, y).data_ptr()
+    if how == "weakly":  # it is gone, and not another one
+        assert held() is None
+        return
+    assert found != place
+    if how == "itself":
+        torch.testing.assert_close(held, before, rtol=0, atol=0)
+    elif how == "an array":
+        torch.testing.assert_close(torch.from_numpy(held), before, rtol=0, atol=0)
+    elif how == "a graph":
+        held.backward()  # PyTorch refuses if what it saved was changed
+
+
+@pytest.mark.usefixtures("small_bites")
+def test_a_pass_that_is_refused_leaves_the_results_of_the_one_before() -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    place = one_step(model, x, y).data_ptr()
+    loss = (model(x) ** 2).sum()
+    with pytest.raises(PackpropError), packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert model[0].weight.grad_batch.data_ptr() == place
+
+
+@pytest.mark.usefixtures("small_bites")
+def test_results_of_another_batch_size_do_not_fit() -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    one_step(model, x, y)
+    found = one_step(model, x[:5], y[:5])
+    torch.testing.assert_close(found, one_step(wide(), x[:5], y[:5]))

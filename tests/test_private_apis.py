@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
-from packprop.memory import version
+from packprop.memory import is_sole, version
 from packprop.nodes import is_once_differentiable
 from packprop.tape import Use
 from tests.models import Cube
@@ -35,6 +35,9 @@ PRIVATE = {
     "_saved_training": {"nodes.py"},
     "_forward_cls": {"nodes.py"},
     "_version": {"memory.py"},
+    "_use_count": {"memory.py"},
+    "_storage_Use_Count": {"memory.py"},
+    "_cdata": {"memory.py"},
     "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"kernels.py"},
     "_subclasses": {"plan.py"},
@@ -234,6 +237,18 @@ def test_tensors_without_data_know_the_size_of_their_storage() -> None:
         assert not gone
         del x
         assert gone
+
+
+def test_whether_a_tensor_is_held_elsewhere_is_seen() -> None:
+    """`Tensor._use_count` counts what autograd saves, `_storage_Use_Count` views and arrays."""
+    holder = [torch.zeros(4)]
+    assert is_sole(holder)
+    weight = torch.ones(4, requires_grad=True)
+    for hold in (lambda t: t, lambda t: t[:1], lambda t: t.numpy(), lambda t: t * weight, lambda t: t.data):
+        held: Any = hold(holder[0])
+        assert not is_sole(holder), hold
+        del held
+        assert is_sole(holder)
 
 
 def test_versions_count_changes_in_place() -> None:

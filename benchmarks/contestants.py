@@ -138,7 +138,7 @@ def _hessian_free(library: str, task: Task) -> Call:
 
 
 def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool | None = None) -> Call:
-    """Prepare a library that leaves results on parameters as attributes."""
+    """Prepare a library that leaves results on parameters as attributes, until the next step's are there."""
     if quantity.product:
         return _hessian_free(library, task)
     package = _library(library)
@@ -161,7 +161,9 @@ def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool
         with setting(), package.backpack(*wanted()):
             value.backward()
         return {
-            name: {parameter: _take(tensor, ATTRIBUTES[name]) for parameter, tensor in model.named_parameters()}
+            name: {
+                parameter: getattr(tensor, ATTRIBUTES[name]) for parameter, tensor in model.named_parameters()
+            }
             for name in quantity.extensions
         }
 
@@ -183,7 +185,7 @@ def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool
 
 
 def _take(parameter: Tensor, attribute: str) -> Any:
-    """Read a result and free the parameter of it, so that a call does not hold two."""
+    """Read a result and free the parameter of it."""
     value = getattr(parameter, attribute)
     delattr(parameter, attribute)
     return value

@@ -81,7 +81,8 @@ def take_turns(
 
     A turn repeats its call until ``least_seconds`` have gone by, as found in one trial turn. As in a
     training loop, what a call returns is freed inside the clock, and what a library leaves on
-    parameters stays there until its next call. The order is shuffled anew each round (seeded), so that nobody always follows the same neighbour's cache and heap.
+    parameters stays there until its next call. The order is shuffled anew each round (seeded), so that
+    nobody always follows the same neighbour's cache and heap.
     """
     repeats = {}
     for name, call in calls.items():

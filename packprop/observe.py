@@ -51,8 +51,8 @@ class Bites(NamedTuple):
 
     Args:
         scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
-        signals: Bytes of signals that a vectorised sweep may hold; with less than it takes to hold a few
-            columns, columns are swept one at a time.
+        signals: Bytes of signals that a vectorised sweep may hold; with less than two columns take, columns are
+            swept one at a time.
         frugal: Whether algorithms are chosen by what they hold of a sample instead of by their time.
         parameters: Of how many parameters results that wait for several columns are formed at once, at the
             price of sweeping all columns for each of these groups; ``None`` for all.
@@ -65,10 +65,10 @@ class Bites(NamedTuple):
 
 
 SCRATCH = 8 * 2**20
-SIGNALS = 64 * 2**20
+SIGNALS = 32 * 2**20
 LARGER = 32
 """How much more an accelerator takes at once."""
-SHARE = 16
+SHARE = 8
 """Columns with weights, of which there are many, gain nothing by more than this part of ``SIGNALS``."""
 
 
@@ -419,9 +419,9 @@ class Observation:
             before += group.count
 
     def _columns_at_once(self, group: Columns, found: Sequence[Found]) -> int:
-        """A vectorised sweep pays where many columns go through a small graph, or some through a tiny one.
+        """As many as fit, in chunks of about one size: where signals are small, calls are what takes time.
 
-        All of it must be there: what is computed again is not the same for all columns.
+        All of the graph must be there: what is computed again is not the same for all columns.
         """
         if not self.graph.holds_inputs:
             return 1
@@ -429,12 +429,8 @@ class Observation:
         room = self.bites.signals
         if group.weights is not None:
             room = min(room, max(room, SIGNALS) // SHARE)
-        fitting = room // (8 * max(entries, 1))
-        if group.count * 32 <= fitting:
-            return group.count
-        if group.count <= 32 or fitting < 8:
-            return 1
-        return -(-group.count // -(-group.count // fitting))  # chunks of about one size
+        fitting = max(1, room // (8 * max(entries, 1)))
+        return -(-group.count // -(-group.count // fitting))
 
     def _consume(
         self,

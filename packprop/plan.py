@@ -10,6 +10,7 @@ a real pass of the same shapes has found them. What a kernel allocates inside of
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,14 +43,24 @@ def choices(device: torch.device, freed: bool = False) -> list[Bites]:
     """What is tried until the peak fits, least time and largest peak first.
 
     Smaller bites cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
-    vectorised ones: they are given up late. Frugal algorithms cost multiplications; parameters in turn, which
-    help only where their results are ``freed``, cost all sweeps again.
+    vectorised ones: they are given up late. Algorithms that hold less cost multiplications; parameters in turn,
+    which help only where their results are ``freed``, cost all sweeps again.
     """
     scratch, signals, *_ = default_bites(device)
     parts = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
     found = [Bites(scratch // samples, signals // columns) for samples, columns in parts]
-    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, frugal=True), Bites(0, 0, frugal=True)]
-    return found + [Bites(0, 0, True, count) for count in (8, 1)] * freed
+    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, held=0), Bites(0, 0, held=0)]
+    return found + [Bites(0, 0, 0, count) for count in (8, 1)] * freed
+
+
+HELD = (None, *(2**power for power in range(30, 9, -1)), 0)
+"""What may be held of a sample: at each step those uses that hold most take algorithms that hold less."""
+
+
+def looser(bites: Bites, name: str, tried: Sequence[Bites]) -> list[Bites]:
+    """The same with more of one kind, the most first, down to what it is."""
+    values = HELD if name == "held" else sorted({getattr(each, name) for each in tried}, reverse=True)
+    return [bites._replace(**{name: value}) for value in values[: values.index(getattr(bites, name)) + 1]]
 
 
 class BudgetTooSmall(BadInput):
@@ -356,31 +367,38 @@ def _choose(
     gradients: bool,
     freed: bool = False,
 ) -> Plan:
-    """The first of the choices that fits.
+    """The first of the choices that fits, and of each kind of bite as much as still fits.
+
+    The choices make everything smaller where one thing may be what sets the peak: columns that take no memory
+    need not be swept one by one because of a large layer, nor small layers take another algorithm with it.
 
     Raises:
         BadInput: If none does.
     """
+
+    @functools.cache
+    def tried(bites: Bites) -> Plan:
+        return _DryRun(model, extensions, device, bites, freed).plan(step, budget, gradients)
+
+    def first(candidates: Sequence[Bites]) -> Bites:
+        """The first that fits; the peak falls along them, and that of the last does."""
+        assert budget is not None
+        low, high = -1, len(candidates) - 1
+        middle = 0  # mostly it is this one
+        while high - low > 1:
+            low, high = (low, middle) if tried(candidates[middle]).peak <= budget else (middle, high)
+            middle = (low + high) // 2
+        return candidates[high]
+
     bites = choices(device, freed)
-
-    def tried(number: int) -> Plan:
-        return _DryRun(model, extensions, device, bites[number], freed).plan(step, budget, gradients)
-
-    first = tried(0)
-    if budget is None or first.peak <= budget:
-        return first
-    best = tried(len(bites) - 1)
-    if best.peak > budget:
-        raise _impossible(best, budget)
-    low, high = 0, len(bites) - 1  # the peak falls along the choices: the first that fits lies between
-    while high - low > 1:
-        middle = (low + high) // 2
-        between = tried(middle)
-        if between.peak <= budget:
-            high, best = middle, between
-        else:
-            low = middle
-    return best
+    if budget is None or tried(bites[0]).peak <= budget:
+        return tried(bites[0])
+    if tried(bites[-1]).peak > budget:
+        raise _impossible(tried(bites[-1]), budget)
+    best = first(bites)
+    for name in ("signals", "held", "scratch"):  # what is dearest to go without comes first
+        best = first(looser(best, name, bites))
+    return tried(best)
 
 
 INSTEAD = {
@@ -566,7 +584,7 @@ def _algorithm(structure: Structure | Product | Diagonal) -> str:
         return "signals and inputs alone"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
         return "per-sample gradients"
-    return f"gradients by {'products' if structure.direct is None else 'groups'}"
+    return f"gradients by {'groups' if structure.by_groups else 'products'}"
 
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:

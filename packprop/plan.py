@@ -53,14 +53,18 @@ def choices(device: torch.device, freed: bool = False) -> list[Bites]:
     return found + [Bites(0, 0, 0, count) for count in (8, 1)] * freed
 
 
-HELD = (None, *(2**power for power in range(30, 9, -1)), 0)
-"""What may be held of a sample: at each step those uses that hold most take algorithms that hold less."""
+HELD = tuple(2**power for power in range(30, 9, -1))
+"""Bytes of a sample: at each step those uses that hold most take algorithms that hold less."""
 
 
-def looser(bites: Bites, name: str, tried: Sequence[Bites]) -> list[Bites]:
-    """The same with more of one kind, the most first, down to what it is."""
-    values = HELD if name == "held" else sorted({getattr(each, name) for each in tried}, reverse=True)
-    return [bites._replace(**{name: value}) for value in values[: values.index(getattr(bites, name)) + 1]]
+def looser(bites: Bites, loosest: Bites, name: str) -> list[Bites]:
+    """``bites`` with more of one kind: first as in ``loosest``, then less and less of it, last what it is."""
+    most, least = getattr(loosest, name), getattr(bites, name)
+    if most == least:
+        return [bites]
+    between = HELD if most is None else tuple(most // 4**power for power in range(1, 10))
+    values = (most, *(value for value in between if value > least), least)
+    return [bites._replace(**{name: value}) for value in values]
 
 
 class BudgetTooSmall(BadInput):
@@ -386,7 +390,10 @@ def _choose(
         low, high = -1, len(candidates) - 1
         middle = 0  # mostly it is this one
         while high - low > 1:
-            low, high = (low, middle) if tried(candidates[middle]).peak <= budget else (middle, high)
+            if tried(candidates[middle]).peak <= budget:
+                high = middle
+            else:
+                low = middle
             middle = (low + high) // 2
         return candidates[high]
 
@@ -397,7 +404,7 @@ def _choose(
         raise _impossible(tried(bites[-1]), budget)
     best = first(bites)
     for name in ("signals", "held", "scratch"):  # what is dearest to go without comes first
-        best = first(looser(best, name, bites))
+        best = first(looser(best, bites[0], name))
     return tried(best)
 
 

@@ -58,7 +58,7 @@ class Later(NamedTuple):
 
 
 class Direct(NamedTuple):
-    """Per-sample gradients ``[1, n, *p]`` made of inputs as they are, and the entries of one sample's inputs."""
+    """Per-sample gradients ``[1, n, *p]`` made of inputs as they are, and how many entries a sample's have."""
 
     entries: int
     make: Callable[[], Tensor]

@@ -26,7 +26,7 @@ class Extents(NamedTuple):
         groups: Of the map.
         fan_in: Entries of a group that go in at a position.
         fan_out: Entries that come out.
-        whole: Entries of one sample's inputs, where they are unfolded to positions only on demand; else 0.
+        unfolds: Whether inputs are unfolded to positions, and gradients can be had without that.
         dtype: Of inputs and signals.
         device: The type of the device.
         held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
@@ -36,7 +36,7 @@ class Extents(NamedTuple):
     groups: int
     fan_in: int
     fan_out: int
-    whole: int
+    unfolds: bool
     dtype: torch.dtype
     device: str
     held: int | None
@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     @property
     def unfolded(self) -> int:
         """Entries of one sample's inputs by position, where they are made for the purpose; else 0."""
-        return self.positions * self.groups * self.fan_in if self.whole else 0
+        return self.positions * self.groups * self.fan_in if self.unfolds else 0
 
 
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -105,12 +105,11 @@ def convolved_by_groups(extents: Extents) -> bool:
     oneDNN's gradient of a weight takes images as they are. Unfolding them is the larger part of the work
     where positions are many; where they are few, oneDNN spends more on rearranging its results.
     """
-    if not extents.whole or extents.dtype not in (torch.float32, torch.float64):
+    if not extents.unfolds or extents.dtype not in (torch.float32, torch.float64):
         return False
     onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
     many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
-    size = extents.dtype.itemsize
-    holds = {"patches": size * extents.unfolded, "groups": size * extents.whole}
+    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
     return chosen("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"
 
 

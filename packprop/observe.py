@@ -342,6 +342,7 @@ class Observation:
     def _extents(self, found: Found, site: Site, fans: Fans) -> Extents:
         """What the algorithms of an affine use will be chosen by."""
         positions = found.use.shapes[0].numel() // (self.graph.samples * fans.groups * fans.fan_out)
+        fans = fans._replace(unfolds=fans.unfolds and found.layouts[0].parts == 1)  # several images of a sample
         dtype = accumulation_dtype(site.leaf.dtype)
         return Extents(positions, *fans, dtype, device_kind(site.leaf), self.bites.held)
 

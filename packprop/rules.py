@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packprop.kernels import grouped_gradients
 from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
-from packprop.structures import Dense, Direct, Later, Lookup, Outer, Structure
+from packprop.structures import Dense, Later, Lookup, Outer, Structure
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import (
     Call,
@@ -175,8 +175,7 @@ def _convolution(
     rearrange = fold(weight.shape)
 
     fan_in = weight.numel() // channels
-    image = x.shape[-space - 1 :].numel()
-    fans = Fans(groups, fan_in, channels // groups, image)
+    fans = Fans(groups, fan_in, channels // groups, unfolds=True)
 
     def build(signal: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
@@ -185,7 +184,7 @@ def _convolution(
         if signal is not None:
             if len(signal) == 1 and len(images) == len(x) and images.dtype == signal.dtype:
                 arrived = signal.reshape(len(x), *signal.shape[-space - 1 :])
-                direct = Direct(image, functools.partial(gradients, images, arrived))
+                direct = functools.partial(gradients, images, arrived)
             signal = signal.flatten(-space).transpose(-1, -2)
             signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
         rows = Later(shape, lambda: unfold(images).reshape(shape))
@@ -193,8 +192,8 @@ def _convolution(
         return Outer(rows, signal, rearrange, made, direct=direct)
 
     scratch = weight.numel() + positions * (groups * fan_in + channels)
-    single = weight.numel() + positions * channels + image
-    alone = groups * positions * fan_in if moment is None else 3 * image
+    single = weight.numel() + positions * channels + x.shape[-space - 1 :].numel()
+    alone = groups * positions * fan_in if moment is None else 3 * x.shape[-space - 1 :].numel()
     meet = rowwise(build, name_of(call.function), x)
     found = [
         Entry(

@@ -221,7 +221,7 @@ def norms_by_products(extents: Extents) -> bool:
     if positions == 1:
         return True
     few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
-    inputs = extents.whole if convolved_by_groups(extents) else extents.unfolded
+    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
     size = extents.dtype.itemsize
     holds = {
         "gradients": size * (groups * fan_in * fan_out + inputs),

@@ -57,13 +57,6 @@ class Later(NamedTuple):
     make: Callable[[], Tensor]
 
 
-class Direct(NamedTuple):
-    """Per-sample gradients ``[1, n, *p]`` made of inputs as they are, and how many entries a sample's have."""
-
-    entries: int
-    make: Callable[[], Tensor]
-
-
 @dataclass(frozen=True)
 class Outer:
     """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
@@ -74,7 +67,7 @@ class Outer:
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
         room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
-        direct: Per-sample gradients without inputs by position, where there is such a way.
+        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where there is such a way.
         held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
     """
 
@@ -83,7 +76,7 @@ class Outer:
     fold: Fold
     moment: Callable[[], Tensor] | None = None
     room: Tensor | None = None
-    direct: Direct | None = None
+    direct: Callable[[], Tensor] | None = None
     held: int | None = None
 
     @cached_property
@@ -102,9 +95,8 @@ class Outer:
         signal = self.signal
         assert signal is not None
         _, positions, groups, fan_in = self.shape
-        whole = 0 if self.direct is None else self.direct.entries
-        kind = device_kind(signal)
-        return Extents(positions, groups, fan_in, signal.shape[4], whole, signal.dtype, kind, self.held)
+        fans = groups, fan_in, signal.shape[4], self.direct is not None
+        return Extents(positions, *fans, signal.dtype, device_kind(signal), self.held)
 
     @property
     def formed(self) -> bool:
@@ -123,7 +115,7 @@ class Outer:
         if signal is None:
             return None
         if self.direct is not None and self.by_groups:
-            made = self.direct.make()
+            made = self.direct()
             return made if self.room is None else self.room.copy_(made)
         x = self.x
         columns, samples, positions, groups, fan_out = signal.shape

@@ -30,13 +30,13 @@ Meet = Callable[[Signals, Sequence[Layout], Samples], Structure]
 class Fans(NamedTuple):
     """Groups of an affine map, and how many entries of each go in and come out.
 
-    ``whole``: entries of one sample's inputs, where they are unfolded to positions only on demand; else 0.
+    ``unfolds``: whether inputs are unfolded to positions, and gradients can be had without that.
     """
 
     groups: int
     fan_in: int
     fan_out: int
-    whole: int = 0
+    unfolds: bool = False
 
 
 @dataclass(frozen=True)

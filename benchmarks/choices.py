@@ -59,7 +59,7 @@ FIXED: dict[str, Choice] = {
     "one sample at a time": Choice(Bites(0, SIGNALS)),
     **{f"columns in {size} MiB": Choice(Bites(SCRATCH, size * MIB)) for size in (16, 256, 1024)},
     "one column at a time": Choice(Bites(SCRATCH, 0)),
-    "frugal algorithms": Choice(Bites(SCRATCH, SIGNALS, frugal=True)),
+    "frugal algorithms": Choice(Bites(SCRATCH, SIGNALS, held=0)),
     **{f"{kind}: {name}": Choice(forced=((kind, name),)) for kind, names in CHOICES.items() for name in names},
 }
 

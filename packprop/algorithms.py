@@ -1,9 +1,9 @@
-"""Algorithms by name: chosen by shapes for the least time, or the least memory, unless one is forced."""
+"""Algorithms by name: one that is forced, or the fastest by shapes, or what holds least of a sample."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
 from packprop.errors import BadInput
@@ -17,7 +17,6 @@ CHOICES = {
 """What is chosen -> the names of its algorithms."""
 
 _FORCED: ContextVar[dict[str, str] | None] = ContextVar("packprop_forced", default=None)
-_FRUGAL: ContextVar[bool] = ContextVar("packprop_frugal", default=False)
 
 
 @contextlib.contextmanager
@@ -65,16 +64,21 @@ def forced(kind: str) -> str | None:
     return None if chosen is None else chosen.get(kind)
 
 
-@contextlib.contextmanager
-def choosing(frugal: bool) -> Iterator[None]:
-    """Choose what is not forced by the memory that it takes, or else by its time."""
-    token = _FRUGAL.set(frugal)
-    try:
-        yield
-    finally:
-        _FRUGAL.reset(token)
+def chosen(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
+    """The name of an algorithm for one use.
 
+    Args:
+        kind: What is chosen.
+        fastest: The one that takes least time.
+        holds: Bytes of one sample that each holds, and that the others do without.
+        held: Bytes of one sample that may be held.
 
-def frugal() -> bool:
-    """Whether the least memory is what counts."""
-    return _FRUGAL.get()
+    Returns:
+        The one that is forced, if one is; the fastest, if what it holds may be held; what holds least, if not.
+    """
+    by_name = forced(kind)
+    if by_name is not None:
+        return by_name
+    if held is None or holds[fastest] <= held:
+        return fastest
+    return min(holds, key=holds.__getitem__)

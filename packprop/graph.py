@@ -8,7 +8,7 @@ from, over whatever lies between; so an edge into a parameter that the walk stil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.errors import PackpropError
 from packprop.reentrant import Rerun, is_reentrant, refused, run_again
 from packprop.regions import differs, without_inputs
-from packprop.structures import Dense, Structure, rows, with_squares
+from packprop.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.tape import EXTENDED, LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
 from packprop.types import Layout, accumulation_dtype
 from packprop.uses import Entry, Meet, Samples, Signals, pulled, pulled_samplewise
@@ -68,9 +68,20 @@ class Site:
             return self.entry.squares(signals, where, samples)
         return with_squares(self.entry.meet(signals, where, samples))
 
-    def meet(self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples) -> Structure:
-        """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct."""
+    def meet(
+        self,
+        signals: Sequence[Tensor | None],
+        where: Sequence[Layout],
+        samples: Samples,
+        held: int | None = None,
+    ) -> Structure:
+        """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct.
+
+        ``held``: bytes of one sample that an algorithm may hold if another holds less.
+        """
         structure = self.entry.meet(signals, where, samples)
+        if held is not None and isinstance(structure, Outer):
+            structure = replace(structure, held=held)
         if self.direct:
             return structure
         if structure.rows is None:

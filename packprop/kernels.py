@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from packprop.algorithms import forced, frugal
+from packprop.algorithms import chosen, forced
 from packprop.memory import device_kind
 
 WORTH_A_CALL = 2**20
 """Multiplications from which on one product is worth a call of its own."""
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
+
+
+class Extents(NamedTuple):
+    """What the algorithms of an affine use are chosen by.
+
+    Args:
+        positions: That the parameter is shared over, in one sample.
+        groups: Of the map.
+        fan_in: Entries of a group that go in at a position.
+        fan_out: Entries that come out.
+        unfolds: Whether inputs are unfolded to positions, and gradients can be had without that.
+        dtype: Of inputs and signals.
+        device: The type of the device.
+        held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
+    """
+
+    positions: int
+    groups: int
+    fan_in: int
+    fan_out: int
+    unfolds: bool
+    dtype: torch.dtype
+    device: str
+    held: int | None
+
+    @property
+    def unfolded(self) -> int:
+        """Entries of one sample's inputs by position, where they are made for the purpose; else 0."""
+        return self.positions * self.groups * self.fan_in if self.unfolds else 0
 
 
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -73,19 +102,18 @@ def square_norms(rows: Tensor) -> Tensor:
     return norms.square_()
 
 
-def convolved_by_groups(images: Tensor, signal: Tensor, positions: int, fan_out: int) -> bool:
+def convolved_by_groups(extents: Extents) -> bool:
     """Whether per-sample gradients of a convolution are best had from ``grouped_gradients``.
 
     oneDNN's gradient of a weight takes images as they are. Unfolding them is the larger part of the work
     where positions are many; where they are few, oneDNN spends more on rearranging its results.
     """
-    if images.dtype != signal.dtype or images.dtype not in (torch.float32, torch.float64):
+    if not extents.unfolds or extents.dtype not in (torch.float32, torch.float64):
         return False
-    by_name = forced("convolutions")
-    if by_name is not None or frugal():
-        return by_name != "patches"
-    onednn = device_kind(images) == "cpu" and torch.backends.mkldnn.is_available()
-    return onednn and images.dtype == torch.float32 and positions > fan_out
+    onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
+    many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
+    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
+    return chosen("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"
 
 
 def grouped_gradients(

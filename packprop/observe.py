@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.algorithms import choosing
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, Site
 from packprop.hessian import (
@@ -21,7 +20,8 @@ from packprop.hessian import (
     output_columns,
     parameter_diagonals,
 )
-from packprop.memory import found_fault, free_bytes, is_dry
+from packprop.kernels import Extents, convolved_by_groups
+from packprop.memory import device_kind, found_fault, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
@@ -37,9 +37,10 @@ from packprop.types import (
     Extension,
     Row,
     Seed,
+    accumulation_dtype,
     tensors_in,
 )
-from packprop.uses import choose, fold_to
+from packprop.uses import Fans, choose, fold_to
 from packprop.ways import choose_ways, subset
 
 WORTH_SUMMING = 2**24
@@ -53,14 +54,15 @@ class Bites(NamedTuple):
         scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
         signals: Bytes of signals that a vectorised sweep may hold; with less than two columns take, columns are
             swept one at a time.
-        frugal: Whether algorithms are chosen by what they hold of a sample instead of by their time.
+        held: Bytes of one sample that an algorithm may hold where another holds less; with more than that
+            the latter is taken, use by use. ``None``: the fastest, whatever they hold.
         parameters: Of how many parameters results that wait for several columns are formed at once, at the
             price of sweeping all columns for each of these groups; ``None`` for all.
     """
 
     scratch: int
     signals: int
-    frugal: bool = False
+    held: int | None = None
     parameters: int | None = None
 
 
@@ -110,8 +112,8 @@ SUMMED = _Summed()
 Part = tuple[Found, Site, list[Tensor | None]]
 """A use of a leaf, and what arrived at its outputs."""
 Samples = slice | Tensor
-Build = Callable[[list[Part], Samples], Structure | Product | Diagonal]
-"""From the uses of a leaf, and a choice of samples, to what statistics are taken of."""
+Build = Callable[[list[Part], Samples, int | None], Structure | Product | Diagonal]
+"""From uses of a leaf, a choice of samples, and what may be held of one, to what statistics are taken of."""
 Backward = Callable[[Sequence[Tensor] | None], None]
 """Runs the user's own pass; restricted to some leaves if these are given."""
 
@@ -147,7 +149,7 @@ class Observation:
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
-        with torch.set_grad_enabled(self.create_graph), choosing(self.bites.frugal):
+        with torch.set_grad_enabled(self.create_graph):
             self._run(backward)
         self._warn_if_not_finite()
 
@@ -337,11 +339,16 @@ class Observation:
         fans = site.entry.fans
         if fans is None or not site.direct:
             return False
+        extents = self._extents(found, site, fans)
+        work = extents.positions * site.leaf.numel() * self.graph.samples
+        return work >= WORTH_SUMMING and any(forms_rows(statistic, extents) for statistic in statistics)
+
+    def _extents(self, found: Found, site: Site, fans: Fans) -> Extents:
+        """What the algorithms of an affine use will be chosen by."""
         positions = found.use.shapes[0].numel() // (self.graph.samples * fans.groups * fans.fan_out)
-        work = positions * site.leaf.numel() * self.graph.samples
-        return work >= WORTH_SUMMING and any(
-            forms_rows(statistic, positions, fans.fan_in, fans.fan_out) for statistic in statistics
-        )
+        fans = fans._replace(unfolds=fans.unfolds and found.layouts[0].parts == 1)  # several images of a sample
+        dtype = accumulation_dtype(site.leaf.dtype)
+        return Extents(positions, *fans, dtype, device_kind(site.leaf), self.bites.held)
 
     def _in_turn(self, waits: bool) -> list[list[Found]]:
         """Uses by groups that columns are swept for one after the other, with all uses of a leaf in one.
@@ -467,7 +474,7 @@ class Observation:
                     bite = torch.tensor(chosen[start:stop]) % samples
                 structure: Structure | Product | Diagonal | None = None
                 try:
-                    structure = build(parts, bite)
+                    structure = build(parts, bite, self.bites.held)
                     if isinstance(structure, Outer):
                         structure = self._in_place(leaf, structure, group, columns, Extent(start, stop, count))
                     values = self._values(leaf, structure, group)
@@ -570,9 +577,11 @@ class Observation:
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
-            scratch = site.entry.single if formed and columns == 1 and site.entry.single else site.entry.scratch
-            each = max(scratch, leaf.numel(), own)
             fans = site.entry.fans
+            scratch = site.entry.scratch
+            if formed and columns == 1 and fans and convolved_by_groups(self._extents(found, site, fans)):
+                scratch = site.entry.single
+            each = max(scratch, leaf.numel(), own)
             if not columns:  # what comes of inputs alone is a matrix that each bite is added to
                 entries += site.entry.alone or each
                 room = max(room, (fans.fan_in if fans else 0) ** 2 * leaf.element_size())
@@ -737,22 +746,22 @@ def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:
     return times
 
 
-def _met(parts: list[Part], samples: Samples) -> Structure:
+def _met(parts: list[Part], samples: Samples, held: int | None) -> Structure:
     """The structure of all uses of a leaf together."""
-    return join([site.meet(signals, found.layouts, samples) for found, site, signals in parts])
+    return join([site.meet(signals, found.layouts, samples, held) for found, site, signals in parts])
 
 
 def _weighted(weights: Tensor) -> Build:
     """Squares weighted for each column and sample ``[v, n]``."""
-    return lambda parts, samples: Product(_met(parts, samples), weights=choose(weights, samples, 1))
+    return lambda parts, samples, held: Product(_met(parts, samples, held), weights=choose(weights, samples, 1))
 
 
 def _products_with(others: list[Part]) -> Build:
     """Products of two sets of columns."""
-    return lambda parts, samples: Product(_met(parts, samples), _met(others, samples))
+    return lambda parts, samples, held: Product(_met(parts, samples, held), _met(others, samples, held))
 
 
-def _diagonal(parts: list[Part], samples: Samples) -> Diagonal:
+def _diagonal(parts: list[Part], samples: Samples, held: int | None) -> Diagonal:
     """Squares of what multiplies the leaf, weighted by signals."""
     ((found, site, signals),) = parts
     squares = site.squares(signals, found.layouts, samples)

@@ -13,6 +13,7 @@ step before are there until the first of their own are; the peak is the largest 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,14 +48,28 @@ def choices(device: torch.device, freed: bool = False) -> list[Bites]:
     """What is tried until the peak fits, least time and largest peak first.
 
     Smaller bites cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
-    vectorised ones: they are given up late. Frugal algorithms cost multiplications; parameters in turn, which
-    help only where their results are ``freed``, cost all sweeps again.
+    vectorised ones: they are given up late. Algorithms that hold less cost multiplications; parameters in turn,
+    which help only where their results are ``freed``, cost all sweeps again.
     """
     scratch, signals, *_ = default_bites(device)
     parts = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
     found = [Bites(scratch // samples, signals // columns) for samples, columns in parts]
-    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, frugal=True), Bites(0, 0, frugal=True)]
-    return found + [Bites(0, 0, True, count) for count in (8, 1)] * freed
+    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, held=0), Bites(0, 0, held=0)]
+    return found + [Bites(0, 0, 0, count) for count in (8, 1)] * freed
+
+
+HELD = tuple(2**power for power in range(30, 9, -1))
+"""Bytes of a sample: at each step those uses that hold most take algorithms that hold less."""
+
+
+def looser(bites: Bites, loosest: Bites, name: str) -> list[Bites]:
+    """``bites`` with more of one kind: first as in ``loosest``, then less and less of it, last what it is."""
+    most, least = getattr(loosest, name), getattr(bites, name)
+    if most == least:
+        return [bites]
+    between = HELD if most is None else tuple(most // 4**power for power in range(1, 10))
+    values = (most, *(value for value in between if value > least), least)
+    return [bites._replace(**{name: value}) for value in values]
 
 
 class BudgetTooSmall(BadInput):
@@ -361,31 +376,41 @@ def _choose(
     gradients: bool,
     freed: bool = False,
 ) -> Plan:
-    """The first of the choices that fits.
+    """The first of the choices that fits, and of each kind of bite as much as still fits.
+
+    The choices make everything smaller where one thing may be what sets the peak: columns that take no memory
+    need not be swept one by one because of a large layer, nor small layers take another algorithm with it.
 
     Raises:
         BadInput: If none does.
     """
+
+    @functools.cache
+    def tried(bites: Bites) -> Plan:
+        return _DryRun(model, extensions, device, bites, freed).plan(step, budget, gradients)
+
+    def first(candidates: Sequence[Bites]) -> Bites:
+        """The first that fits; the peak falls along them, and that of the last does."""
+        assert budget is not None
+        low, high = -1, len(candidates) - 1
+        middle = 0  # mostly it is this one
+        while high - low > 1:
+            if tried(candidates[middle]).peak <= budget:
+                high = middle
+            else:
+                low = middle
+            middle = (low + high) // 2
+        return candidates[high]
+
     bites = choices(device, freed)
-
-    def tried(number: int) -> Plan:
-        return _DryRun(model, extensions, device, bites[number], freed).plan(step, budget, gradients)
-
-    first = tried(0)
-    if budget is None or first.peak <= budget:
-        return first
-    best = tried(len(bites) - 1)
-    if best.peak > budget:
-        raise _impossible(best, budget)
-    low, high = 0, len(bites) - 1  # the peak falls along the choices: the first that fits lies between
-    while high - low > 1:
-        middle = (low + high) // 2
-        between = tried(middle)
-        if between.peak <= budget:
-            high, best = middle, between
-        else:
-            low = middle
-    return best
+    if budget is None or tried(bites[0]).peak <= budget:
+        return tried(bites[0])
+    if tried(bites[-1]).peak > budget:
+        raise _impossible(tried(bites[-1]), budget)
+    best = first(bites)
+    for name in ("signals", "held", "scratch"):  # what is dearest to go without comes first
+        best = first(looser(best, bites[0], name))
+    return tried(best)
 
 
 INSTEAD = {
@@ -611,7 +636,7 @@ def _algorithm(structure: Structure | Product | Diagonal) -> str:
         return "signals and inputs alone"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
         return "per-sample gradients"
-    return f"gradients by {'products' if structure.direct is None else 'groups'}"
+    return f"gradients by {'groups' if structure.by_groups else 'products'}"
 
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.kernels import convolved_by_groups, grouped_gradients
+from packprop.kernels import grouped_gradients
 from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
 from packprop.structures import Dense, Later, Lookup, Outer, Structure
 from packprop.types import Layout, accumulation_dtype
@@ -175,15 +175,14 @@ def _convolution(
     rearrange = fold(weight.shape)
 
     fan_in = weight.numel() // channels
-    fans = Fans(groups, fan_in, channels // groups)
+    fans = Fans(groups, fan_in, channels // groups, unfolds=True)
 
     def build(signal: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
         shape = (x.shape[0], len(images) // len(x) * positions, groups, fan_in)
         direct = None
         if signal is not None:
-            single = len(signal) == 1 and len(images) == len(x)
-            if single and convolved_by_groups(images, signal, positions, channels // groups):
+            if len(signal) == 1 and len(images) == len(x) and images.dtype == signal.dtype:
                 arrived = signal.reshape(len(x), *signal.shape[-space - 1 :])
                 direct = functools.partial(gradients, images, arrived)
             signal = signal.flatten(-space).transpose(-1, -2)
@@ -202,7 +201,7 @@ def _convolution(
             "Outer",
             meet,
             scratch,
-            single=single if convolved_by_groups(x, x, positions, channels // groups) else scratch,
+            single=single,
             admits=lambda axis: axis == 0,
             alone=alone,
             fans=fans,

@@ -13,9 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from packprop.algorithms import forced, frugal
+from packprop.algorithms import chosen, forced
 from packprop.errors import PackpropError
 from packprop.kernels import (
+    Extents,
+    convolved_by_groups,
     outer_products,
     products_in_turn,
     second_moment,
@@ -219,26 +221,31 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
     return total / index.shape[1] if approximation == "expand" else total
 
 
-def norms_by_products(positions: int, fan_in: int, fan_out: int) -> bool:
+def norms_by_products(extents: Extents) -> bool:
     """Whether norms of per-sample gradients of an affine use are best had without forming these.
 
     Products over pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. The latter
     also add up to the summed gradient, which need not be computed again, so they win from half of that on.
     """
-    by_name = forced("norms")
-    if positions == 1 or by_name is not None:
-        return positions == 1 or by_name == "products"
-    if frugal():  # what is held of each sample
-        return 2 * positions**2 <= fan_in * fan_out
-    return 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
-
-
-def forms_rows(statistic: Statistic, positions: int, fan_in: int, fan_out: int) -> bool:
-    """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
+    positions, groups, fan_in, fan_out = extents[:4]
     if positions == 1:
+        return True
+    few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
+    size = extents.dtype.itemsize
+    holds = {
+        "gradients": size * (groups * fan_in * fan_out + inputs),
+        "products": size * (2 * groups * positions**2 + extents.unfolded),
+    }
+    return chosen("norms", "products" if few else "gradients", holds, extents.held) == "products"
+
+
+def forms_rows(statistic: Statistic, extents: Extents) -> bool:
+    """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
+    if extents.positions == 1:
         return False
     if statistic is sq_norm:
-        return not norms_by_products(positions, fan_in, fan_out)
+        return not norms_by_products(extents)
     return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
 
 
@@ -319,7 +326,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
     assert structure.signal is not None
     columns, _, positions, groups, fan_out = structure.signal.shape
     if positions != 1:
-        if structure.formed or structure.direct is not None or groups != 1:
+        if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return structure.fold(total.unsqueeze(-3))
@@ -343,14 +350,14 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     signal = structure.signal
     assert signal is not None
     positions = signal.shape[2]
-    if structure.formed or not norms_by_products(positions, structure.shape[3], signal.shape[4]):
+    if structure.formed or not norms_by_products(structure.extents):
         return None
     x = structure.x
     if positions == 1:
         return (signal[:, :, 0].square().sum((0, 3)) * x[:, 0].square().sum(2)).sum(1)
     inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
     signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)
-    return (inputs * signals).sum((1, 2, 3))
+    return torch.einsum("ngst,ngst->n", inputs, signals)
 
 
 @fast_cell("moments", Outer)
@@ -443,14 +450,14 @@ def _gradients_in_turn(
     structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]
 ) -> Iterator[Tensor] | None:
     """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
-    if not isinstance(structure, Outer) or structure.signal is None or structure.direct is not None:
+    if not isinstance(structure, Outer) or structure.signal is None or structure.by_groups:
         return None
-    columns, _, positions, groups, fan_out = structure.signal.shape
+    columns, _, _, groups, _ = structure.signal.shape
     if columns != 1 or groups != 1 or not all(statistic in IN_TURN for statistic in statistics):
         return None
     if structure.room is None and per_sample_grad in statistics:
         return None
-    if not any(forms_rows(statistic, positions, structure.shape[3], fan_out) for statistic in statistics):
+    if not any(forms_rows(statistic, structure.extents) for statistic in statistics):
         return None
     return products_in_turn(*structure.matrices)
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.kernels import outer_products
+from packprop.kernels import Extents, convolved_by_groups, outer_products
+from packprop.memory import device_kind
 
 Fold = Callable[[Tensor], Tensor]
 
@@ -66,7 +67,8 @@ class Outer:
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
         room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
-        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where that is better.
+        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where there is such a way.
+        held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
     """
 
     given: Tensor | Later
@@ -75,6 +77,7 @@ class Outer:
     moment: Callable[[], Tensor] | None = None
     room: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
+    held: int | None = None
 
     @cached_property
     def x(self) -> Tensor:
@@ -87,9 +90,23 @@ class Outer:
         return self.given.shape
 
     @property
+    def extents(self) -> Extents:
+        """What algorithms are chosen by."""
+        signal = self.signal
+        assert signal is not None
+        _, positions, groups, fan_in = self.shape
+        fans = groups, fan_in, signal.shape[4], self.direct is not None
+        return Extents(positions, *fans, signal.dtype, device_kind(signal), self.held)
+
+    @property
     def formed(self) -> bool:
         """Whether per-sample gradients are there already."""
         return "rows" in vars(self)
+
+    @cached_property
+    def by_groups(self) -> bool:
+        """Whether per-sample gradients are made of inputs as they are."""
+        return self.signal is not None and self.direct is not None and convolved_by_groups(self.extents)
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -97,7 +114,7 @@ class Outer:
         signal = self.signal
         if signal is None:
             return None
-        if self.direct is not None:
+        if self.direct is not None and self.by_groups:
             made = self.direct()
             return made if self.room is None else self.room.copy_(made)
         x = self.x

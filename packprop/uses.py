@@ -28,11 +28,15 @@ Meet = Callable[[Signals, Sequence[Layout], Samples], Structure]
 
 
 class Fans(NamedTuple):
-    """Groups of an affine map, and how many entries of each go in and come out."""
+    """Groups of an affine map, and how many entries of each go in and come out.
+
+    ``unfolds``: whether inputs are unfolded to positions, and gradients can be had without that.
+    """
 
     groups: int
     fan_in: int
     fan_out: int
+    unfolds: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Entry:
         refusal: Why and what instead, where no number can be given.
         admits: Whether an axis of the (first) output can hold the samples.
         alone: Entries of temporary memory for one sample where only inputs are asked for.
-        single: As ``scratch`` in a sweep of one column, where that takes less.
+        single: As ``scratch`` in a sweep of one column that unfolds no inputs, where there is such a way.
         fans: Groups and extents of an affine map.
         linear: Whether the outputs are known to be affine in the parameter, all else held.
         constant: Whether what multiplies the parameter is known to be one number for all samples.

@@ -880,18 +880,18 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
     import threading
 
-    from packprop.algorithms import choosing, frugal
+    from packprop.algorithms import forced
     from packprop.sweep import Watch
 
     found = []
-    with choosing(frugal=True):
+    with packprop.algorithms(norms="products"):
         watch = Watch([], lambda *_: None)
-        hook = watch._here(lambda value: found.append((value, frugal())))
+        hook = watch._here(lambda value: found.append((value, forced("norms"))))
         hook(1)
         thread = threading.Thread(target=hook, args=(2,))
         thread.start()
         thread.join()
-    assert found == [(1, True), (2, True)]
+    assert found == [(1, "products"), (2, "products")]
 
 
 # Results of the step before

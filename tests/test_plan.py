@@ -18,7 +18,7 @@ from packprop import extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory import LiveBytes, byte_count, byte_text
 from packprop.observe import Bites, Observation, default_bites
-from packprop.plan import BudgetTooSmall, choices, plan_again
+from packprop.plan import HELD, BudgetTooSmall, choices, looser, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
 from tests.models import Checkpointed
@@ -180,8 +180,104 @@ def test_choices_take_less_one_after_the_other(device: str) -> None:
     for before, after in itertools.pairwise(tried):
         assert after.scratch <= before.scratch
         assert after.signals <= before.signals
-        assert after.frugal >= before.frugal
+        assert (before.held, after.held) in {(None, None), (None, 0), (0, 0)}
         assert (after.parameters or 10**9) <= (before.parameters or 10**9)
+
+
+def convolutions() -> nn.Module:
+    """Unfolded, the inputs of the second are 16 times those of the first; one sample's are 576 KiB."""
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 32, 3, padding=1), nn.Conv2d(32, 4, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16, 5))
+
+
+def shared_weights() -> nn.Module:
+    """Gradients of the first are 256 KiB for each sample, products of its 100 positions 78 KiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16), nn.Flatten(), nn.Linear(1600, 5))
+
+
+def labels() -> Tensor:
+    return torch.arange(4) % 5
+
+
+MIXED = [
+    (convolutions, (4, 2, 16, 16), torch.float64, extensions.BatchGrad, "2.weight", "gradients by groups"),
+    (convolutions, (4, 2, 16, 16), torch.float64, extensions.Variance, "2.weight", "gradients by groups"),
+    (shared_weights, (4, 100, 256), torch.float32, extensions.BatchL2Grad, "0.weight", "signals and inputs"),
+]
+"""Where one of two uses holds most: model, inputs, what is asked, that use, the algorithm that holds less."""
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
+def test_only_the_use_that_holds_most_changes_its_algorithm(mixed: Any) -> None:
+    build, shape, dtype, make, large, algorithm = mixed
+    small = {"0.weight": "2.weight", "2.weight": "0.weight"}[large]
+    loss = nn.CrossEntropyLoss()
+    model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
+    free = packprop.plan(model, loss, batch, [make()])
+    before = {line.parameter: line.algorithm for line in free.lines}
+    assert before[large] == before[small] == "gradients by products"
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, loss, batch, [make()], memory=1)
+    budget = caught.value.floor
+    plan = packprop.plan(model, loss, batch, [make()], memory=budget)
+    assert plan.bites.held not in (None, 0)
+    after = {line.parameter: line.algorithm for line in plan.lines}
+    assert after.pop(large).startswith(algorithm)
+    assert after == {name: before[name] for name in after}
+    assert algorithm in str(plan)
+    assert "gradients by products" in str(plan)
+    expected = build().to(dtype)
+    step(expected, batch, make())
+    peak = measured(model, batch, make(), memory=plan)
+    assert peak <= budget * 1.001
+    assert peak == pytest.approx(plan.peak, rel=0.01)
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+        torch.testing.assert_close(getattr(mine, make.savefield), getattr(other, make.savefield))
+
+
+def test_an_algorithm_by_name_wins_over_a_budget() -> None:
+    model, batch = convolutions().double(), (torch.randn(4, 2, 16, 16).double(), labels())
+    asked = [extensions.Variance()]
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=1)
+    with packprop.algorithms(convolutions="patches"), pytest.raises(BudgetTooSmall) as forced:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=1)
+    assert forced.value.floor > caught.value.floor
+    with packprop.algorithms(convolutions="patches"):
+        plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=forced.value.floor)
+    algorithms = {line.parameter: line.algorithm for line in plan.lines}
+    assert algorithms["0.weight"] == algorithms["2.weight"] == "gradients by products"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
+def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: Any) -> None:
+    build, shape, dtype, make, *_ = mixed
+    model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
+
+    def peak(bites: Bites, *asked: Any) -> int:
+        monkeypatch.setattr(sys.modules["packprop.plan"], "choices", lambda *_: [bites])
+        return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, device=device).peak
+
+    tried = choices(torch.device(device))
+    held = [tried[0]._replace(held=size) for size in (None, 2**20, 2**18, 2**16, 2**14, 0)]
+    for row, asked in ((tried, [make(), extensions.DiagGGNExact()]), (held, [make()])):
+        peaks = [peak(bites, *asked) for bites in row]
+        assert all(after <= 1.001 * before for before, after in itertools.pairwise(peaks))
+        assert peaks[-1] < peaks[0]
+
+
+def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
+    whole, least = Bites(2**23, 2**26), Bites(0, 2**20, 0)
+    scratch = [bites.scratch for bites in looser(least, whole, "scratch")]
+    assert scratch == sorted(set(scratch), reverse=True)
+    assert (scratch[0], scratch[-1]) == (2**23, 0)
+    assert [bites.held for bites in looser(least, whole, "held")] == [None, *HELD, 0]
+    assert [bites.signals for bites in looser(least, whole, "signals")] == [2**26, 2**24, 2**22, 2**20]
+    assert looser(whole, whole, "scratch") == [whole]
 
 
 def test_an_accelerator_takes_larger_bites_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
@@ -269,7 +365,7 @@ def test_parameters_in_turn_leave_reentrant_checkpoints_whole(monkeypatch: Any) 
     model, batch = Checkpointed(True), (torch.randn(4, 3), torch.randint(3, (4,)))
     step(model, batch, extensions.DiagGGNExact())
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, True, 1))
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, 0, 1))
     step(model, batch, extensions.DiagGGNExact())
     assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
 
@@ -326,7 +422,7 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Observation, "_columns", watched)
-        patch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, True, 1))
+        patch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, 0, 1))
         step(model, batch, extensions.DiagGGNExact())
     assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
     assert sorted({name for names in swept for name in names}) == sorted(expected)
@@ -624,7 +720,7 @@ def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(packprop.rules, "patches", refused)
     with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
         step(network(), data(), extensions.BatchGrad())
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, frugal=True))
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, held=0))
     step(network(), data(), extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance())
 
 

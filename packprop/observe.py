@@ -410,6 +410,7 @@ class Observation:
                     visit,
                     batched=stop - start > 1,
                     create_graph=self.create_graph,
+                    bare=group.bare,
                 )
                 collect.flush()
             before += group.count

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import FoundLoss, Graph, made_by
 from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
-from packprop.memory import found_fault, version
+from packprop.memory import found_fault, is_hooked, version
 from packprop.nodes import is_once_differentiable, nodes_above
 from packprop.samples import layouts_at
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Layout, Seed
@@ -29,12 +29,14 @@ class Columns:
         count: How many there are.
         chunk: ``(start, stop) -> [v, *f]`` for each edge.
         weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
+        bare: Whether there is one edge, and no hook of the user's on it.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
+    bare: bool = False
 
 
 def unit_columns(
@@ -165,6 +167,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     arriving = _arriving(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, arriving)
+    bare = not is_hooked(call.input)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
         axis, positions = None, 1
@@ -181,12 +184,12 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
         place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], bare=bare)
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
 
 
 def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:

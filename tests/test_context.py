@@ -892,3 +892,19 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
         thread.start()
         thread.join()
     assert found == [(1, True), (2, True)]
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.Hardtanh(-99.0, 99.0)])
+def test_a_hook_on_the_output_changes_what_arrives_right_behind_it_as_anywhere(behind: nn.Module) -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 3), behind))
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    found = []
+    for factor in (1.0, 3.0):
+        out = model(x)
+        out.register_hook(lambda gradient, factor=factor: factor * gradient)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+        with packprop.backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
+            loss.backward()
+        found.append((model[0].weight.grad_batch, model[0].weight.diag_ggn_exact))
+    assert torch.allclose(found[1][0], 3 * found[0][0])
+    assert torch.allclose(found[1][1], 9 * found[0][1])

@@ -70,10 +70,17 @@ class Layout(NamedTuple):
             return tensor.unsqueeze(skip)
         axis = self.axis + skip
         if self.parts == 1:
-            return tensor.movedim(axis, skip)
+            return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
         tensor = tensor.unflatten(axis, split)
         return tensor.movedim(axis if self.major else axis + 1, skip)
+
+    def front_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape that ``to_front`` makes of ``shape``."""
+        if self.axis is None:
+            return torch.Size([1, *shape])
+        parts = [] if self.parts == 1 else [self.parts]
+        return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.axis + 1 :]])
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """The inverse of ``to_front``."""
@@ -81,7 +88,7 @@ class Layout(NamedTuple):
             return tensor.squeeze(skip)
         axis = self.axis + skip
         if self.parts == 1:
-            return tensor.movedim(skip, axis)
+            return tensor if axis == skip else tensor.movedim(skip, axis)
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
     def sample_of(self, device: torch.device) -> Tensor:

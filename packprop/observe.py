@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from packprop.hessian import (
     output_columns,
     parameter_diagonals,
 )
-from packprop.memory import found_fault, free_bytes, is_dry
+from packprop.memory import free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
@@ -718,10 +719,12 @@ def _after(start: int, step: int, count: int) -> int:
 
 def _all_finite(scalars: Sequence[Tensor]) -> bool:
     """Whether all of some scalars are finite; waits for each device once."""
+    if is_dry():
+        return True
     places: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:
         places.setdefault(scalar.device, []).append(scalar)
-    return not any(found_fault(~torch.stack(same).isfinite().all()) for same in places.values())
+    return all(math.isfinite(value) for same in places.values() for value in torch.stack(same).tolist())
 
 
 def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:

@@ -166,12 +166,11 @@ class _TensorSet:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._refs
+        reference = self._refs.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def add(self, tensor: Tensor) -> None:
-        key, refs = id(tensor), self._refs
-        if key not in refs:
-            refs[key] = weakref.ref(tensor, lambda _: refs.pop(key, None))
+        self._refs[id(tensor)] = weakref.ref(tensor)
 
 
 class Recorder(TorchFunctionMode):

@@ -126,9 +126,9 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     """Of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
 
-    Columns are those of its Cholesky factor (Tanabe and Sagae 1992), with ``r_k`` the sum of ``p_j`` over
-    ``j >= k``: zero before k, ``sqrt(scale p_k r_{k+1} / r_k)`` at k, ``-p_j sqrt(scale p_k / (r_k r_{k+1}))``
-    behind. Entrywise ones are ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``.
+    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. These depend on each
+    other, by ``sqrt(p)``, which a reflection takes to the last class z (Householder 1958): left are the columns
+    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
     """
     log_p = logits.log_softmax(-1)
     strength = scale.sqrt()
@@ -151,14 +151,13 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
 
     def position(t: int, start: int, stop: int) -> Tensor:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
-        rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
-        before, behind = rest[:, start:stop], rest[:, start + 1 : stop + 1]
-        half = 0.5 * (known[:, start:stop] - before - behind)
-        counted = known.new_full((stop - start, classes), -1.0).triu(start + 1)[:, None]
-        # none of the exponents that count is positive, the others may be large
-        columns = (known + half.T[..., None]).clamp(max=0).exp() * counted
-        columns.diagonal(start, 0, 2).copy_((half + behind).exp())
-        return (columns * strength[:, t, None]).to(log_p.dtype)
+        p, root = known.exp(), (0.5 * known).exp()
+        own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
+        besides = 1 - torch.eye(classes, dtype=p.dtype, device=p.device)[:, start:stop]
+        rest = p @ besides  # 1 - p, where that would cancel
+        columns = own.T[..., None] * torch.cat([p[:, :-1] / (1 + last), last], -1).neg()
+        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / (1 + last))
+        return columns.to(log_p.dtype)
 
     every = Root(classes, entrywise, draw)
     return every if classes == 1 else Root(classes - 1, position, draw, every)

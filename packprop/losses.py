@@ -154,9 +154,10 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         p, root = known.exp(), (0.5 * known).exp()
         own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
         besides = 1 - torch.eye(classes, dtype=p.dtype, device=p.device)[:, start:stop]
-        rest = p @ besides  # 1 - p, where that would cancel
-        columns = own.T[..., None] * torch.cat([p[:, :-1] / (1 + last), last], -1).neg()
-        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / (1 + last))
+        rest, divisor = p @ besides, 1 + last  # the former is 1 - p, where that would cancel
+        others = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = own.T.contiguous()[..., None] * others
+        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / divisor)
         return columns.to(log_p.dtype)
 
     every = Root(classes, entrywise, draw)

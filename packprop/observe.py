@@ -603,9 +603,9 @@ class Observation:
         smallest: dict[Seed, Tensor] = {}
         for extension, values in results.items():
             for row, value in zip(extension.rows, values, strict=True):
+                if not row.sums or row.seed == INPUTS:
+                    continue
                 for tensor in tensors_in(value):
-                    if not row.sums or row.seed == INPUTS:
-                        continue
                     if tensor.numel() <= smallest.get(row.seed, tensor).numel():
                         smallest[row.seed] = tensor
         if id(leaf) in self._gradients:

@@ -214,27 +214,24 @@ def _sweep(
         next(GradientEdge(node, output) for node, output in host.node.next_functions if node is not None)
         for host in hosts_of(found)
     ]
+    wanted = [*(edge for _, _, edge in ends), *upstream, *map(get_gradient_edge, leaves)]
+    signals: Sequence[Tensor | None]
     watch = Watch(watched, visit, inputs)
-    gradients: Sequence[Tensor | None] = ()
     complete = False
-    try:
-        wanted = [*(edge for _, _, edge in ends), *upstream, *map(get_gradient_edge, leaves)]
-        signals: Sequence[Tensor | None]
-        if bare and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
-            signals = [seeds[0]] * len(wanted)  # fed in where they are to arrive: there is nothing to run
-        else:
-            signals = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)
-        with torch.set_grad_enabled(create_graph):
-            gradients = signals[len(ends) + len(upstream) :]
+    with torch.set_grad_enabled(create_graph):
+        try:
+            if bare and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
+                signals = [seeds[0]] * len(wanted)  # fed in where they are to arrive: there is nothing to run
+            else:
+                signals = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)
             for (f, index, _), signal in zip(ends, signals[: len(ends)], strict=True):
                 if signal is not None and not batched:
                     signal = signal.unsqueeze(0)
                 watch.arrived(f, index, signal)
-        complete = True
-    finally:
-        with torch.set_grad_enabled(create_graph):
+            complete = True
+        finally:
             watch.close(complete)
-    return gradients
+    return signals[len(ends) + len(upstream) :]
 
 
 def pull_columns(

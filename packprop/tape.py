@@ -482,10 +482,12 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
     """A module without parameters that turns a model's output into a scalar is a loss of the user's own."""
     if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
         return
-    if len(args) + len(kwargs) < 2 or any(True for _ in module.parameters()):
+    if len(args) + len(kwargs) < 2:
         return
     given = args[0] if args else kwargs.get("input")
-    if isinstance(given, Tensor) and given.grad_fn is not None and not _leads_to_loss(out, given):
+    if not isinstance(given, Tensor) or given.grad_fn is None or _leads_to_loss(out, given):
+        return
+    if next(module.parameters(), None) is None:
         record_loss(_Undisturbed(module), args, kwargs, out)
 
 

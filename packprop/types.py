@@ -20,16 +20,17 @@ from packprop.monoid import SUM, Monoid
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value))
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            stack.append(vars(item))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -146,8 +146,9 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         known = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
         flat = torch.where(known, flat, 1.0 / classes)
         targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
-        one_hot = F.one_hot(targets, classes).movedim(1, 0).reshape(draws, *p.shape)
-        return (p - one_hot.to(p.dtype)) * strength[..., None]
+        index = targets.T.reshape(draws, *p.shape[:-1], 1)
+        one_hot = p.new_zeros(draws, *p.shape).scatter_(-1, index, 1.0)
+        return (p - one_hot) * strength[..., None]
 
     def position(t: int, start: int, stop: int) -> Tensor:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
@@ -245,7 +246,7 @@ def _cross_entropy(
     mean = _reduction(reduction, size_average, reduce) == "mean"
     if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
         counted = target != ignore_index
-        return Loss(axis, counted.to(input.dtype), counted.sum() if mean else 1.0, softmax_root)
+        return Loss(axis, counted, torch.count_nonzero(counted) if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes

@@ -651,6 +651,8 @@ def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> N
     Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the
     node to the parameter, so that is what is asked for.
     """
+    if not graph.missing:
+        return
     times: dict[int, int] = {}
     for leaf, _ in graph.missing:
         times[id(leaf)] = times.get(id(leaf), 0) + 1

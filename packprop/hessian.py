@@ -96,8 +96,7 @@ class Curvatures:
         """Uses with their diagonals, as signals of one column ``[1, *y]``."""
         for found, total in self._totals.values():
             layout, shape = found.layouts[0], found.use.shapes[0]
-            rest = layout.to_front(torch.empty(shape, device="meta")).shape
-            yield found, [layout.from_front(total.view(rest))[None]]
+            yield found, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
 
     def _merge(self, found: Found, diagonal: Tensor) -> None:
         bit = self._bits[found]
@@ -244,7 +243,7 @@ class SharedRows:
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows from ``start`` to ``stop``, or to the last ``[v, *rest]``."""
         samples = self.layout.samples
-        rest = self.layout.to_front(torch.empty(self.shape, device="meta")).shape[1:]
+        rest = self.layout.front_shape(self.shape)[1:]
         stop = min(rest.numel(), rest.numel() if stop is None else stop)
         count = -(-(stop - start) // samples)
         units = self.like.new_zeros(count * samples, rest.numel())

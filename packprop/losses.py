@@ -80,26 +80,31 @@ def register_loss(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
     """``[*skipped, *f] -> [*skipped, n, t, c]``."""
-    inner, moved = _classes_last(tensor, layout, class_axis, skip)
-    front = inner.to_front(moved, skip)
-    classes = 1 if class_axis is None else tensor.shape[class_axis + skip]
+    inner, _ = without_classes(layout, tensor.shape[skip:], class_axis)
+    classes = 1
+    if class_axis is not None:
+        classes = tensor.shape[class_axis + skip]
+        tensor = tensor.movedim(class_axis + skip, -1)
+    front = inner.to_front(tensor, skip)
     return front.reshape(*front.shape[: skip + 1], -1, classes)
 
 
 def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
     """The inverse of ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
-    inner, moved = _classes_last(torch.empty(shape, device="meta"), layout, class_axis, 0)
-    front = tensor.reshape(tensor.shape[0], *inner.to_front(moved).shape)
+    inner, rest = without_classes(layout, shape, class_axis)
+    classes = () if class_axis is None else (shape[class_axis],)
+    front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
     back = inner.from_front(front, 1)
     return back if class_axis is None else back.movedim(-1, class_axis + 1)
 
 
-def _classes_last(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int) -> tuple[Layout, Tensor]:
+def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
+    """Where the samples are, and what the shape is, in a tensor without the axis of classes."""
     if class_axis is None:
-        return layout, tensor
+        return layout, shape
     if layout.axis is not None and layout.axis > class_axis:
         layout = layout._replace(axis=layout.axis - 1)
-    return layout, tensor.movedim(class_axis + skip, -1)
+    return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
 
 
 def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,40 +126,40 @@ def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     """Of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
 
-    Columns are those of its Cholesky factor (Tanabe and Sagae 1992), with ``r_k`` the sum of ``p_j`` over
-    ``j >= k``: zero before k, ``sqrt(scale p_k r_{k+1} / r_k)`` at k, ``-p_j sqrt(scale p_k / (r_k r_{k+1}))``
-    behind. Entrywise ones are ``sqrt(scale p_k) (e_k - p)``, draws ``sqrt(scale) (p - e_y)``.
+    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. These depend on each
+    other, by ``sqrt(p)``, which a reflection takes to the last class z (Householder 1958): left are the columns
+    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
     """
     log_p = logits.log_softmax(-1)
-    p, sqrt_p = log_p.exp(), (0.5 * log_p).exp()  # the root stays differentiable where p underflows
     strength = scale.sqrt()
-    classes = p.shape[-1]
+    classes = logits.shape[-1]
 
     def entrywise(t: int, start: int, stop: int) -> Tensor:
-        unit = torch.eye(classes, dtype=p.dtype, device=p.device)[start:stop]
-        columns = (unit[:, None, :] - p[None, :, t]) * sqrt_p[:, t, start:stop].T[..., None]
-        return columns * strength[None, :, t, None]
+        known = log_p[:, t]
+        unit = torch.eye(classes, dtype=known.dtype, device=known.device)[start:stop]
+        root = (0.5 * known[:, start:stop]).exp()  # stays differentiable where p underflows
+        return (unit[:, None] - known.exp()) * root.T[..., None] * strength[:, t, None]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        p = log_p.exp()
         flat = p.detach().reshape(-1, classes)
         known = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
         flat = torch.where(known, flat, 1.0 / classes)
         targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
-        one_hot = F.one_hot(targets, classes).movedim(1, 0).reshape(draws, *p.shape)
-        return (p - one_hot.to(p.dtype)) * strength[..., None]
+        index = targets.T.reshape(draws, *p.shape[:-1], 1)
+        one_hot = p.new_zeros(draws, *p.shape).scatter_(-1, index, 1.0)
+        return (p - one_hot) * strength[..., None]
 
     def position(t: int, start: int, stop: int) -> Tensor:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
-        rest = known.flip(-1).logcumsumexp(-1).flip(-1).clamp(min=torch.finfo(known.dtype).min / 4)
-        before, behind = rest[:, :-1], rest[:, 1:]
-        half = (0.5 * (known[:, :-1] - before - behind))[:, start:stop]
-        at = half + behind[:, start:stop]
-        place = torch.arange(classes, device=p.device)
-        counted = place > place[start:stop, None]
-        # none of the exponents that count is positive, the others may be large
-        columns = (known[:, None, :] + half[..., None]).clamp(max=0).exp() * counted.to(known.dtype).neg()
-        columns = torch.diagonal_scatter(columns, at.exp(), start, 1, 2)
-        return (columns.movedim(1, 0) * strength[None, :, t, None]).to(p.dtype)
+        p, root = known.exp(), (0.5 * known).exp()
+        own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
+        besides = 1 - torch.eye(classes, dtype=p.dtype, device=p.device)[:, start:stop]
+        rest, divisor = p @ besides, 1 + last  # the former is 1 - p, where that would cancel
+        others = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = own.T.contiguous()[..., None] * others
+        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / divisor)
+        return columns.to(log_p.dtype)
 
     every = Root(classes, entrywise, draw)
     return every if classes == 1 else Root(classes - 1, position, draw, every)
@@ -241,7 +246,7 @@ def _cross_entropy(
     mean = _reduction(reduction, size_average, reduce) == "mean"
     if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
         counted = target != ignore_index
-        return Loss(axis, counted.to(input.dtype), counted.sum() if mean else 1.0, softmax_root)
+        return Loss(axis, counted, torch.count_nonzero(counted) if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes

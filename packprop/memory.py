@@ -72,6 +72,14 @@ def _holders(holder: list[Tensor]) -> tuple[int, ...]:
     )
 
 
+def is_hooked(tensor: Tensor) -> bool:
+    """Whether hooks of the user's see, and may change, what is fed in at a tensor.
+
+    ``Tensor._backward_hooks`` is private: nothing public tells whether there are any.
+    """
+    return bool(tensor._backward_hooks)
+
+
 class Spec(NamedTuple):
     """A tensor without its data."""
 

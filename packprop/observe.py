@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from packprop.hessian import (
     parameter_diagonals,
 )
 from packprop.kernels import Extents, convolved_by_groups
-from packprop.memory import device_kind, found_fault, free_bytes, is_dry
+from packprop.memory import device_kind, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
@@ -421,6 +422,7 @@ class Observation:
                     visit,
                     batched=stop - start > 1,
                     create_graph=self.create_graph,
+                    bare=group.bare,
                 )
                 collect.flush()
             before += group.count
@@ -615,9 +617,9 @@ class Observation:
         smallest: dict[Seed, Tensor] = {}
         for extension, values in results.items():
             for row, value in zip(extension.rows, values, strict=True):
+                if not row.sums or row.seed == INPUTS:
+                    continue
                 for tensor in tensors_in(value):
-                    if not row.sums or row.seed == INPUTS:
-                        continue
                     if tensor.numel() <= smallest.get(row.seed, tensor).numel():
                         smallest[row.seed] = tensor
         if id(leaf) in self._gradients:
@@ -731,10 +733,12 @@ def _after(start: int, step: int, count: int) -> int:
 
 def _all_finite(scalars: Sequence[Tensor]) -> bool:
     """Whether all of some scalars are finite; waits for each device once."""
+    if is_dry():
+        return True
     places: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:
         places.setdefault(scalar.device, []).append(scalar)
-    return not any(found_fault(~torch.stack(same).isfinite().all()) for same in places.values())
+    return all(math.isfinite(value) for same in places.values() for value in torch.stack(same).tolist())
 
 
 def _uses_by_leaf(found: Sequence[Found]) -> dict[int, int]:

@@ -13,8 +13,17 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import FoundLoss, Graph, made_by
-from packprop.losses import Loss, Root, canonical, describe, from_canonical, input_of, matrix_root
-from packprop.memory import found_fault, version
+from packprop.losses import (
+    Loss,
+    Root,
+    canonical,
+    describe,
+    from_canonical,
+    input_of,
+    matrix_root,
+    without_classes,
+)
+from packprop.memory import found_fault, is_hooked, version
 from packprop.nodes import is_once_differentiable, nodes_above
 from packprop.samples import layouts_at
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Layout, Seed
@@ -29,12 +38,14 @@ class Columns:
         count: How many there are.
         chunk: ``(start, stop) -> [v, *f]`` for each edge.
         weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
+        bare: Whether there is one edge, and no hook of the user's on it.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
+    bare: bool = False
 
 
 def unit_columns(
@@ -44,7 +55,7 @@ def unit_columns(
 
     Samples share memory where that is possible: columns are to be read only.
     """
-    rest = layout.to_front(torch.empty(shape, device="meta")).shape[1:]
+    rest = layout.front_shape(shape)[1:]
     stop = rest.numel() if stop is None else stop
     flat = torch.zeros(stop - start, rest.numel(), dtype=like.dtype, device=like.device)
     flat.diagonal(start).fill_(1.0)
@@ -165,28 +176,24 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     arriving = _arriving(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, arriving)
+    bare = not is_hooked(call.input)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
         axis, positions = None, 1
-        shape_of = layout.to_front(torch.empty(call.shape, device="meta"))
-
-        def place(values: Tensor) -> Tensor:
-            return layout.from_front(values.reshape(values.shape[0], *shape_of.shape), 1)
-
     else:
         axis = rule.class_axis
         value = canonical(call.input, layout, axis)
         root = rule.root(value, _scale(rule, loss, arriving, value))
         positions = value.shape[1]
-        place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
+    place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], bare=bare)
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
 
 
 def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
@@ -231,14 +238,9 @@ def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
 def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tensor:
     """What multiplies each term ``[n, t]``: the loss's weights and divisor, and all that comes after it."""
     terms = value.shape[:2]
-    shape = list(loss.call.shape)
-    if rule.class_axis is not None:
-        del shape[rule.class_axis]
+    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor
     weight = (rule.weight * arriving / divisor).to(value.dtype)
-    layout = loss.layout
-    if rule.class_axis is not None and layout.axis is not None and layout.axis > rule.class_axis:
-        layout = layout._replace(axis=layout.axis - 1)
     return layout.to_front(weight.expand(shape)).reshape(terms)
 
 

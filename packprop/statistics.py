@@ -262,7 +262,7 @@ def _product_sum(structure: Product) -> Tensor:
         return _row_product_sum(structure)
     outer = structure.left
     assert isinstance(outer, Outer)
-    return outer.fold(torch.einsum("ngo,ngi->goi", signals, outer.x[:, 0].square()))
+    return outer.fold(_summed_products(signals, outer.x.squeeze(1).square()))
 
 
 def _row_product_sum(structure: Product) -> Tensor:
@@ -330,8 +330,13 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return structure.fold(total.unsqueeze(-3))
-    squares = structure.signal[:, :, 0].square().sum(0)
-    return structure.fold(torch.einsum("ngo,ngi->goi", squares, structure.x[:, 0].square()))
+    squares = structure.signal.squeeze(2).square().sum(0)
+    return structure.fold(_summed_products(squares, structure.x.squeeze(1).square()))
+
+
+def _summed_products(left: Tensor, right: Tensor) -> Tensor:
+    """``[n, g, o]`` times ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
+    return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
 
 
 @fast_cell("batch_sq", Outer)
@@ -354,7 +359,7 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
         return None
     x = structure.x
     if positions == 1:
-        return (signal[:, :, 0].square().sum((0, 3)) * x[:, 0].square().sum(2)).sum(1)
+        return (square_norms(signal.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
     inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
     signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)
     return torch.einsum("ngst,ngst->n", inputs, signals)

@@ -172,6 +172,7 @@ def sweep(
     create_graph: bool = False,
     inputs: bool = True,
     leaves: Sequence[Tensor] = (),
+    bare: bool = False,
 ) -> Sequence[Tensor | None]:
     """Pull one seed (or many) back from ``outputs`` to every use in ``found`` that it reaches.
 
@@ -184,9 +185,10 @@ def sweep(
         create_graph: Whether the signals shall be differentiable.
         inputs: Whether visits need the inputs of uses.
         leaves: Tensors whose gradients are returned.
+        bare: Whether there is one output, and no hook of the user's on it.
     """
     with opened((f.use.source for f in found), create_graph, inputs):
-        return _sweep(outputs, seeds, found, visit, batched, create_graph, inputs, leaves)
+        return _sweep(outputs, seeds, found, visit, batched, create_graph, inputs, leaves, bare)
 
 
 def _sweep(
@@ -198,6 +200,7 @@ def _sweep(
     create_graph: bool,
     inputs: bool,
     leaves: Sequence[Tensor],
+    bare: bool,
 ) -> Sequence[Tensor | None]:
     watched = [] if batched else [f for f in found if not f.first]
     ends = [
@@ -211,28 +214,24 @@ def _sweep(
         next(GradientEdge(node, output) for node, output in host.node.next_functions if node is not None)
         for host in hosts_of(found)
     ]
+    wanted = [*(edge for _, _, edge in ends), *upstream, *map(get_gradient_edge, leaves)]
+    signals: Sequence[Tensor | None]
     watch = Watch(watched, visit, inputs)
-    gradients: Sequence[Tensor | None] = ()
     complete = False
-    try:
-        signals = pull_columns(
-            outputs,
-            [*(edge for _, _, edge in ends), *upstream, *map(get_gradient_edge, leaves)],
-            seeds,
-            batched=batched,
-            create_graph=create_graph,
-        )
-        with torch.set_grad_enabled(create_graph):
-            gradients = signals[len(ends) + len(upstream) :]
+    with torch.set_grad_enabled(create_graph):
+        try:
+            if bare and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
+                signals = [seeds[0]] * len(wanted)  # fed in where they are to arrive: there is nothing to run
+            else:
+                signals = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)
             for (f, index, _), signal in zip(ends, signals[: len(ends)], strict=True):
                 if signal is not None and not batched:
                     signal = signal.unsqueeze(0)
                 watch.arrived(f, index, signal)
-        complete = True
-    finally:
-        with torch.set_grad_enabled(create_graph):
+            complete = True
+        finally:
             watch.close(complete)
-    return gradients
+    return signals[len(ends) + len(upstream) :]
 
 
 def pull_columns(

@@ -166,12 +166,11 @@ class _TensorSet:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._refs
+        reference = self._refs.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def add(self, tensor: Tensor) -> None:
-        key, refs = id(tensor), self._refs
-        if key not in refs:
-            refs[key] = weakref.ref(tensor, lambda _: refs.pop(key, None))
+        self._refs[id(tensor)] = weakref.ref(tensor)
 
 
 class Recorder(TorchFunctionMode):
@@ -483,10 +482,12 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
     """A module without parameters that turns a model's output into a scalar is a loss of the user's own."""
     if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
         return
-    if len(args) + len(kwargs) < 2 or any(True for _ in module.parameters()):
+    if len(args) + len(kwargs) < 2:
         return
     given = args[0] if args else kwargs.get("input")
-    if isinstance(given, Tensor) and given.grad_fn is not None and not _leads_to_loss(out, given):
+    if not isinstance(given, Tensor) or given.grad_fn is None or _leads_to_loss(out, given):
+        return
+    if next(module.parameters(), None) is None:
         record_loss(_Undisturbed(module), args, kwargs, out)
 
 

@@ -20,16 +20,17 @@ from packprop.monoid import SUM, Monoid
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in(vars(value))
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            stack.append(vars(item))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -70,10 +71,17 @@ class Layout(NamedTuple):
             return tensor.unsqueeze(skip)
         axis = self.axis + skip
         if self.parts == 1:
-            return tensor.movedim(axis, skip)
+            return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
         tensor = tensor.unflatten(axis, split)
         return tensor.movedim(axis if self.major else axis + 1, skip)
+
+    def front_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape that ``to_front`` makes of ``shape``."""
+        if self.axis is None:
+            return torch.Size([1, *shape])
+        parts = [] if self.parts == 1 else [self.parts]
+        return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.axis + 1 :]])
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """The inverse of ``to_front``."""
@@ -81,7 +89,7 @@ class Layout(NamedTuple):
             return tensor.squeeze(skip)
         axis = self.axis + skip
         if self.parts == 1:
-            return tensor.movedim(skip, axis)
+            return tensor if axis == skip else tensor.movedim(skip, axis)
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
     def sample_of(self, device: torch.device) -> Tensor:

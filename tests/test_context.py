@@ -983,3 +983,19 @@ def test_results_of_another_batch_size_do_not_fit() -> None:
     one_step(model, x, y)
     found = one_step(model, x[:5], y[:5])
     torch.testing.assert_close(found, one_step(wide(), x[:5], y[:5]))
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.Hardtanh(-99.0, 99.0)])
+def test_a_hook_on_the_output_changes_what_arrives_right_behind_it_as_anywhere(behind: nn.Module) -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 3), behind))
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    found = []
+    for factor in (1.0, 3.0):
+        out = model(x)
+        out.register_hook(lambda gradient, factor=factor: factor * gradient)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+        with packprop.backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
+            loss.backward()
+        found.append((model[0].weight.grad_batch, model[0].weight.diag_ggn_exact))
+    assert torch.allclose(found[1][0], 3 * found[0][0])
+    assert torch.allclose(found[1][1], 9 * found[0][1])

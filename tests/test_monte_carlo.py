@@ -120,6 +120,29 @@ def enumerated_hessian(columns: Tensor, probabilities: Tensor) -> Tensor:
     return torch.einsum("mnt,mntc,mntd->ntcd", probabilities, columns, columns)
 
 
+@pytest.mark.parametrize("spread", [1.0, 20.0, 200.0])
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: int, spread: float) -> None:
+    from packprop.losses import softmax_root
+
+    logits, scale = spread * torch.randn(50, 2, classes).double(), torch.rand(50, 2).double()
+    p = logits.softmax(-1)
+    hessian = -p[..., :, None] * p[..., None, :]
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    diagonal.copy_(p * (p @ (1 - torch.eye(classes).double())))  # p (1 - p), without cancellation
+    root = softmax_root(logits, scale)
+    assert root.entrywise is not None
+    for each in (root, root.entrywise):
+        chunks = [(start, min(start + 4, each.columns)) for start in range(0, each.columns, 4)]
+        found = torch.stack([torch.cat([each.position(t, *chunk) for chunk in chunks]) for t in range(2)], 2)
+        squares = torch.einsum("kntc,kntd->ntcd", found, found)
+        assert_near(squares, scale[..., None, None] * hessian, "the Hessian", 1e-14)
+        if each is root:
+            torch.testing.assert_close(
+                found.square().sum(0), scale[..., None] * diagonal, rtol=1e-13, atol=1e-200
+            )
+
+
 def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     from packprop.losses import softmax_root
 

@@ -31,7 +31,7 @@ PRIVATE = {
     "_get_current_graph_task_keep_graph": {"tape.py"},
     "_input_metadata": {"graph.py"},
     "_sequence_nr": {"eager/reach.py"},
-    "_backward_hooks": {"eager/reach.py"},
+    "_backward_hooks": {"eager/reach.py", "memory.py"},
     "_saved_training": {"nodes.py"},
     "_forward_cls": {"nodes.py"},
     "_version": {"memory.py"},

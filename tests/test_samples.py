@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
+from packprop.types import layouts
 from tests.mixing import MIXING
 from tests.models import Apply, Raw
 from tests.running import assert_near, right_or_refused
@@ -583,3 +584,13 @@ def test_packed_sequences_are_right_or_refused() -> None:
     for lengths in (torch.tensor([4, 4, 4]), torch.tensor([2, 4, 3]), torch.tensor([3, 4, 2])):
         with right_or_refused("rnn"):
             check(model, x, lengths)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (4, 6, 3), (2, 3, 6), (6, 12), (12, 6, 5)])
+@pytest.mark.parametrize("samples", [1, 2, 3, 6])
+def test_the_shape_with_samples_in_front_is_that_of_the_tensor(shape: tuple[int, ...], samples: int) -> None:
+    tensor = torch.randn(shape)
+    for layout in layouts(tensor.shape, samples):
+        front = layout.to_front(tensor)
+        assert front.shape == layout.front_shape(tensor.shape), layout
+        assert torch.equal(layout.from_front(front), tensor), layout

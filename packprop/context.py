@@ -257,14 +257,7 @@ class _Attach:
 
     def __init__(self, graph: Graph, hook: Hook | None) -> None:
         self._graph, self._hook = graph, hook
-        leaves = {id(leaf) for leaf in graph.leaves()}
-        self._waiting: list[tuple[nn.Module, set[int]]] = []
-        if hook is not None:
-            children = {id(m): m for module in graph.modules for m in module.modules()}.values()
-            for module in children:
-                own = {id(p) for p in module.parameters(recurse=False)} & leaves
-                if own:
-                    self._waiting.append((module, own))
+        self._waiting = [] if hook is None else graph.owners()
 
     def taken_off(self, extensions: Sequence[Extension], spare: bool) -> dict[tuple[Extension, int], Tensor]:
         """Take off what an earlier pass has left; returned is what can be written over, if it is ``spare``.

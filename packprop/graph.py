@@ -296,6 +296,13 @@ class Graph:
         """Every trainable leaf of a use, once."""
         return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
 
+    def owners(self) -> list[tuple[nn.Module, set[int]]]:
+        """Modules that own leaves themselves, each with the identities of those."""
+        leaves = {id(leaf) for leaf in self.leaves()}
+        modules = {id(m): m for module in self.modules for m in module.modules()}.values()
+        own = [(module, leaves & {id(p) for p in module.parameters(recurse=False)}) for module in modules]
+        return [(module, some) for module, some in own if some]
+
     def root_gradients(self) -> list[Tensor]:
         """What is fed in at each root: what was given, or ones."""
         pairs = zip(self.roots, self.gradients, strict=True)

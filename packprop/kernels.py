@@ -167,16 +167,19 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     not make, at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without
     the operator everything works by ``torch.bmm``.
     """
-    library: Any = torch.ops.mkldnn
     fits = (
-        device_kind(left) == device_kind(right) == "cpu"
-        and left.dtype == right.dtype == torch.float32
-        and forced("products") != "batched"
-        and (
-            forced("products") == "single"
-            or (left.shape[1] * left.shape[2] * right.shape[1] >= WORTH_A_CALL and left.shape[2] >= SHORT)
-        )
+        device_kind(left) == device_kind(right)
+        and left.dtype == right.dtype
+        and worth_a_call(left.shape[2], left.shape[1] * right.shape[1], left.dtype, device_kind(left))
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
-        and hasattr(library, "_linear_pointwise")
     )
+    library: Any = torch.ops.mkldnn
     return (lambda a, b: library._linear_pointwise(a, b, None, "none", [], "")) if fits else None
+
+
+def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
+    """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
+    large = terms * entries >= WORTH_A_CALL and terms >= SHORT
+    by_name = forced("products")
+    fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return fits and (large if by_name is None else by_name == "single")

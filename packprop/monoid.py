@@ -49,11 +49,9 @@ class Monoid:
 def _merge_moments(a: Moments, b: Moments) -> Moments:
     samples = a.samples + b.samples
     shift = b.mean - a.mean
-    return Moments(
-        samples,
-        a.mean + shift * (b.samples / samples),
-        a.deviation + b.deviation + shift.square() * (a.samples * b.samples / samples),
-    )
+    mean = torch.add(a.mean, shift, alpha=b.samples / samples)
+    between = a.samples * b.samples / samples
+    return Moments(samples, mean, torch.addcmul(a.deviation + b.deviation, shift, shift, value=between))
 
 
 def _refuse(a: Any, b: Any) -> Any:
@@ -119,12 +117,12 @@ class Partial:
 
     def put(self, value: Any, columns: Extent, samples: Extent) -> None:
         """Merge the value of some columns and samples."""
+        if value is not None and value is self._room:  # it was written where it belongs
+            return
         axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
         grown = [(axis, extent) for axis, extent in axes if axis is not None]
         fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
         if grown and fits and not (columns.whole and samples.whole):
-            if value is self._room:  # it was written where it belongs
-                return
             place = self._place(value, grown)
             place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
             return
@@ -134,8 +132,7 @@ class Partial:
 
     def room(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
         """Where a value ``[v, n, *p]`` of some columns and samples can be written, if it is only kept."""
-        whole = columns.whole and samples.whole
-        if whole or (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
+        if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None
         size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
         self._room = self._place(like.expand(size), [(0, columns), (1, samples)])

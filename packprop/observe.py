@@ -26,7 +26,16 @@ from packprop.memory import device_kind, free_bytes, is_dry
 from packprop.monoid import Extent, Partial
 from packprop.regions import opened
 from packprop.seeds import Columns, columns
-from packprop.statistics import OF_ROWS, forms_no_rows, forms_rows, per_sample_grad, summed_grad, together
+from packprop.statistics import (
+    OF_ROWS,
+    Statistic,
+    forms_no_rows,
+    forms_rows,
+    goes_in_turn,
+    per_sample_grad,
+    summed_grad,
+    together,
+)
 from packprop.structures import Dense, Diagonal, Outer, Product, Structure, join
 from packprop.sweep import Watch, sweep
 from packprop.types import (
@@ -457,16 +466,14 @@ class Observation:
         samples = self.graph.samples
         first = [task for task in tasks if task.row.after is None]
         second = [task for task in tasks if task.row.after is not None]
-        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in parts)
         for chosen, group in [*_by_subsampling(first), *_by_subsampling(second)]:
             count = samples if chosen is None else len(chosen)
             whole = any(task.row.whole for task in group)
-            thin = all(forms_no_rows(task.row.statistic, groups, leaf) for task in group)
             for task in group:
                 self._begin_second(leaf, task)
             most = self._most.get(id(leaf), count)
-            formed = build is _met and all(task.row.statistic in OF_ROWS for task in group)
-            step = count if whole else min(self._samples_at_once(leaf, parts, thin, formed), most)
+            asked = [task.row.statistic for task in group]
+            step = count if whole else min(self._samples_at_once(leaf, parts, asked, build is _met), most)
             start = 0
             while start < count:
                 stop = min(count, start + step)
@@ -569,29 +576,37 @@ class Observation:
             self._partial_of(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
     def _samples_at_once(
-        self, leaf: Tensor, parts: list[Part], thin: bool = False, formed: bool = False
+        self, leaf: Tensor, parts: list[Part], statistics: Sequence[Statistic], plain: bool
     ) -> int:
-        """How many samples fit into the scratch memory.
-
-        ``thin`` where rows are not formed without need, ``formed`` where nothing else is taken of inputs.
-        """
+        """How many samples fit into the scratch memory; ``plain`` where nothing else than rows is taken."""
+        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in parts)
+        thin = all(forms_no_rows(statistic, groups, leaf) for statistic in statistics)
+        formed = plain and all(statistic in OF_ROWS for statistic in statistics)
         entries, room = 0, self.bites.scratch
         for found, site, signals in parts:
             columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
             own = sum(shape.numel() for shape in found.use.shapes) // self.graph.samples
             fans = site.entry.fans
+            affine = site.direct and fans is not None and own % (fans.groups * fans.fan_out) == 0
+            extents = self._extents(found, site, fans) if fans is not None and affine else None
             scratch = site.entry.scratch
-            if formed and columns == 1 and fans and convolved_by_groups(self._extents(found, site, fans)):
-                scratch = site.entry.single
+            if formed and columns == 1 and extents is not None:
+                if len(parts) == 1 and not self.create_graph and goes_in_turn(statistics, extents):
+                    entries += extents.unfolded
+                    continue
+                if convolved_by_groups(extents):
+                    scratch = site.entry.single
             each = max(scratch, leaf.numel(), own)
             if not columns:  # what comes of inputs alone is a matrix that each bite is added to
                 entries += site.entry.alone or each
                 room = max(room, (fans.fan_in if fans else 0) ** 2 * leaf.element_size())
-            elif thin and site.direct and fans is not None and own == fans.groups * fans.fan_out:
-                entries += fans.groups * (fans.fan_in + 2 * fans.fan_out * columns)
+            elif thin and extents is not None and extents.positions == 1:
+                entries += extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
             else:
                 entries += each * columns
-        return max(1, min(self.graph.samples, room // (entries * leaf.element_size() or 1)))
+        if not entries:
+            return self.graph.samples
+        return max(1, min(self.graph.samples, room // (entries * leaf.element_size())))
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
         """Remember, without waiting for the device, what tells whether tensors are finite."""

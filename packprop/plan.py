@@ -67,7 +67,7 @@ def looser(bites: Bites, loosest: Bites, name: str) -> list[Bites]:
     most, least = getattr(loosest, name), getattr(bites, name)
     if most == least:
         return [bites]
-    between = HELD if most is None else tuple(most // 4**power for power in range(1, 10))
+    between = HELD if most is None else tuple(most // 2**power for power in range(1, 19))
     values = (most, *(value for value in between if value > least), least)
     return [bites._replace(**{name: value}) for value in values]
 
@@ -490,6 +490,7 @@ class _DryRun:
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
         self._before: list[_Peak] = []
+        self._waiting: list[tuple[nn.Module, set[int]]] | None = None
         self._attached: set[int] = set()
         self._results = 0
         self._observation: Observation | None = None
@@ -600,8 +601,17 @@ class _DryRun:
             value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
             self._attached.update(map(storage_key, tensors_in(value)))
             self._results += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
-            if not self._freed:
-                setattr(leaf, extension.savefield, value)
+            setattr(leaf, extension.savefield, value)
+        if not self._freed:
+            return
+        if self._waiting is None:
+            self._waiting = graph.owners()
+        for module, own in self._waiting:  # a hook is called when all of a module is there
+            own.discard(id(leaf))
+            if not own:
+                for parameter in module.parameters(recurse=False):
+                    for extension in self._extensions:
+                        vars(parameter).pop(extension.savefield, None)
 
     def _note(
         self,

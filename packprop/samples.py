@@ -252,11 +252,9 @@ def _probe(
                 if signal is None:
                     continue
                 for way in fitting[found][index]:
-                    rows = way.to_front(signal, 1)[0].reshape(samples, -1)
-                    wide = accumulation_dtype(rows.dtype)
-                    sums = torch.linalg.vector_norm(
-                        rows, 1, 1, dtype=wide
-                    )  # makes nothing as large as they are
+                    rows = way.to_front(signal, 1)[0].unsqueeze(-1)
+                    rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
+                    sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
                     seen[found, index, way] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
 
         seeds = []

@@ -24,6 +24,7 @@ from packprop.kernels import (
     square_norms,
     squared_products,
     sum_of_squares,
+    worth_a_call,
 )
 from packprop.memory import device_kind
 from packprop.monoid import Moments
@@ -455,16 +456,23 @@ def _gradients_in_turn(
     structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]
 ) -> Iterator[Tensor] | None:
     """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
-    if not isinstance(structure, Outer) or structure.signal is None or structure.by_groups:
-        return None
-    columns, _, _, groups, _ = structure.signal.shape
-    if columns != 1 or groups != 1 or not all(statistic in IN_TURN for statistic in statistics):
+    if not isinstance(structure, Outer) or structure.signal is None or len(structure.signal) > 1:
         return None
     if structure.room is None and per_sample_grad in statistics:
         return None
-    if not any(forms_rows(statistic, structure.extents) for statistic in statistics):
-        return None
-    return products_in_turn(*structure.matrices)
+    return products_in_turn(*structure.matrices) if goes_in_turn(statistics, structure.extents) else None
+
+
+def goes_in_turn(statistics: Sequence[Statistic], extents: Extents) -> bool:
+    """Whether statistics of one column of an affine use are best had from one gradient after the other."""
+    positions, groups, fan_in, fan_out = extents[:4]
+    return (
+        groups == 1
+        and worth_a_call(positions, fan_in * fan_out, extents.dtype, extents.device)
+        and all(statistic in IN_TURN for statistic in statistics)
+        and any(forms_rows(statistic, extents) for statistic in statistics)
+        and not convolved_by_groups(extents)
+    )
 
 
 def _fold_of(statistic: Statistic) -> Callable[[Callable[[Outer], Fold]], Callable[[Outer], Fold]]:

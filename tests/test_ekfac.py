@@ -151,7 +151,7 @@ def test_the_first_pass_is_gone_when_the_hook_runs() -> None:
 
 def test_no_pass_holds_a_gradient_for_each_sample() -> None:
     torch.manual_seed(0)
-    samples, width = 512, 128
+    samples, width = 512, 256
     model = packprop.extend(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)))
     loss = packprop.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(samples, width), torch.randint(10, (samples,))

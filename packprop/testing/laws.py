@@ -120,7 +120,7 @@ class _Bites(Observation):
 
     at_once: tuple[int, int | None] = (1, 1)
 
-    def _samples_at_once(self, leaf: Tensor, parts: Any, thin: bool = False, formed: bool = False) -> int:
+    def _samples_at_once(self, *_: Any) -> int:
         return self.at_once[0]
 
     def _columns_at_once(self, group: Any, found: Any) -> int:

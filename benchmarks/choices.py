@@ -55,13 +55,26 @@ class Choice:
 
 
 FIXED: dict[str, Choice] = {
-    **{f"samples in {size} MiB": Choice(Bites(size * MIB, SIGNALS)) for size in (1, 2, 4, 16, 32, 128)},
+    **{f"samples in {size} MiB": Choice(Bites(size * MIB, SIGNALS)) for size in (1, 4, 32, 128)},
     "one sample at a time": Choice(Bites(0, SIGNALS)),
-    **{f"columns in {size} MiB": Choice(Bites(SCRATCH, size * MIB)) for size in (16, 256, 1024)},
+    **{f"columns in {size} MiB": Choice(Bites(SCRATCH, size * MIB)) for size in (8, 64, 256)},
     "one column at a time": Choice(Bites(SCRATCH, 0)),
     "frugal algorithms": Choice(Bites(SCRATCH, SIGNALS, held=0)),
     **{f"{kind}: {name}": Choice(forced=((kind, name),)) for kind, names in CHOICES.items() for name in names},
 }
+
+
+CONCERNED = {"column": {"DiagGGNExact"}, "norms": {"BatchL2Grad"}, "factors": {"KFAC"}}
+"""What a choice is about -> the extensions that take note of it, where not all do."""
+
+
+def fixed_for(extension: str) -> dict[str, Choice]:
+    """The fixed choices that make a difference to an extension."""
+    return {
+        title: choice
+        for title, choice in FIXED.items()
+        if all(extension in known for word, known in CONCERNED.items() if word in title)
+    }
 
 
 def small_decoder() -> Task:
@@ -108,8 +121,9 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                     value.backward()
                 return {}
 
+            fixed = fixed_for(make.__name__)
             calls = {"plain": functools.partial(call, None), "default": functools.partial(call, Choice())}
-            calls |= {title: functools.partial(call, choice) for title, choice in FIXED.items()}
+            calls |= {title: functools.partial(call, choice) for title, choice in fixed.items()}
             for each in calls.values():
                 each()
             over = {
@@ -118,7 +132,7 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if title != "plain"
             }
             # the least of many noisy figures is too low: the best are timed again, in more rounds
-            chosen = sorted(FIXED, key=over.__getitem__)[:CONTENDERS]
+            chosen = sorted(fixed, key=over.__getitem__)[:CONTENDERS]
             again = take_turns({title: calls[title] for title in ("plain", "default", *chosen)}, 3 * rounds)
             final = {title: asdict(again[title].over_plain) for title in ("default", *chosen)}
             best = min(chosen, key=lambda title: final[title]["median"])

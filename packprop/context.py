@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Graph, require_differentiable, walk
-from packprop.memory import is_dry, is_sole
+from packprop.memory import is_dry, is_sole, keep_freed_pages
 from packprop.observe import Bites, Observation, default_bites
 from packprop.plan import Plan, bites_again, budget_of
 from packprop.samples import check_graph
@@ -165,6 +165,7 @@ class Backpack(TorchFunctionMode):
     def _bites(self, graph: Graph) -> Bites:
         """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
         if self._memory is None:
+            keep_freed_pages()
             return default_bites(next((leaf.device for leaf in graph.leaves()), None))
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)

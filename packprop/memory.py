@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import weakref
@@ -70,6 +71,24 @@ def _holders(holder: list[Tensor]) -> tuple[int, ...]:
         sys.getrefcount(storage),
         torch._C._storage_Use_Count(storage._cdata),
     )
+
+
+@functools.cache
+def keep_freed_pages() -> None:
+    """Have the C library keep what is freed, once in a process.
+
+    # NOTE [Freed pages]
+    Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and hands them
+    and the end of its heap back to the system, so that each is paid for page by page again; a sweep may take
+    twice the time for that. It stops once it has seen a block of their size freed, up to 32 MiB, and then keeps
+    64 MiB at most, as in any program that frees a tensor of that size. This is such a block; nobody touches it,
+    so it takes no memory. Where a budget is given it is left out.
+    """
+    torch.UntypedStorage(LARGEST_BLOCK)
+
+
+LARGEST_BLOCK = 2**25 - 2**16
+"""The largest that glibc learns from, with room for what it puts around it."""
 
 
 def is_hooked(tensor: Tensor) -> bool:

@@ -30,7 +30,7 @@ from torch.autograd.graph import Node
 
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, Graph, walk
-from packprop.memory import LiveBytes, Spec, byte_count, byte_text, pretending, storage_key
+from packprop.memory import LiveBytes, Spec, byte_count, byte_text, keep_freed_pages, pretending, storage_key
 from packprop.observe import Bites, Observation, default_bites
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Diagonal, Outer, Product, Structure
@@ -255,6 +255,7 @@ def bites_over_data(
     """The bites of one batch of many, whose results are merged into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
+        keep_freed_pages()
         return default_bites(torch.device(device))
     one = plan(model, loss, batch, extensions, None, device, gradients=False)
     if one.peak + one.results <= budget:

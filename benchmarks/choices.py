@@ -25,6 +25,7 @@ from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import Plan, extensions
 from packprop.algorithms import CHOICES
+from packprop.memory import keep_freed_pages
 from packprop.observe import Bites, default_bites
 
 ASKED = (
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    keep_freed_pages()  # as passes without a plan do
     described = environment(options.threads, options.rounds, processes=1)
     found = list(points(options.rounds, options.problems or list(BUILD)))
     if not options.problems:

@@ -467,10 +467,11 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
         for point in points
     ]
     within = sum(point["default_over_best"] <= 1.1 for point in points)
+    most = max(len(point["first_round_over_plain"]) for point in points) - 1
     return [
         "## The default beside every fixed choice",
         "Without a budget packprop chooses sizes of bites and algorithms itself. The same passes with each of "
-        f"{len(points[0]['first_round_over_plain']) - 1} choices fixed, the best of them timed again: the "
+        f"up to {most} choices fixed, as many as an extension takes note of, the best of them timed again: the "
         f"default is within a tenth of the best in {within} of {len(points)} cases. Times over plain.",
         markdown(["problem", "extension", "default", "best", "default / best", "which"], rows),
         _environment(content["environment"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +129,36 @@ Backward = Callable[[Sequence[Tensor] | None], None]
 """Runs the user's own pass; restricted to some leaves if these are given."""
 
 
+class Mixed(NamedTuple):
+    """The autocast regions that a pass was begun in: its own sums are taken outside of them.
+
+    Args:
+        regions: Type of device, precision, and whether copies of weights are kept.
+    """
+
+    regions: tuple[tuple[str, torch.dtype, bool], ...]
+
+    @classmethod
+    def now(cls, devices: Iterable[str]) -> Mixed:
+        """Those that are in force."""
+        there = (kind for kind in devices if torch.amp.is_autocast_available(kind))
+        return cls(
+            tuple(
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+                for kind in there
+                if torch.is_autocast_enabled(kind)
+            )
+        )
+
+    @contextlib.contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        """Inside of them again, or outside."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, cached in self.regions:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
+            yield
+
+
 @dataclass
 class Observation:
     """The work of one backward pass.
@@ -151,6 +182,7 @@ class Observation:
     log: Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None] | None = None
     begin: Callable[[], dict[tuple[Extension, int], Tensor]] = dict
     _spare: dict[tuple[Extension, int], Tensor] | None = None
+    _mixed: Mixed = field(default_factory=lambda: Mixed(()))
     _partial: dict[tuple[int, int, int], Partial] = field(default_factory=dict)
     _extremes: dict[int, list[Tensor]] = field(default_factory=dict)
     _most: dict[int, int] = field(default_factory=dict)
@@ -159,8 +191,15 @@ class Observation:
 
     def run(self, backward: Backward | None) -> None:
         """Sweep every seed; the gradient along with the user's own ``backward`` pass, if there is one."""
-        with torch.set_grad_enabled(self.create_graph):
-            self._run(backward)
+        self._mixed = Mixed.now({leaf.device.type for leaf in self.graph.leaves()})
+
+        def as_begun(leaves: Sequence[Tensor] | None) -> None:
+            assert backward is not None
+            with self._mixed.switched(True):
+                backward(leaves)
+
+        with torch.set_grad_enabled(self.create_graph), self._mixed.switched(False):
+            self._run(None if backward is None else as_begun)
         self._warn_if_not_finite()
 
     def _run(self, backward: Backward | None) -> None:
@@ -308,7 +347,8 @@ class Observation:
         collect = _Collector(self, self.graph.found, tasks, True, ONE, {id(leaf): own for leaf in summing})
 
         def visit(found: Found, signals: list[Tensor | None]) -> None:
-            collect.visit(found, signals)
+            with self._mixed.switched(False):
+                collect.visit(found, signals)
             if not self.graph.kept:
                 found.release()
 

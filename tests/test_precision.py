@@ -258,3 +258,27 @@ def test_factors_in_half_precision(dtype: torch.dtype) -> None:
     assert kronecker.solve(factors, vectors, 0.0).dtype == dtype
     torch.testing.assert_close(kronecker.inverse(factors, 0.0)[0], factors[0] / 4)
     assert float(kronecker.logdet(factors)) == pytest.approx(6 * 0.6931, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["first", "second"])
+def test_a_pass_inside_of_autocast_sums_in_single_precision_all_the_same(kind: str) -> None:
+    """PyTorch advises against it, and many do it; the gradient is what autograd makes of it."""
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)))
+        x, y = torch.randn(16, 20), torch.randint(5, (16,))
+        asked = {
+            "first": [extensions.BatchDotGrad(), extensions.SumGradSquared(), extensions.Variance()],
+            "second": [extensions.DiagGGNExact(), extensions.KFLR()],
+        }[kind]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=True):
+            loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+            with packprop.backpack(*asked), torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                loss.backward()
+                assert torch.is_autocast_enabled("cpu") == inside
+        top = model[2]
+        assert isinstance(top, nn.Linear)  # its signals come from the loss alone
+        found.append([t for e in asked for t in as_tensors(getattr(top.weight, e.savefield))])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)

@@ -274,7 +274,8 @@ class _Attach:
         for leaf in self._graph.leaves():
             for extension in extensions:
                 holder = [vars(leaf).pop(extension.savefield, None)]
-                if spare and _can_be_written_over(holder):
+                grows = any(row.over_v.grows or row.over_n.grows for row in extension.rows)
+                if spare and grows and _can_be_written_over(holder):
                     found[extension, id(leaf)] = holder.pop()
         return found
 
@@ -295,7 +296,9 @@ class _Attach:
 def _can_be_written_over(holder: list[Any]) -> bool:
     """Whether a list's one item is memory of a processor that nobody else holds."""
     old = holder[0]
-    if type(old) is not Tensor or old.device.type != "cpu" or old.requires_grad or old.is_inference():
+    if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
+        return False
+    if old.requires_grad or old.is_inference():
         return False
     del old
     return is_sole(holder)

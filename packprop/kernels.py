@@ -66,7 +66,10 @@ def products_in_turn(left: Tensor, right: Tensor) -> Iterator[Tensor] | None:
 
 
 def squared_products(left: Tensor, right: Tensor) -> Tensor:
-    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``; none outlives its turn."""
+    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``; none outlives its turn.
+
+    For several columns at once; those of one are given to all statistics together.
+    """
     products = products_in_turn(left, right)
     if products is None:
         return sum_of_squares(torch.bmm(left, right.mT))

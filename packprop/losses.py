@@ -154,10 +154,12 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
         p, root = known.exp(), (0.5 * known).exp()
         own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
-        besides = 1 - torch.eye(classes, dtype=p.dtype, device=p.device)[:, start:stop]
-        rest, divisor = p @ besides, 1 + last  # the former is 1 - p, where that would cancel
-        others = torch.cat([p[:, :-1] / divisor, last], -1).neg()
-        columns = own.T.contiguous()[..., None] * others
+        rest, divisor = (1 - p)[:, start:stop], 1 + last
+        large = p > 0.5  # of one class at most, for which 1 - p would cancel
+        others = torch.where(large, 0.0, p).sum(-1, keepdim=True)
+        rest = torch.where(large[:, start:stop], others, rest)
+        taken = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = own.T.contiguous()[..., None] * taken
         columns.diagonal(start, 0, 2).copy_(own * (rest + last) / divisor)
         return columns.to(log_p.dtype)
 

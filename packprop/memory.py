@@ -56,11 +56,14 @@ def is_sole(holder: list[Tensor]) -> bool:
     """Whether the one tensor of a list, and what it is stored in, are held by nothing else.
 
     Views, arrays and saved tensors share the storage or the tensor, references in Python are counted, too; all
-    of it is compared with a tensor that was just made. ``Tensor._use_count`` and ``_storage_Use_Count`` are
-    private, and stand here alone: nothing public tells whether memory would be free without a tensor.
+    of it is compared with a tensor that was just made. Memory that belongs to an array, or that is shared with
+    other processes, cannot be resized. ``Tensor._use_count`` and ``_storage_Use_Count`` are private, and stand
+    here alone: nothing public tells whether memory would be free without a tensor.
     """
-    shared = holder[0].is_shared() or weakref.getweakrefcount(holder[0]) > 0
-    return not shared and _holders(holder) == _holders([torch.empty(0)])
+    storage = holder[0].untyped_storage()
+    own = storage.resizable() and not storage.is_shared() and weakref.getweakrefcount(holder[0]) == 0
+    del storage
+    return own and _holders(holder) == _holders([torch.empty(0, device=holder[0].device)])
 
 
 def _holders(holder: list[Tensor]) -> tuple[int, ...]:
@@ -71,6 +74,10 @@ def _holders(holder: list[Tensor]) -> tuple[int, ...]:
         sys.getrefcount(storage),
         torch._C._storage_Use_Count(storage._cdata),
     )
+
+
+LARGEST_BLOCK = 2**25 - 2**16
+"""The largest that glibc learns from, with room for what it puts around it."""
 
 
 @functools.cache
@@ -85,10 +92,6 @@ def keep_freed_pages() -> None:
     so it takes no memory. Where a budget is given it is left out.
     """
     torch.UntypedStorage(LARGEST_BLOCK)
-
-
-LARGEST_BLOCK = 2**25 - 2**16
-"""The largest that glibc learns from, with room for what it puts around it."""
 
 
 def is_hooked(tensor: Tensor) -> bool:

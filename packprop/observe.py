@@ -170,8 +170,8 @@ class Observation:
         done: Called with a leaf when all of its partial results are there.
         bites: How much is taken at once.
         log: Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite.
-        begin: Called once, when the first value is there and nothing more will be refused; returns tensors that
-            results may be written over, by extension and leaf.
+        begin: Called once, before the first value is kept; returns tensors that results may be written over, by
+            extension and leaf.
     """
 
     graph: Graph
@@ -217,19 +217,21 @@ class Observation:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
         hessian = tasks.pop(HESSIAN, [])
-        roots = self._hessian(hessian) if hessian else None
-        if roots is not None:
-            tasks.setdefault(EXACT, []).extend(hessian)
-        if ENTRYWISE in tasks and EXACT in tasks:  # any root of the Hessian will do for the latter
-            tasks[ENTRYWISE] += tasks.pop(EXACT)
-        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "graph")]:
-            self._without_sweep(seed, tasks.pop(seed))
+        exact = ENTRYWISE if ENTRYWISE in tasks else EXACT  # any root of the Hessian will do for the latter
+        if EXACT in tasks:
+            tasks.setdefault(exact, []).extend([] if exact == EXACT else tasks.pop(EXACT))
         # everything that can be refused is refused before any work
         curved = {
-            seed: columns(self.graph, seed, self.create_graph) if roots is None or seed != EXACT else roots
+            seed: columns(self.graph, seed, self.create_graph)
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }
+        roots = self._hessian(hessian, curved.get(exact)) if hessian else None
+        if roots is not None:
+            tasks.setdefault(exact, []).extend(hessian)
+            curved[exact] = roots
+        for seed in [seed for seed in tasks if seed.kind in ("hessian_mc", "graph")]:
+            self._without_sweep(seed, tasks.pop(seed))
         swept = self._passes(tasks, curved)
         inputs, gradient = tasks.get(INPUTS, []), tasks.get(GRADIENT, [])
         if inputs:
@@ -267,17 +269,16 @@ class Observation:
                 second[seed] = [task for task in tasks[seed] if task.row.after is not None]
         return [(seed, work) for seed, work in [*first.items(), *second.items()] if work]
 
-    def _hessian(self, tasks: list[_Task]) -> list[Columns] | None:
+    def _hessian(self, tasks: list[_Task], roots: list[Columns] | None) -> list[Columns] | None:
         """All of the Hessian but what the GGN's columns give; these, if they are left for all leaves.
 
         See NOTE [Hessian diagonal].
         """
         graph, create_graph = self.graph, self.create_graph
         per_sample = any(t.row.over_n.grows or t.extension.subsampling is not None for t in tasks)
-        try:
-            roots = columns(graph, EXACT, create_graph)
-        except PackpropError:  # a loss that has no root has second derivatives all the same
-            roots = None
+        if roots is None:  # a loss without a root has second derivatives, too
+            with contextlib.suppress(PackpropError):
+                roots = columns(graph, EXACT, create_graph)
         way = choose_ways(graph, roots is not None, per_sample, create_graph)
         found = subset(graph, way)
         curvatures = Curvatures(graph, way, found)
@@ -630,9 +631,10 @@ class Observation:
             affine = site.direct and fans is not None and own % (fans.groups * fans.fan_out) == 0
             extents = self._extents(found, site, fans) if fans is not None and affine else None
             scratch = site.entry.scratch
-            if formed and columns == 1 and extents is not None:
+            if formed and columns == 1 and fans is not None and extents is not None:
                 if len(parts) == 1 and not self.create_graph and goes_in_turn(statistics, extents):
-                    entries += extents.unfolded
+                    entries += extents.positions * fans.groups * fans.fan_in if fans.unfolds else 0
+                    entries += leaf.numel() if per_sample_grad in statistics else 0
                     continue
                 if convolved_by_groups(extents):
                     scratch = site.entry.single

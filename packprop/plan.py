@@ -86,10 +86,10 @@ class Line:
         parameter: Its name.
         use: Functions that it enters.
         structure: How it enters them.
-        algorithm: Whether its per-sample gradients are formed.
+        algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
         samples: Samples in a bite.
         count: Samples in all.
-        bytes: Bytes of the per-sample gradients of a bite.
+        bytes: Bytes of the per-sample gradients of a bite, or of one in turn.
     """
 
     parameter: str
@@ -534,7 +534,10 @@ class _DryRun:
         peaks = [forward, found, *self._before, rest]
         if gradients and not self._freed:
             left = sum(self._counted.sizes.get(key, 0) for key in self._attached)
-            peaks += [part.beside("results", left) for part in (forward, *self._before)]
+            later = [forward, *self._before]
+            if any(each.reordered for each in graph.forwards):  # then samples are found anew in each step
+                later.append(found)
+            peaks += [part.beside("results", left) for part in later]
         peak = max(peaks, key=lambda part: part.size)
         order = [name for name, _ in self._copied.named_parameters() if name in self._lines]
         return Plan(
@@ -624,7 +627,7 @@ class _DryRun:
     ) -> None:
         name = graph.name(leaf)
         formed = _formed(structure)
-        known = self._lines.get(name)
+        known, size = self._lines.get(name), leaf.numel() * leaf.element_size()
         if known is None or samples < known.samples or formed:
             self._lines[name] = Line(
                 name,
@@ -633,18 +636,25 @@ class _DryRun:
                 _algorithm(structure),
                 min(samples, graph.samples),
                 graph.samples,
-                leaf.numel() * leaf.element_size() * min(samples, graph.samples),
+                size if _in_turn(structure) else size * min(samples, graph.samples),
             )
 
 
 def _formed(structure: Structure | Product | Diagonal) -> bool:
     """Whether gradients of single samples were formed, of a bite or one after the other."""
-    return getattr(structure, "formed", True) or "matrices" in vars(structure)
+    return getattr(structure, "formed", True) or _in_turn(structure)
+
+
+def _in_turn(structure: Structure | Product | Diagonal) -> bool:
+    """Whether gradients of single samples were there one at a time."""
+    return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
 
 
 def _algorithm(structure: Structure | Product | Diagonal) -> str:
     if not _formed(structure):
         return "signals and inputs alone"
+    if _in_turn(structure):
+        return "gradients in turn"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
         return "per-sample gradients"
     return f"gradients by {'groups' if structure.by_groups else 'products'}"

@@ -86,7 +86,8 @@ def settle(graph: Graph) -> None:
     verdict = kept.get(graph.signature)
     if verdict is None and is_dry():
         verdict = _assumed(graph)
-        _sweep_once(graph)
+        if verdict.samples > 1:
+            _sweep_once(graph)
     if verdict is None:
         verdict = _find(graph)
         if verdict.lasting and not any(forward.reordered for forward in graph.forwards):

@@ -8,6 +8,7 @@ for one structure; the law "fast cell equals default" is tested for each of them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from packprop.kernels import (
     sum_of_squares,
     worth_a_call,
 )
-from packprop.memory import device_kind
+from packprop.memory import device_kind, is_dry
 from packprop.monoid import Moments
 from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, order_of, rows
 from packprop.types import accumulation_dtype
@@ -400,7 +401,8 @@ def _wider(dtype: torch.dtype, device: str) -> torch.dtype | None:
 def _blocks(count: int, width: int) -> list[slice]:
     """Parts of an axis, such that ``width`` entries for each of a part stay in a processor's cache."""
     step = max(1, IN_CACHE // width)
-    return [slice(start, start + step) for start in range(0, count, step)]
+    blocks = [slice(start, start + step) for start in range(0, count, step)]
+    return blocks[:3] if is_dry() else blocks
 
 
 @fast_cell("gram", Outer)
@@ -433,10 +435,10 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
 
 Add = Callable[[Tensor, int], object]
 """Takes a gradient ``[o, i]``, and how many there were with it."""
-Fold = tuple[Add, Callable[[], Any]]
+Tally = tuple[Add, Callable[[], Any]]
 """Adds up gradients of single samples, and returns their statistic."""
 
-IN_TURN: dict[Statistic, Callable[[Outer], Fold]] = {}
+IN_TURN: dict[Statistic, Callable[[Outer], Tally]] = {}
 
 
 def together(structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]) -> list[Any]:
@@ -445,11 +447,11 @@ def together(structure: Structure | Product | Diagonal, statistics: Sequence[Sta
     if gradients is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
-    folds = [IN_TURN[statistic](structure) for statistic in statistics]
-    for count, gradient in enumerate(gradients, 1):
-        for add, _ in folds:
+    tallies = [IN_TURN[statistic](structure) for statistic in statistics]
+    for count, gradient in enumerate(islice(gradients, 3) if is_dry() else gradients, 1):
+        for add, _ in tallies:
             add(gradient, count)
-    return [value() for _, value in folds]
+    return [value() for _, value in tallies]
 
 
 def _gradients_in_turn(
@@ -475,10 +477,10 @@ def goes_in_turn(statistics: Sequence[Statistic], extents: Extents) -> bool:
     )
 
 
-def _fold_of(statistic: Statistic) -> Callable[[Callable[[Outer], Fold]], Callable[[Outer], Fold]]:
-    def register(fold: Callable[[Outer], Fold]) -> Callable[[Outer], Fold]:
-        IN_TURN[statistic] = fold
-        return fold
+def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Callable[[Outer], Tally]]:
+    def register(tally: Callable[[Outer], Tally]) -> Callable[[Outer], Tally]:
+        IN_TURN[statistic] = tally
+        return tally
 
     return register
 
@@ -494,36 +496,39 @@ def _to_parameter(structure: Outer, matrix: Tensor) -> Tensor:
     return structure.fold(matrix.unsqueeze(-3))
 
 
-@_fold_of(per_sample_grad)
-def _rows_in_turn(structure: Outer) -> Fold:
+@_tally_of(per_sample_grad)
+def _rows_in_turn(structure: Outer) -> Tally:
     room = structure.room
     assert room is not None
     places = room.view(room.shape[1], -1, structure.shape[3])
     return lambda gradient, count: places[count - 1].copy_(gradient), lambda: room
 
 
-@_fold_of(summed_grad)
-def _sum_in_turn(structure: Outer) -> Fold:
+@_tally_of(summed_grad)
+def _sum_in_turn(structure: Outer) -> Tally:
     total = _zeros(structure)
     return lambda gradient, count: total.add_(gradient), lambda: _to_parameter(structure, total)
 
 
-@_fold_of(sum_sq)
-def _squares_in_turn(structure: Outer) -> Fold:
+@_tally_of(sum_sq)
+def _squares_in_turn(structure: Outer) -> Tally:
     total = _zeros(structure)
     return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: _to_parameter(structure, total)
 
 
-@_fold_of(sq_norm)
-def _norms_in_turn(structure: Outer) -> Fold:
-    norms: list[Tensor] = []
-    return lambda gradient, count: norms.append(torch.linalg.vector_norm(gradient)), lambda: torch.stack(
-        norms
-    ).square_()
+@_tally_of(sq_norm)
+def _norms_in_turn(structure: Outer) -> Tally:
+    assert structure.signal is not None
+    norms = structure.signal.new_empty(structure.shape[0])
+
+    def add(gradient: Tensor, count: int) -> None:
+        torch.linalg.vector_norm(gradient, out=norms[count - 1])
+
+    return add, norms.square_
 
 
-@_fold_of(moments)
-def _moments_in_turn(structure: Outer) -> Fold:
+@_tally_of(moments)
+def _moments_in_turn(structure: Outer) -> Tally:
     """Mean and squared deviation by Welford (1962)."""
     mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
 

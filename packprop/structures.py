@@ -272,6 +272,7 @@ def join(parts: Sequence[Structure]) -> Structure:
                 torch.cat([part.x for part in outers], 1),
                 torch.cat(signals, 2) if signals else None,
                 outers[0].fold,
+                held=outers[0].held,
             )
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(lookups) == len(parts):

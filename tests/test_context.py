@@ -931,11 +931,22 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.usefixtures("small_bites")
-def test_results_that_nobody_holds_are_written_over() -> None:
-    model = wide()
+def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken = wide(), []
+    allocated = packprop.monoid.Partial._allocated
+
+    def noted(self: Any, like: Tensor, shape: Any) -> Tensor:
+        there = None if self._spare is None else self._spare.data_ptr()
+        made = allocated(self, like, shape)
+        taken.append(made.data_ptr() == there)
+        return made
+
+    monkeypatch.setattr(packprop.monoid.Partial, "_allocated", noted)
     x, y = torch.randn(8, 30), torch.randint(3, (8,))
     place = one_step(model, x, y).data_ptr()
+    assert not any(taken)
     assert one_step(model, 2 * x, y).data_ptr() == place
+    assert sum(taken) == 2  # both weights; a bite brings those of biases whole
     torch.testing.assert_close(one_step(model, 2 * x, y), one_step(wide(), 2 * x, y))
     kept = one_step(model, x, y)
     assert kept._base is None
@@ -972,6 +983,38 @@ def test_a_pass_that_is_refused_leaves_the_results_of_the_one_before() -> None:
     place = one_step(model, x, y).data_ptr()
     loss = (model(x) ** 2).sum()
     with pytest.raises(PackpropError), packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert model[0].weight.grad_batch.data_ptr() == place
+
+
+FOREIGN: dict[str, Callable[[Tensor], Tensor]] = {
+    "an array's": lambda t: torch.from_numpy(t.numpy().copy()),
+    "sparse": lambda t: t.to_sparse(),
+    "another precision": lambda t: t.double(),
+    "a number": lambda t: 3,  # type: ignore[return-value]
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_what_a_user_has_put_in_the_place_of_a_result_is_not_written_over(how: str) -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    mine = model[0].weight.grad_batch = FOREIGN[how](one_step(model, x, y))
+    array = mine.numpy() if how == "an array's" else None
+    before = None if array is None else array.copy()
+    del mine
+    torch.testing.assert_close(one_step(model, 2 * x, y), one_step(wide(), 2 * x, y))
+    if array is not None:
+        assert (array == before).all()
+
+
+def test_a_refusal_comes_before_any_value() -> None:
+    model = wide()
+    x, y = torch.randn(8, 30), torch.randint(3, (8,))
+    place = one_step(model, x, y).data_ptr()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    asked = extensions.DiagHessian(), extensions.BatchJacobian(outputs=[99]), extensions.BatchGrad()
+    with pytest.raises(packprop.BadInput), packprop.backpack(*asked):
         loss.backward()
     assert model[0].weight.grad_batch.data_ptr() == place
 

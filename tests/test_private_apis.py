@@ -244,11 +244,15 @@ def test_whether_a_tensor_is_held_elsewhere_is_seen() -> None:
     holder = [torch.zeros(4)]
     assert is_sole(holder)
     weight = torch.ones(4, requires_grad=True)
-    for hold in (lambda t: t, lambda t: t[:1], lambda t: t.numpy(), lambda t: t * weight, lambda t: t.data):
+    for hold in (lambda t: t, lambda t: t[:1], lambda t: t * weight, lambda t: t.data, weakref.ref):
         held: Any = hold(holder[0])
         assert not is_sole(holder), hold
         del held
         assert is_sole(holder)
+    array = holder[0].numpy()
+    assert not is_sole(holder)
+    assert not is_sole([torch.from_numpy(array.copy())])
+    assert not is_sole([torch.frombuffer(bytearray(16), dtype=torch.float32)])
 
 
 def test_versions_count_changes_in_place() -> None:

@@ -159,10 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     keep_freed_pages()  # as passes without a plan do
     described = environment(options.threads, options.rounds, processes=1)
-    found = list(points(options.rounds, options.problems or list(BUILD)))
-    if not options.problems:
-        content = {"suite": "choices", "environment": described, "points": found}
-        (RESULTS / "choices.json").write_text(json.dumps(content, indent=1) + "\n")
+    found: list[dict[str, Any]] = []
+    for point in points(options.rounds, options.problems or list(BUILD)):
+        found.append(point)
+        if not options.problems:  # a run that is stopped leaves what it has found
+            content = {"suite": "choices", "environment": described, "points": found}
+            (RESULTS / "choices.json").write_text(json.dumps(content, indent=1) + "\n")
     worst = max(found, key=lambda point: point["default_over_best"])
     print(f"at worst {worst['default_over_best']:.2f}: {worst['problem']}, {worst['extension']}")
     return 0

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop.algorithms import forced
 from packprop.kernels import grouped_gradients
 from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
 from packprop.structures import Dense, Later, Lookup, Outer, Structure
@@ -152,6 +153,10 @@ def _bilinear(
     return found if bias is None else [*found, scaled(call, bias)]
 
 
+MANY_CHANNELS = 16
+"""From which on moments of patches are had by shifts of the input: with fewer, calls are what takes time."""
+
+
 def _convolution(
     call: Call,
     x: Tensor,
@@ -176,6 +181,7 @@ def _convolution(
 
     fan_in = weight.numel() // channels
     fans = Fans(groups, fan_in, channels // groups, unfolds=True)
+    many = x.shape[-space - 1] // groups >= MANY_CHANNELS
 
     def build(signal: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
@@ -188,12 +194,12 @@ def _convolution(
             signal = signal.flatten(-space).transpose(-1, -2)
             signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
         rows = Later(shape, lambda: unfold(images).reshape(shape))
-        made = None if moment is None else lambda: moment(images)
+        made = None if moment is None or not (many or forced("factors") == "shifts") else lambda: moment(images)
         return Outer(rows, signal, rearrange, made, direct=direct)
 
     scratch = weight.numel() + positions * (groups * fan_in + channels)
     single = weight.numel() + positions * channels + x.shape[-space - 1 :].numel()
-    alone = groups * positions * fan_in if moment is None else 3 * x.shape[-space - 1 :].numel()
+    alone = groups * positions * fan_in if moment is None or not many else 3 * x.shape[-space - 1 :].numel()
     meet = rowwise(build, name_of(call.function), x)
     found = [
         Entry(

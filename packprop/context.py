@@ -271,10 +271,10 @@ class _Attach:
         first moment, where a step without them has room for activations.
         """
         found: dict[tuple[Extension, int], Tensor] = {}
-        for leaf in self._graph.leaves():
-            for extension in extensions:
+        for extension in extensions:
+            grows = any(row.over_v.grows or row.over_n.grows for row in extension.rows)
+            for leaf in self._graph.leaves():
                 holder = [vars(leaf).pop(extension.savefield, None)]
-                grows = any(row.over_v.grows or row.over_n.grows for row in extension.rows)
                 if spare and grows and _can_be_written_over(holder):
                     found[extension, id(leaf)] = holder.pop()
         return found

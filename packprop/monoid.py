@@ -167,13 +167,14 @@ class Partial:
     def _allocated(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for the whole result."""
         spare, self._spare = self._spare, None
-        fits = (
+        if (
             spare is not None
             and (spare.dtype, spare.device, spare.numel()) == (like.dtype, like.device, math.prod(shape))
             and spare.is_contiguous()
             and not torch.is_grad_enabled()
-        )
-        return spare.view(shape) if spare is not None and fits else like.new_empty(shape)
+        ):
+            return spare.view(shape)
+        return like.new_empty(shape)
 
 
 class _Running:

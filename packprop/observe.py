@@ -633,7 +633,7 @@ class Observation:
             scratch = site.entry.scratch
             if formed and columns == 1 and fans is not None and extents is not None:
                 if len(parts) == 1 and not self.create_graph and goes_in_turn(statistics, extents):
-                    entries += extents.positions * fans.groups * fans.fan_in if fans.unfolds else 0
+                    entries += extents._replace(unfolds=fans.unfolds).unfolded  # of all images of a sample
                     entries += leaf.numel() if per_sample_grad in statistics else 0
                     continue
                 if convolved_by_groups(extents):

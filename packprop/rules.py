@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.algorithms import forced
+from packprop.algorithms import chosen
 from packprop.kernels import grouped_gradients
 from packprop.patches import as_tuple, patch_moment, patches, transposed_patches
 from packprop.structures import Dense, Later, Lookup, Outer, Structure
@@ -194,7 +194,8 @@ def _convolution(
             signal = signal.flatten(-space).transpose(-1, -2)
             signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
         rows = Later(shape, lambda: unfold(images).reshape(shape))
-        made = None if moment is None or not (many or forced("factors") == "shifts") else lambda: moment(images)
+        by_shifts = chosen("factors", "shifts" if many else "patches", {}, None) == "shifts"
+        made = functools.partial(moment, images) if moment is not None and by_shifts else None
         return Outer(rows, signal, rearrange, made, direct=direct)
 
     scratch = weight.numel() + positions * (groups * fan_in + channels)

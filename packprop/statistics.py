@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from packprop.algorithms import chosen, forced
+from packprop.algorithms import chosen
 from packprop.errors import PackpropError
 from packprop.kernels import (
     Extents,
@@ -162,7 +162,7 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
     if isinstance(structure, Lookup):
         return _lookup_input_gram(structure, approximation)
-    if structure.moment is not None and approximation == "mixed" and forced("factors") != "patches":
+    if structure.moment is not None and approximation == "mixed":
         return structure.moment()
     x = structure.x
     positions, groups = x.shape[1:3]
@@ -331,7 +331,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
-        return structure.fold(total.unsqueeze(-3))
+        return _to_parameter(structure, total)
     squares = structure.signal.squeeze(2).square().sum(0)
     return structure.fold(_summed_products(squares, structure.x.squeeze(1).square()))
 

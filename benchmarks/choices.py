@@ -25,8 +25,8 @@ from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import Plan, extensions
 from packprop.algorithms import CHOICES
+from packprop.bites import Bites, default_bites
 from packprop.memory import keep_freed_pages
-from packprop.observe import Bites, default_bites
 
 ASKED = (
     extensions.BatchGrad,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from packprop.bites import Bites, default_bites
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph import Graph, require_differentiable, walk
 from packprop.memory import is_dry, is_sole, keep_freed_pages
-from packprop.observe import Bites, Observation, default_bites
+from packprop.observe import Observation
 from packprop.plan import Plan, bites_again, budget_of
 from packprop.samples import check_graph
 from packprop.tape import drop_stale_recording

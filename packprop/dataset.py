@@ -21,12 +21,13 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from packprop.bites import Bites
 from packprop.context import check_extensions
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Graph, walk
 from packprop.losses import describe
 from packprop.monoid import SUM, Moments, lift, rescale
-from packprop.observe import Bites, Observation
+from packprop.observe import Observation
 from packprop.plan import bites_over_data
 from packprop.samples import check_graph
 from packprop.tape import extend, is_extended, record, restore

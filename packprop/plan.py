@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 
+from packprop.bites import Bites, default_bites
 from packprop.errors import BadInput, PackpropError
 from packprop.graph import Found, Graph, walk
 from packprop.memory import LiveBytes, Spec, byte_count, byte_text, keep_freed_pages, pretending, storage_key
-from packprop.observe import Bites, Observation, default_bites
+from packprop.observe import Observation
 from packprop.samples import check_graph, same_verdicts
 from packprop.structures import Diagonal, Outer, Product, Structure
 from packprop.tape import extend, record
@@ -590,7 +591,7 @@ class _DryRun:
         kinds = {key: label for key, (label, _) in self._counted.labels.items()}
         kinds |= dict.fromkeys(self._attached & kinds.keys(), "results")
         if self._observation is not None:
-            kinds |= dict.fromkeys(map(storage_key, self._observation.partial_results()), "results")
+            kinds |= dict.fromkeys(map(storage_key, self._observation.results.tensors()), "results")
         gradients = [p.grad for p in self._copied.parameters() if p.grad is not None]
         kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
         sizes = self._counted.sizes

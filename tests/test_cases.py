@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import packprop
+import packprop.bites
 import packprop.kernels
 import packprop.observe
 import packprop.statistics
@@ -98,7 +99,7 @@ def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...],
     monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
     monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(packprop.kernels, "SHORT", 0)
-    monkeypatch.setattr(packprop.observe.Observation, "_samples_at_once", lambda *_: 2)
+    monkeypatch.setattr(packprop.bites.Bites, "samples_at_once", lambda *_: 2)
     taken = []
 
     def noted(left: torch.Tensor, right: torch.Tensor) -> Any:

@@ -913,7 +913,7 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
 @pytest.fixture
 def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that one bite brings whole are the bite's own."""
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: packprop.observe.Bites(2**12, 2**12))
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: packprop.bites.Bites(2**12, 2**12))
 
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {

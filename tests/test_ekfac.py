@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import packprop
+import packprop.bites
 import packprop.observe
 from packprop import extensions, kronecker
 from packprop.errors import BadInput, PackpropError, PackpropWarning
@@ -114,13 +115,13 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
 
 
 def test_columns_are_swept_twice_only_where_they_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packprop.observe, "SIGNALS", 0)
+    monkeypatch.setattr(packprop.bites, "SIGNALS", 0)
     assert sweeps(monkeypatch, extensions.KFAC(), drawn(1)) == 2  # two seeds
     assert sweeps(monkeypatch, drawn(1)) == 1
     assert sweeps(monkeypatch, drawn(3)) == 6
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="empirical")) == 1
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="exact")) == 2 * sweeps(monkeypatch, extensions.KFLR())
-    monkeypatch.setattr(packprop.observe, "SIGNALS", 64 * 2**20)
+    monkeypatch.setattr(packprop.bites, "SIGNALS", 64 * 2**20)
     assert sweeps(monkeypatch, drawn(3)) == 1
 
 
@@ -129,8 +130,8 @@ def test_bites_change_no_number(monkeypatch: pytest.MonkeyPatch, options: Any) -
     expected = step(drawn(3, **options))
     for signals in (64 * 2**20, 0):
         for scratch in (8 * 2**20, 2000, 0):
-            monkeypatch.setattr(packprop.observe, "SIGNALS", signals)
-            monkeypatch.setattr(packprop.observe, "SCRATCH", scratch)
+            monkeypatch.setattr(packprop.bites, "SIGNALS", signals)
+            monkeypatch.setattr(packprop.bites, "SCRATCH", scratch)
             model = step(drawn(3, **options))
             for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                 assert_near(kronecker.dense(mine.ekfac), kronecker.dense(theirs.ekfac), f"{signals}, {scratch}")

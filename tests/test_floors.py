@@ -24,7 +24,8 @@ FLOORS = (
     ("structures", "statistics", "patches", "kernels", "kronecker"),
     ("uses", "rules", "losses"),
     (
-        *("regions", "tape", "reentrant", "graph", "seeds", "sweep", "samples", "plan", "observe"),
+        *("regions", "tape", "reentrant", "graph", "seeds", "sweep", "samples", "plan"),
+        *("observe", "collect", "accumulate", "finite", "bites", "parts", "autocast"),
         *("nodes", "second_order", "ways", "hessian", "recursion", "products", "operators"),
     ),
     ("extensions/*",),

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import extensions
+from packprop.bites import Bites, default_bites
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory import LiveBytes, byte_count, byte_text
-from packprop.observe import Bites, Observation, default_bites
+from packprop.observe import Observation
 from packprop.plan import HELD, BudgetTooSmall, choices, looser, plan_again
 from packprop.types import tensors_in
 from tests.cases import CASES, Case
@@ -284,7 +285,7 @@ def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
 
 def test_an_accelerator_takes_larger_bites_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
     cuda, free = torch.device("cuda"), [2**40]
-    monkeypatch.setattr(packprop.observe, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(packprop.bites, "free_bytes", lambda device: free[0])
     roomy, host = default_bites(cuda), default_bites(torch.device("cpu"))
     assert roomy.scratch > host.scratch
     assert roomy.signals > host.signals
@@ -567,7 +568,7 @@ def test_out_of_memory_halves_the_bite_and_goes_on(row: Row, monkeypatch: Any) -
         flat = {f"{n}[{i}]": t for n, value in values.items() for i, t in enumerate(as_tensors(value))}
         return flat, {name: p.grad for name, p in model.named_parameters()}
 
-    monkeypatch.setattr(packprop.observe, "SIGNALS", 0)  # one column at a time, so that one sample is small
+    monkeypatch.setattr(packprop.bites, "SIGNALS", 0)  # one column at a time, so that one sample is small
     expected, gradients = run(10**9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import packprop
 from benchmarks.checkpointing import EXTENSIONS, Size, Step
-from packprop import extensions, observe, statistics
+from packprop import bites, extensions, statistics
 from packprop.errors import PackpropError
 from packprop.tape import USE, Use, marks_of
 from tests.running import ROWS, Row, as_tensors, generator
@@ -184,7 +184,7 @@ SMALL = Size(samples=256, width=128, blocks=6, layers=4)
 def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
     # bites as small beside this network as the default ones beside a large one
-    monkeypatch.setattr(observe, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
+    monkeypatch.setattr(bites, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
     monkeypatch.setattr(statistics, "IN_CACHE", 2**12)
     base, mine = Step(way, None, SMALL).bytes(), Step(way, extension, SMALL).bytes()
     assert mine.peak < 1.1 * (base.peak + mine.results)

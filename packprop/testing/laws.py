@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.bites import Bites, default_bites
 from packprop.context import backpack, check_extensions
 from packprop.dataset import compute
 from packprop.errors import BadInput, PackpropError
@@ -115,17 +116,17 @@ def _small_problems() -> list[Parts]:
 # What the engine says
 
 
-class _Bites(Observation):
-    """An observation with bites of a given size."""
+class _Bites(Bites):
+    """So many samples at once, and so many columns, or as many as fit."""
 
     at_once: tuple[int, int | None] = (1, 1)
 
-    def _samples_at_once(self, *_: Any) -> int:
+    def samples_at_once(self, *_: Any) -> int:
         return self.at_once[0]
 
-    def _columns_at_once(self, group: Any, found: Any) -> int:
-        columns, count = self.at_once[1], int(group.count)
-        return super()._columns_at_once(group, found) if columns is None else min(columns, count)
+    def columns_at_once(self, count: int, *rest: Any) -> int:
+        columns = self.at_once[1]
+        return super().columns_at_once(count, *rest) if columns is None else min(columns, count)
 
 
 @contextlib.contextmanager
@@ -161,10 +162,10 @@ def observed(
         if extension in results:
             found[names.get(id(leaf), graph.name(leaf))] = results[extension]
 
-    work = _Bites(graph, [extension], create_graph=False, done=done)
-    work.at_once = at_once
+    bites = _Bites(*default_bites())
+    bites.at_once = at_once
     with same_draws(extension):
-        work.run(None)
+        Observation(graph, [extension], False, done, bites).run(None)
     graph.let_go(keep=False)
     return found
 

@@ -12,8 +12,17 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from packprop.algorithms import chosen, forced
 from packprop.memory import device_kind
 
-WORTH_A_CALL = 2**20
-"""Multiplications from which on one product is worth a call of its own."""
+WORTH_A_CALL = 3 * 2**20
+"""Multiplications for each thread from which on one product is worth a call of its own.
+
+A batch is shared out among threads product by product, which costs nothing; in one small product they wait.
+"""
+WORTH_BLOCKS = 2**28
+"""Multiplications from which on a symmetric product is made of blocks up to its diagonal."""
+BLOCKS = 4
+"""Of rows, which leave out three parts in eight of the multiplications; more are too small to be fast."""
+LONG = 256
+"""Sums of fewer terms take less time than copying their results does."""
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
@@ -80,10 +89,26 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``."""
+    """``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
+
+    What is above the diagonal of a large one is copied from below: no public product knows of symmetry.
+    """
     turned = rows.mT
     kernel = _kernel_for(turned[None], turned[None])
-    return turned @ rows if kernel is None else kernel(turned, turned)
+    if kernel is None:
+        return turned @ rows
+    turned = turned.contiguous()
+    terms, size = rows.shape
+    if terms < LONG or terms * size**2 < WORTH_BLOCKS:
+        return kernel(turned, turned)
+    moment = rows.new_empty(size, size)
+    step = -(-size // BLOCKS)
+    for start in range(0, size, step):
+        stop = min(size, start + step)
+        below = kernel(turned[start:stop], turned[:stop])
+        moment[start:stop, :stop] = below
+        moment[:start, start:stop] = below[:, :start].mT
+    return moment
 
 
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
@@ -182,7 +207,7 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
     """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
-    large = terms * entries >= WORTH_A_CALL and terms >= SHORT
+    large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
     by_name = forced("products")
     fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return fits and (large if by_name is None else by_name == "single")

@@ -85,6 +85,8 @@ def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeyp
     """Gradients summed from per-sample ones, and products one at a time, however small they are."""
     monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
     monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(packprop.kernels, "WORTH_BLOCKS", 0)
+    monkeypatch.setattr(packprop.kernels, "LONG", 0)
     monkeypatch.setattr(packprop.kernels, "SHORT", 0)
     check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 

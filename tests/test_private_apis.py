@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
+from packprop import kernels
 from packprop.memory import is_sole, version
 from packprop.nodes import is_once_differentiable
 from packprop.tape import Use
@@ -221,6 +222,25 @@ def test_one_dnn_multiplies_matrices_by_rows_and_by_columns() -> None:
         for b in (right, right.T.contiguous().T):
             product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
             torch.testing.assert_close(product, left @ right.T)
+
+
+def test_one_dnn_is_given_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others, such as columns of a wider matrix, its products take a thousand times as long."""
+    given: list[torch.Tensor] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        given.extend((a, b))
+        return a @ b.T
+
+    monkeypatch.setattr(kernels, "_kernel_for", lambda left, right: product)
+    rows = torch.randn(300, 40, dtype=torch.float64)[:, :30]
+    batch = torch.randn(3, 8, 9)[:, :, :5]
+    for least in (0, 2**40):
+        monkeypatch.setattr(kernels, "WORTH_BLOCKS", least)
+        torch.testing.assert_close(kernels.second_moment(rows), rows.T @ rows)
+        torch.testing.assert_close(kernels.outer_products(batch, batch), batch @ batch.mT)
+    assert len(given) == 2 * (4 + 3 + 1 + 3)
+    assert all(t.is_contiguous() or t.T.is_contiguous() for t in given)
 
 
 def test_tensors_without_data_know_the_size_of_their_storage() -> None:

@@ -159,6 +159,8 @@ class Observation:
             with contextlib.suppress(PackpropError):
                 roots = columns(graph, EXACT, create_graph)
         way = choose_ways(graph, roots is not None, per_sample, create_graph)
+        if way.is_gauss_newton:
+            return roots
         found = subset(graph, way)
         curvatures = Curvatures(graph, way, found)
         for bend in bends(graph, way, found, curvatures, create_graph):

@@ -59,6 +59,11 @@ class Ways:
     bits: dict[Found, int] = field(default_factory=dict)
     masks: dict[Node, int] = field(default_factory=dict)
 
+    @property
+    def is_gauss_newton(self) -> bool:
+        """Whether nothing curves but the losses: the Hessian is the generalized Gauss-Newton matrix."""
+        return not (self.curves or self.output or self.parameter)
+
     def way(self, leaf: Tensor) -> Way:
         """How one leaf goes."""
         if any(leaf is other for other in self.swept):

@@ -14,19 +14,16 @@ from packprop.bites import Bites, start_after
 from packprop.errors import PackpropWarning
 from packprop.finite import Extremes
 from packprop.graph import Found, Graph
-from packprop.monoid import Extent, Partial
+from packprop.monoid import ONE, Extent, Partial
 from packprop.parts import Build, Part, met, unreached
 from packprop.statistics import per_sample_grad, summed_grad, together
-from packprop.structures import Dense, Diagonal, Outer, Product, Structure
+from packprop.structures import Dense, Outer, Quadratic
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed, tensors_in
 from packprop.uses import Samples, fold_to
 
-ONE = Extent(0, 1, 1)
-"""The only column of the gradient, and of a sweep over inputs."""
-
 Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
 """Called with a leaf when all of its results are there."""
-Log = Callable[[Tensor, Sequence[Found], Structure | Product | Diagonal, int], None]
+Log = Callable[[Tensor, Sequence[Found], Quadratic, int], None]
 """Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite."""
 Begin = Callable[[], dict[tuple[Extension, int], Tensor]]
 """Called before the first value is kept; returns what results may be written over, by extension and leaf."""
@@ -124,7 +121,7 @@ class Accumulation:
                 bite = slice(None) if step >= count else slice(start, stop)
             else:
                 bite = torch.tensor(chosen[start:stop]) % samples
-            structure: Structure | Product | Diagonal | None = None
+            structure: Quadratic | None = None
             try:
                 structure = build(parts, bite, self._bites.held)
                 if isinstance(structure, Outer):
@@ -155,7 +152,7 @@ class Accumulation:
         found = [self._partial.pop((id(extension), index, id(leaf)), None) for index in rows]
         return [None if partial is None else partial.result() for partial in found]
 
-    def _values(self, leaf: Tensor, structure: Structure | Product | Diagonal, tasks: list[Task]) -> list[Any]:
+    def _values(self, leaf: Tensor, structure: Quadratic, tasks: list[Task]) -> list[Any]:
         """What is asked of a bite; rows of a second pass are given what was made of the first."""
         if tasks[0].row.after is None:
             return together(structure, [task.row.statistic for task in tasks])

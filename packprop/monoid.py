@@ -97,6 +97,10 @@ class Extent(NamedTuple):
         return self.stop - self.start == self.total
 
 
+ONE = Extent(0, 1, 1)
+"""All of an axis of extent one."""
+
+
 class Partial:
     """What is there of a result while bites arrive: any columns, and for each of them all samples in order.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.accumulate import ONE, SUMMED, Accumulation, Begin, Done, Log, Task, by_subsampling
+from packprop.accumulate import SUMMED, Accumulation, Begin, Done, Log, Task, by_subsampling
 from packprop.autocast import AutocastRegions
 from packprop.bites import Bites, starts
 from packprop.collect import Collector
@@ -23,7 +23,7 @@ from packprop.hessian import (
     output_columns,
     parameter_diagonals,
 )
-from packprop.monoid import Extent
+from packprop.monoid import ONE, Extent
 from packprop.parts import diagonal, extents_of, met, products_with, weighted
 from packprop.regions import opened
 from packprop.seeds import Columns, columns

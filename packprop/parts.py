@@ -9,13 +9,13 @@ from torch import Tensor
 from packprop.graph import Found, Site
 from packprop.kernels import Extents
 from packprop.memory import device_kind
-from packprop.structures import Diagonal, Product, Structure, join
+from packprop.structures import Diagonal, Product, Quadratic, Structure, join
 from packprop.types import accumulation_dtype
 from packprop.uses import Samples, choose
 
 Part = tuple[Found, Site, list[Tensor | None]]
 """A use of a leaf, and what arrived at its outputs."""
-Build = Callable[[list[Part], Samples, int | None], Structure | Product | Diagonal]
+Build = Callable[[list[Part], Samples, int | None], Quadratic]
 """From uses of a leaf, a choice of samples, and what may be held of one, to what statistics are taken of."""
 
 

@@ -29,7 +29,7 @@ from packprop.kernels import (
 )
 from packprop.memory import device_kind, is_dry
 from packprop.monoid import Moments
-from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Structure, order_of, rows
+from packprop.structures import Dense, Diagonal, Lookup, Outer, Product, Quadratic, Structure, order_of, rows
 from packprop.types import accumulation_dtype
 
 Approximation = Literal["mixed", "expand", "reduce"]
@@ -76,7 +76,7 @@ def summed_grad(structure: Structure) -> Tensor:
     return structure.total if isinstance(structure, Outer) else rows(structure)[0].sum(0)
 
 
-def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
+def sum_sq(structure: Quadratic) -> Tensor:
     """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
     if isinstance(structure, Diagonal):
         return _row_sum(structure.source)
@@ -86,7 +86,7 @@ def sum_sq(structure: Structure | Product | Diagonal) -> Tensor:
     return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
 
 
-def batch_sq(structure: Structure | Product | Diagonal) -> Tensor:
+def batch_sq(structure: Quadratic) -> Tensor:
     """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
     if isinstance(structure, Diagonal):
         return rows(structure.source)[0]
@@ -441,7 +441,7 @@ Tally = tuple[Add, Callable[[], Any]]
 IN_TURN: dict[Statistic, Callable[[Outer], Tally]] = {}
 
 
-def together(structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]) -> list[Any]:
+def together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
     """Values of several statistics of one structure; see NOTE [In turn]."""
     gradients = _gradients_in_turn(structure, statistics)
     if gradients is None:
@@ -454,9 +454,7 @@ def together(structure: Structure | Product | Diagonal, statistics: Sequence[Sta
     return [value() for _, value in tallies]
 
 
-def _gradients_in_turn(
-    structure: Structure | Product | Diagonal, statistics: Sequence[Statistic]
-) -> Iterator[Tensor] | None:
+def _gradients_in_turn(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
     """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
     if not isinstance(structure, Outer) or structure.signal is None or len(structure.signal) > 1:
         return None

@@ -224,6 +224,8 @@ class Diagonal:
 
 
 Structure = Outer | Lookup | Dense
+Quadratic = Structure | Product | Diagonal
+"""What has squares of rows: of one set of columns, products of two, or the diagonals that these are."""
 
 
 def rows(structure: Structure) -> Tensor:

@@ -289,16 +289,17 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given, named = fake(args), fake(kwargs)
-        others, options = fake(rest[0]), fake(rest[1])
+        others = fake(rest[0][1:])
+        options = fake({name: value for name, value in rest[1].items() if name != "input"})
         with record():
             outputs = list(tensors_in(copied(*given, **named)))
             if inside:  # the model returns its loss
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
             output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
-            if others:
-                value = call.function(output, *others[1:], **options)
+            if rest[0]:
+                value = call.function(output, *others, **options)
             else:
-                value = call.function(**{**options, "input": output})
+                value = call.function(**options, input=output)
         total: Tensor = value.sum()
         return total
 
@@ -488,6 +489,7 @@ class _DryRun:
         self._place = device if there else torch.device("cpu")
         with pretending(device.type):
             self._counted = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
+        self._batch: list[Any] = []
         self._lines: dict[str, Line] = {}
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
@@ -560,6 +562,7 @@ class _DryRun:
         def noted(value: Any) -> Any:
             made = _made(value, self._place)
             self._counted.own(tensors_in(made), "batch")
+            self._batch.append(made)  # it is the user's: there all the time, whether or not autograd keeps it
             return made
 
         try:

@@ -87,6 +87,19 @@ def test_the_peak_is_what_was_predicted(row: Row) -> None:
     assert sum(plan.parts.values()) == pytest.approx(plan.peak, rel=0.01)
 
 
+@pytest.mark.parametrize("given", ["plan", "budget"])
+def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -> None:
+    """It is the user's: a layer that crops its input saves nothing of it, and yet it is not freed."""
+    layers = nn.ZeroPad2d(-2), nn.Flatten(), nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 6)
+    model, batch = nn.Sequential(*layers), data()
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.BatchL2Grad()])
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.BatchL2Grad()], memory=1)
+    memory = plan if given == "plan" else caught.value.floor
+    peak = measured(model, batch, extensions.BatchL2Grad(), memory=memory)
+    assert peak == pytest.approx(plan.peak if given == "plan" else memory, rel=0.05)
+
+
 # Where the plan of some kilobytes is known to be off, and by what part.
 SHORT = {
     "nll-map": 0.25,  # torch takes another kernel for tensors without data

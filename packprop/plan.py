@@ -15,10 +15,11 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 
 from packprop.bites import Bites, default_bites
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, walk
 from packprop.memory import LiveBytes, Spec, byte_count, byte_text, keep_freed_pages, pretending, storage_key
 from packprop.observe import Observation
@@ -123,7 +124,10 @@ class Plan:
         results: Bytes of all results.
         extensions: Names of what was asked for.
         freed: Whether it counts on an extension hook that takes values away.
+        accumulated: Whether gradients of an earlier pass were taken to be there when a step begins.
         shapes: Uses and the shapes of their outputs, by which a pass is known again.
+        leaves: Shapes and precisions of parameters, likewise.
+        options: Names and values of the extensions' options, likewise.
     """
 
     peak: int
@@ -137,10 +141,15 @@ class Plan:
     results: int
     extensions: tuple[str, ...]
     freed: bool
+    accumulated: bool
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+    leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
+    options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
+
+        Warns if gradients of an earlier pass are there that the plan did not count.
 
         Raises:
             BadInput: With the first difference.
@@ -162,6 +171,8 @@ class Plan:
                 if (use, shape) != (planned_use, planned_shape):
                     difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
                     break
+        if difference is None:
+            difference = self._other_options(extensions) or self._other_leaves(graph)
         if difference is not None:
             raise BadInput(
                 "A backward pass with a plan was started.",
@@ -169,6 +180,30 @@ class Plan:
                 "the plan was made for another model, batch or device: its peak says nothing of this one",
                 "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
             )
+
+        if not self.accumulated and _gradients_are_there(graph):
+            warnings.warn(
+                "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
+                "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+
+    def _other_options(self, extensions: Sequence[Extension]) -> str | None:
+        for extension, planned in zip(extensions, map(dict, self.options), strict=True):
+            if not is_dataclass(extension):
+                continue  # it may keep what it has seen
+            for name, value in _options(extension):
+                if planned.get(name, value) != value:
+                    return f"{extension.name} with {name} {value}; planned was {planned[name]}"
+        return None
+
+    def _other_leaves(self, graph: Graph) -> str | None:
+        for leaf, (shape, dtype) in zip(graph.leaves(), self.leaves, strict=False):
+            if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
+                what = f"parameter {graph.name(leaf)!r} {[*leaf.shape]} {leaf.dtype}"
+                return f"{what}; planned was {[*shape]} {dtype}"
+        return None
 
     def __str__(self) -> str:
         console = Console(width=112, file=io.StringIO(), record=True)
@@ -205,6 +240,7 @@ def plan(
     *,
     gradients: bool = True,
     freed: bool = False,
+    accumulated: bool = False,
 ) -> Plan:
     """What one step with extensions will take, and the bites that keep it inside a budget.
 
@@ -221,6 +257,8 @@ def plan(
         device: Where the step will run; by default where the parameters are.
         gradients: Whether ``.grad`` is computed along, as by ``backward()``; ``compute`` does not.
         freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
+        accumulated: Whether ``.grad`` of an earlier pass is there when a step begins: gradients are added up
+            over several passes, or zeroed by ``zero_grad(set_to_none=False)``.
 
     Raises:
         BadInput: If the budget is no number of bytes, or less than any choice of bites takes.
@@ -242,7 +280,7 @@ def plan(
                 return judge(copied(**given), target)
             return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
 
-    return _choose(model, step, tuple(extensions), budget, where, gradients, freed)
+    return _choose(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
 
 
 def bites_over_data(
@@ -258,10 +296,12 @@ def bites_over_data(
     if budget is None:
         keep_freed_pages()
         return default_bites(torch.device(device))
-    one = plan(model, loss, batch, extensions, None, device, gradients=False)
+    there = any(parameter.grad is not None for parameter in model.parameters())
+    one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
     if one.peak + one.results <= budget:
         return one.bites
-    return plan(model, loss, batch, extensions, max(1, budget - one.results), device, gradients=False).bites
+    left = max(1, budget - one.results)
+    return plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=there).bites
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
@@ -305,7 +345,9 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
     left = None if budget is None else max(1, budget - between)
-    chosen = _choose(model, step, tuple(extensions), left, graph.leaves()[0].device, True)
+    there = _gradients_are_there(graph)
+    where = graph.leaves()[0].device
+    chosen = _choose(model, step, tuple(extensions), left, where, True, accumulated=there)
     if not between:
         return chosen
     parts = {**chosen.parts, "between model and loss": between}
@@ -326,19 +368,8 @@ def _between(start: Node, ends: set[Node]) -> int:
 def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> Bites:
     """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
     kept = _CHOSEN.setdefault(graph.modules[0], {})
-    # options, such as the approximation of a factor, change what is taken; a source of draws does not
-    asked = tuple(
-        (
-            type(extension),
-            *(
-                (name, repr(option))
-                for name, option in vars(extension).items()
-                if not isinstance(option, torch.Generator)
-            ),
-        )
-        for extension in extensions
-    )
-    key = (graph.signature, asked, budget)
+    asked = tuple((type(extension), _options(extension)) for extension in extensions)
+    key = (graph.signature, _leaves(graph), asked, budget, _gradients_are_there(graph))
     if key not in kept:
         kept[key] = plan_again(graph, extensions, budget).bites
     return kept[key]
@@ -378,6 +409,7 @@ def _choose(
     device: torch.device,
     gradients: bool,
     freed: bool = False,
+    accumulated: bool = False,
 ) -> Plan:
     """The first of the choices that fits, and of each kind of bite as much as still fits.
 
@@ -390,7 +422,7 @@ def _choose(
 
     @functools.cache
     def tried(bites: Bites) -> Plan:
-        return _DryRun(model, extensions, device, bites, freed).plan(step, budget, gradients)
+        return _DryRun(model, extensions, device, bites, freed, accumulated).plan(step, budget, gradients)
 
     def first(candidates: Sequence[Bites]) -> Bites:
         """The first that fits; the peak falls along them, and that of the last does."""
@@ -481,9 +513,10 @@ class _DryRun:
         device: torch.device,
         bites: Bites,
         freed: bool,
+        accumulated: bool,
     ) -> None:
         self._model, self._extensions, self._device, self._bites = model, extensions, device, bites
-        self._freed = freed
+        self._freed, self._accumulated = freed, accumulated
         # autograd cannot even name a device that is not there: kernels are those of the CPU then
         there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
         self._place = device if there else torch.device("cpu")
@@ -511,6 +544,9 @@ class _DryRun:
             stack.enter_context(torch.enable_grad())
             self._counted.own(self._copied.parameters(), "parameters")
             self._counted.own(self._copied.buffers(), "buffers")
+            if self._accumulated:
+                for parameter in self._copied.parameters():
+                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             self._counted.phase = "activations"
             value = self._forward(step)
             forward = self._part()
@@ -533,7 +569,7 @@ class _DryRun:
 
             self._observation.run(backward if gradients else None)
             rest = self._part()
-            shapes = _shapes(graph)
+            shapes, leaves = _shapes(graph), _leaves(graph)
         peaks = [forward, found, *self._before, rest]
         if gradients and not self._freed:
             left = sum(self._counted.sizes.get(key, 0) for key in self._attached)
@@ -555,7 +591,10 @@ class _DryRun:
             self._results,
             tuple(extension.name for extension in self._extensions),
             self._freed,
+            self._accumulated,
             shapes,
+            leaves,
+            tuple(map(_options, self._extensions)),
         )
 
     def _forward(self, step: Step) -> Tensor:
@@ -666,6 +705,24 @@ def _algorithm(structure: Structure | Product | Diagonal) -> str:
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((found.use.name, tuple(shape)) for found in graph.found for shape in found.use.shapes)
+
+
+def _leaves(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
+
+
+def _options(extension: Extension) -> tuple[tuple[str, str], ...]:
+    """What changes what is taken: not a source of draws, and of chosen samples how many there are."""
+    return tuple(
+        (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
+        for name, option in vars(extension).items()
+        if not isinstance(option, torch.Generator)
+    )
+
+
+def _gradients_are_there(graph: Graph) -> bool:
+    """Whether a pass adds to gradients of an earlier one."""
+    return any(leaf.grad is not None for leaf in graph.leaves())
 
 
 def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:

@@ -477,6 +477,7 @@ def test_a_plan_is_good_for_what_it_was_made_for() -> None:
         (network(), data(32), asked, r"\[32, .*planned was .*\[64, "),
         (network(), data(), extensions.BatchGrad(), "BatchGrad; planned were DiagGGNExact"),
         (nn.Sequential(nn.Flatten(), nn.Linear(128, 6)), data(), asked, "uses of parameters"),
+        (network().double(), (data()[0].double(), data()[1]), asked, r"float64; planned was .*float32"),
     ]
     for model, batch, extension, difference in others:
         with pytest.raises(BadInput, match=difference):
@@ -487,6 +488,66 @@ def test_a_plan_is_good_for_what_it_was_made_for() -> None:
     assert elsewhere.peak >= plan.peak
     with pytest.raises(BadInput, match="on cpu; planned was cuda"):
         step(network(), data(), asked, memory=elsewhere)
+
+
+def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
+    """Outputs of all uses are alike, and what they take is not."""
+    loss, few = nn.CrossEntropyLoss(), extensions.KFAC(mc_samples=1)
+    plan = packprop.plan(network(), loss, data(), [few], memory="8MiB")
+    step(network(), data(), extensions.KFAC(mc_samples=1, generator=torch.Generator()), memory=plan)
+    with pytest.raises(BadInput, match="KFAC with mc_samples 50; planned was 1"):
+        step(network(), data(), extensions.KFAC(mc_samples=50), memory=plan)
+    narrow, wide = nn.Linear(5, 6), nn.Linear(5000, 6)
+    batch = torch.randn(4, 5), torch.randint(6, (4,))
+    plan = packprop.plan(narrow, loss, batch, [extensions.BatchGrad()], memory="8MiB")
+    with pytest.raises(BadInput, match=r"'weight' \[6, 5000\] torch.float32; planned was \[6, 5\]"):
+        step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
+
+
+def test_a_budget_is_planned_anew_in_another_precision_and_not_for_other_samples(monkeypatch: Any) -> None:
+    made: list[int | None] = []
+    planning = sys.modules["packprop.plan"]
+    again = planning.plan_again  # type: ignore[attr-defined]
+    monkeypatch.setattr(planning, "plan_again", lambda *args: made.append(args[2]) or again(*args))
+    model, (inputs, targets) = network(), data()
+    for chosen in ([0, 3], [5, 1], [7, 2]):  # another choice in each step, as in stochastic estimates
+        model.zero_grad()
+        step(model, (inputs, targets), extensions.BatchGrad(subsampling=chosen), memory="64MiB")
+    assert len(made) == 1
+    model.zero_grad()
+    step(model.double(), (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_that_are_there_when_a_step_begins(accumulated: bool) -> None:
+    """Of several passes that are added up: a budget counts them, a plan does if it is told, or warns."""
+    asked, loss = extensions.BatchL2Grad(), packprop.extend(nn.CrossEntropyLoss())
+    model = packprop.extend(
+        nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 6))
+    )
+    batch = torch.randn(8, 64), torch.randint(6, (8,))
+    plan = packprop.plan(model, loss, batch, [asked], accumulated=accumulated)
+
+    def peak(memory: Any) -> int:
+        live = LiveBytes()
+        live.own([*model.parameters(), *batch, *(p.grad for p in model.parameters() if p.grad is not None)], "")
+        with live:
+            value = loss(model(batch[0]), batch[1])
+            with packprop.backpack(asked, memory=memory):
+                value.backward()
+        return live.peak
+
+    if not accumulated:
+        assert peak(plan) == pytest.approx(plan.peak, rel=0.05)
+        with pytest.warns(PackpropWarning, match="accumulated=True"):
+            assert peak(plan) > 1.2 * plan.peak
+        with pytest.raises(BudgetTooSmall):
+            peak(plan.peak)
+    else:
+        peak("1GiB")
+        assert peak(plan) == pytest.approx(plan.peak, rel=0.05)
+        assert peak(plan.peak) <= 1.01 * plan.peak
 
 
 def test_a_model_without_data() -> None:
@@ -665,6 +726,7 @@ def test_options_of_an_extension_have_plans_of_their_own(monkeypatch: Any) -> No
     monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
     model, batch = network(), data(8)
     for approximation in ("mixed", "expand", "mixed", "expand"):
+        model.zero_grad()
         step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")
     assert len(made) == 2
 

@@ -336,7 +336,8 @@ def compute(
         progress: Show a progress bar on standard error.
         device: Where batches are moved to; by default where the model's parameters are.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
-            parameters, activations of a batch and results. Planned by the first batch.
+            parameters, activations of a batch and results. Planned by the first batch, and again by each that
+            is larger than those before.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or no data.
@@ -374,14 +375,15 @@ def compute(
     state = _State(chosen)
     kept = [module for module in model.modules() if is_extended(module)]
     borrowed = [module for module in model.modules() if not is_extended(module)]
-    bites = bites_over_data(model, loss, batches.first(), chosen, memory, where)
+    bites = _BitesBySize(lambda batch: bites_over_data(model, loss, batch, chosen, memory, where))
+    bites.of(batches.first())  # a budget that nothing fits is refused before any work
     extend(model)
     try:
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained():
             for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                _add_batch(state, model, loss, batch, where, names, bites)
+                _add_batch(state, model, loss, batch, where, names, bites.of(batch))
     finally:
         for module in borrowed:
             restore(module)
@@ -389,6 +391,27 @@ def compute(
             if not is_extended(module):
                 extend(module)
     return state.result()
+
+
+class _BitesBySize:
+    """Bites for batches of different sizes: those of one batch are good for all that are no larger."""
+
+    def __init__(self, plan: Callable[[tuple[Any, Any]], Bites]) -> None:
+        self._plan = plan
+        self._planned: list[tuple[list[tuple[int, ...]], Bites]] = []
+
+    def of(self, batch: tuple[Any, Any]) -> Bites:
+        """Planned only where no batch before was as large in every axis of every tensor."""
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        for known, bites in reversed(self._planned):
+            if [*map(len, known)] == [*map(len, shapes)] and all(
+                size <= most
+                for shape, largest in zip(shapes, known, strict=True)
+                for size, most in zip(shape, largest, strict=True)
+            ):
+                return bites
+        self._planned.append((shapes, self._plan(batch)))
+        return self._planned[-1][1]
 
 
 def _add_batch(

@@ -692,6 +692,28 @@ def test_a_whole_data_set_inside_a_budget() -> None:
         )
 
 
+def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
+    """And one that is no larger is not: the last is mostly smaller."""
+    model, loss = nn.Sequential(nn.Linear(6, 200), nn.Sigmoid(), nn.Linear(200, 4)), nn.CrossEntropyLoss()
+    inputs, targets = torch.randn(300, 6), torch.randint(4, (300,))
+    batches = [(inputs[start:stop], targets[start:stop]) for start, stop in ((0, 3), (3, 290), (290, 300))]
+    asked = extensions.DiagGGNExact()
+    free = packprop.plan(model, loss, batches[1], [asked], gradients=False)
+    budget = free.peak // 2
+    planned: list[Any] = []
+    planning = packprop.dataset.bites_over_data
+    monkeypatch.setattr(packprop.dataset, "bites_over_data", lambda *a: planned.append(a) or planning(*a))
+    live = LiveBytes()
+    live.own([*model.parameters(), inputs, targets], "there before")
+    with live:
+        found = packprop.compute(model, loss, batches, [asked], progress=False, memory=budget)
+    assert live.peak <= 1.02 * budget
+    assert len(planned) == 2
+    expected = packprop.compute(model, loss, (inputs, targets), [asked], progress=False)
+    for name, value in expected[asked].items():
+        torch.testing.assert_close(found[asked][name], value)
+
+
 @pytest.mark.parametrize(
     ("text", "count"), [("600MiB", 600 * MIB), ("1.5 GB", 1_500_000_000), (7, 7), ("x", None), (True, None)]
 )

@@ -549,6 +549,7 @@ class _DryRun:
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             self._counted.phase = "activations"
             value = self._forward(step)
+            self._warn_of_unknown()
             forward = self._part()
             self._counted.phase = "temporary"
             graph = walk([value], [None], None)
@@ -616,6 +617,19 @@ class _DryRun:
                 f"it cannot be run without data: {type(error).__name__}: {said}",
                 "plan a part of it that does not decide on data, or leave the budget out",
             ) from error
+
+    def _warn_of_unknown(self) -> None:
+        """Say where PyTorch does not know the size of what is kept: the LSTMs of oneDNN, without data."""
+        if self._device.type == "cpu" and any(
+            detail.startswith("mkldnn_rnn_layer ") for _, detail in self._counted.labels.values()
+        ):
+            warnings.warn(
+                "An LSTM keeps a workspace for its backward pass whose size is not known without data: "
+                "the peak will be higher than planned, mostly by some 16 times its outputs. Leave that "
+                "much, or plan and run without it: with torch.backends.mkldnn.flags(enabled=False).",
+                PackpropWarning,
+                stacklevel=2,
+            )
 
     def _part(self) -> _Peak:
         """The end of a part of the step, and the beginning of the next."""

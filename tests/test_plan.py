@@ -100,6 +100,32 @@ def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -
     assert peak == pytest.approx(plan.peak if given == "plan" else memory, rel=0.05)
 
 
+class LastState(nn.Module):
+    """An LSTM, and a layer on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cells(x)[0][:, -1])
+        return out
+
+
+def test_a_workspace_of_unknown_size_is_warned_of() -> None:
+    """oneDNN's is empty without data; without oneDNN there is none."""
+    model, loss, asked = LastState(), nn.CrossEntropyLoss(), extensions.BatchGrad()
+    batch = torch.randn(8, 10, 16), torch.randint(6, (8,))
+    if torch.backends.mkldnn.is_available():
+        with pytest.warns(PackpropWarning, match="keeps a workspace"):
+            packprop.plan(model, loss, batch, [asked])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackpropWarning)
+        with torch.backends.mkldnn.flags(enabled=False):
+            plan = packprop.plan(model, loss, batch, [asked])
+            assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
+
+
 # Where the plan of some kilobytes is known to be off, and by what part.
 SHORT = {
     "nll-map": 0.25,  # torch takes another kernel for tensors without data

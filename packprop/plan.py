@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 
+from packprop.algorithms import CHOICES, forced
 from packprop.bites import Bites, default_bites
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph import Found, Graph, walk
 from packprop.memory import LiveBytes, Spec, byte_count, byte_text, keep_freed_pages, pretending, storage_key
 from packprop.observe import Observation
 from packprop.samples import check_graph, same_verdicts
-from packprop.structures import Diagonal, Outer, Product, Structure
+from packprop.structures import Outer, Quadratic
 from packprop.tape import extend, record
 from packprop.types import Extension, map_kind, map_tensors, tensors_in
 
@@ -369,7 +370,8 @@ def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> B
     """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
     kept = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), _options(extension)) for extension in extensions)
-    key = (graph.signature, _leaves(graph), asked, budget, _gradients_are_there(graph))
+    by_name = tuple(map(forced, CHOICES))
+    key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph))
     if key not in kept:
         kept[key] = plan_again(graph, extensions, budget).bites
     return kept[key]
@@ -679,7 +681,7 @@ class _DryRun:
         graph: Graph,
         leaf: Tensor,
         uses: Sequence[Found],
-        structure: Structure | Product | Diagonal,
+        structure: Quadratic,
         samples: int,
     ) -> None:
         name = graph.name(leaf)
@@ -697,17 +699,17 @@ class _DryRun:
             )
 
 
-def _formed(structure: Structure | Product | Diagonal) -> bool:
+def _formed(structure: Quadratic) -> bool:
     """Whether gradients of single samples were formed, of a bite or one after the other."""
     return getattr(structure, "formed", True) or _in_turn(structure)
 
 
-def _in_turn(structure: Structure | Product | Diagonal) -> bool:
+def _in_turn(structure: Quadratic) -> bool:
     """Whether gradients of single samples were there one at a time."""
     return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
 
 
-def _algorithm(structure: Structure | Product | Diagonal) -> str:
+def _algorithm(structure: Quadratic) -> str:
     if not _formed(structure):
         return "signals and inputs alone"
     if _in_turn(structure):

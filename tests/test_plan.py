@@ -530,7 +530,7 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
 
 
-def test_a_budget_is_planned_anew_in_another_precision_and_not_for_other_samples(monkeypatch: Any) -> None:
+def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(monkeypatch: Any) -> None:
     made: list[int | None] = []
     planning = sys.modules["packprop.plan"]
     again = planning.plan_again  # type: ignore[attr-defined]
@@ -543,6 +543,10 @@ def test_a_budget_is_planned_anew_in_another_precision_and_not_for_other_samples
     model.zero_grad()
     step(model.double(), (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
     assert len(made) == 2
+    model.zero_grad()
+    with packprop.algorithms(products="batched"):
+        step(model, (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

@@ -273,7 +273,7 @@ class _Attach:
         """
         found: dict[tuple[Extension, int], Tensor] = {}
         for extension in extensions:
-            grows = any(row.over_v.grows or row.over_n.grows for row in extension.rows)
+            grows = not all(row.sums for row in extension.rows)
             for leaf in self._graph.leaves():
                 holder = [vars(leaf).pop(extension.savefield, None)]
                 if spare and grows and _can_be_written_over(holder):

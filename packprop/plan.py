@@ -17,7 +17,7 @@ import functools
 import io
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -182,7 +182,7 @@ class Plan:
                 "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
             )
 
-        if not self.accumulated and _gradients_are_there(graph):
+        if not self.accumulated and _gradients_are_there(graph.leaves()):
             warnings.warn(
                 "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
                 "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
@@ -297,7 +297,7 @@ def bites_over_data(
     if budget is None:
         keep_freed_pages()
         return default_bites(torch.device(device))
-    there = any(parameter.grad is not None for parameter in model.parameters())
+    there = _gradients_are_there(model.parameters())
     one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
     if one.peak + one.results <= budget:
         return one.bites
@@ -346,7 +346,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
     left = None if budget is None else max(1, budget - between)
-    there = _gradients_are_there(graph)
+    there = _gradients_are_there(graph.leaves())
     where = graph.leaves()[0].device
     chosen = _choose(model, step, tuple(extensions), left, where, True, accumulated=there)
     if not between:
@@ -371,7 +371,7 @@ def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> B
     kept = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), _options(extension)) for extension in extensions)
     by_name = tuple(map(forced, CHOICES))
-    key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph))
+    key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph.leaves()))
     if key not in kept:
         kept[key] = plan_again(graph, extensions, budget).bites
     return kept[key]
@@ -736,9 +736,9 @@ def _options(extension: Extension) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _gradients_are_there(graph: Graph) -> bool:
+def _gradients_are_there(leaves: Iterable[Tensor]) -> bool:
     """Whether a pass adds to gradients of an earlier one."""
-    return any(leaf.grad is not None for leaf in graph.leaves())
+    return any(leaf.grad is not None for leaf in leaves)
 
 
 def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:

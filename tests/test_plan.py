@@ -530,11 +530,22 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
 
 
-def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(monkeypatch: Any) -> None:
-    made: list[int | None] = []
-    planning = sys.modules["packprop.plan"]
-    again = planning.plan_again  # type: ignore[attr-defined]
-    monkeypatch.setattr(planning, "plan_again", lambda *args: made.append(args[2]) or again(*args))
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[packprop.Plan]:
+    """Plans that are made for budgets given as numbers."""
+    plans: list[packprop.Plan] = []
+
+    def counted(*arguments: Any) -> packprop.Plan:
+        plans.append(plan_again(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
+    return plans
+
+
+def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
+    made: list[packprop.Plan],
+) -> None:
     model, (inputs, targets) = network(), data()
     for chosen in ([0, 3], [5, 1], [7, 2]):  # another choice in each step, as in stochastic estimates
         model.zero_grad()
@@ -766,16 +777,8 @@ def test_bytes_are_written_to_three_digits() -> None:
     assert [byte_text(n) for n in (5, 2048, 3 * MIB // 2)] == ["5 B", "2 KiB", "1.5 MiB"]
 
 
-def test_options_of_an_extension_have_plans_of_their_own(monkeypatch: Any) -> None:
+def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Plan]) -> None:
     """And the same options share one."""
-    made: list[Any] = []
-    planning = sys.modules["packprop.plan"].plan_again
-
-    def counted(*arguments: Any) -> Any:
-        made.append(planning(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
     model, batch = network(), data(8)
     for approximation in ("mixed", "expand", "mixed", "expand"):
         model.zero_grad()

@@ -24,9 +24,9 @@ from benchmarks.measure import MIB, take_turns
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import Plan, extensions
-from packprop.algorithms import CHOICES
-from packprop.bites import Bites, default_bites
-from packprop.memory import keep_freed_pages
+from packprop.algebra.algorithms import CHOICES
+from packprop.engine.chunks import Bites, default_bites
+from packprop.memory.bytes import keep_freed_pages
 
 ASKED = (
     extensions.BatchGrad,

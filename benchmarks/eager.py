@@ -40,7 +40,7 @@ from benchmarks.measure import (
 )
 from benchmarks.run import environment
 from packprop import eager_backward
-from packprop.memory import LiveBytes
+from packprop.memory.live import LiveBytes
 
 Step = Callable[[], Tensor]
 Evaluate = Callable[..., Tensor]

@@ -25,8 +25,9 @@ from benchmarks.measure import MIB
 from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import BadInput, extensions
-from packprop.memory import LiveBytes, byte_text
-from packprop.plan import BudgetTooSmall
+from packprop.memory.bytes import byte_text
+from packprop.memory.live import LiveBytes
+from packprop.memory.plan import BudgetTooSmall
 
 ASKED = (
     extensions.BatchGrad,

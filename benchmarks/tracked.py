@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packprop.types import tensors_in
+from packprop.tensors.nesting import tensors_in
 
 
 def size_of(results: Any) -> int:

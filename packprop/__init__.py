@@ -4,18 +4,27 @@ Seeds are swept back to signals; a use says how a parameter meets a signal; stat
 an extension says how numbers merge; the plan says how big the bites are.
 """
 
-from packprop import extensions, kronecker, operators, products
-from packprop.algorithms import algorithms
+from packprop import extensions
+from packprop.algebra import kronecker
+from packprop.algebra.algorithms import algorithms
 from packprop.context import backpack
-from packprop.coverage import Coverage, coverage
-from packprop.dataset import Result, compute
+from packprop.curvature import operators, products
+from packprop.dataset.compute import compute
+from packprop.dataset.result import Result
 from packprop.eager import eager_backward
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.losses import register_loss
-from packprop.plan import Plan, plan
-from packprop.profile import Profile, profile
-from packprop.tape import disable, extend, record, restore
-from packprop.uses import register_use
+from packprop.functions.losses.description import register_loss
+from packprop.functions.registry import register_use
+from packprop.memory.plan import Plan
+from packprop.memory.planning import plan
+from packprop.recording.switch import disable, extend, record, restore
+from packprop.reports.coverage import coverage
+from packprop.reports.coverage_values import Coverage
+from packprop.reports.profile.result import Profile
+from packprop.reports.profile.run import profile
+
+# The older library's tutorials import from `custom_module`, `core` and `utils`: these paths stand apart.
+__path__.append(f"{__path__[0]}/compat/paths")
 
 __all__ = [
     "BadInput",

@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.bites import Bites, default_bites
+from packprop.engine.backward_pass import Observation
+from packprop.engine.chunks import Bites, default_bites
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph import Graph, require_differentiable, walk
-from packprop.memory import is_dry, is_sole, keep_freed_pages
-from packprop.observe import Observation
-from packprop.plan import Plan, bites_again, budget_of
-from packprop.samples import check_graph
-from packprop.tape import drop_stale_recording
-from packprop.types import Extension, map_tensors
+from packprop.graph.completeness import require_differentiable
+from packprop.graph.graph import Graph
+from packprop.graph.samples import check_graph
+from packprop.graph.walk import walk
+from packprop.memory.bytes import keep_freed_pages
+from packprop.memory.plan import Plan
+from packprop.memory.planning import bites_again
+from packprop.memory.search import budget_of
+from packprop.recording.switch import drop_stale_recording
+from packprop.tensors.dry import is_dry
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.state import is_sole
+from packprop.types import Extension
 
 Hook = Callable[[nn.Module], Any]
 

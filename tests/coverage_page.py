@@ -22,11 +22,15 @@ import pytest
 import torch
 
 from packprop import PackpropError, extensions
-from packprop.graph import Found, Graph, Site, walk
-from packprop.losses import LOSSES
-from packprop.nodes import is_wrong_in_second_order, nodes_above
+from packprop.functions.entry import name_of
+from packprop.functions.losses.description import LOSSES
+from packprop.functions.nodes import is_wrong_in_second_order
+from packprop.functions.registry import RULES
+from packprop.graph.graph import Found, Graph
+from packprop.graph.search import nodes_above
+from packprop.graph.site import Site
+from packprop.graph.walk import walk
 from packprop.types import Extension
-from packprop.uses import RULES, name_of
 from tests.cases import BY_NAME, CASES, Case
 from tests.oracle import Problem
 from tests.running import backward, forward

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop import extensions, kronecker
+from packprop import extensions
+from packprop.algebra import kronecker
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, Case
 from tests.oracle import Oracle, Problem

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import packprop
 from benchmarks.tracked import size_of
-from packprop import bites, extensions
-from packprop.memory import LiveBytes
+from packprop import extensions
+from packprop.engine import chunks
+from packprop.memory.live import LiveBytes
 from tests.oracle import Oracle, Problem
 from tests.running import ROWS, Row, as_tensors, assert_all_near, generator
 
@@ -90,8 +91,8 @@ def test_outputs_in_chunks() -> None:
     with packprop.backpack(extensions.DiagGGNExact()):
         packprop.extend(nn.MSELoss())(model(x), x.flatten(1)).backward()
     assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "one pass")
-    for chunks in (1, 4, 16, 64):
-        assert_all_near(in_chunks(auto_encoder(), chunks), expected, f"{chunks} chunks")
+    for count in (1, 4, 16, 64):
+        assert_all_near(in_chunks(auto_encoder(), count), expected, f"{count} chunks")
 
 
 def test_fewer_parameters() -> None:
@@ -129,7 +130,7 @@ LARGE = [row for row in ROWS if row.attribute in ("grad_batch", "diag_ggn_mc_bat
 @pytest.mark.parametrize("row", LARGE, ids=lambda row: row.name)
 def test_an_extension_hook_that_frees_lowers_the_peak(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of size N times the parameters are there one layer at a time."""
-    monkeypatch.setattr(bites, "SCRATCH", 2**18)
+    monkeypatch.setattr(chunks, "SCRATCH", 2**18)
     sums: dict[nn.Module, list[Tensor]] = {}
 
     def reduce(module: nn.Module) -> None:
@@ -149,14 +150,14 @@ def test_an_extension_hook_that_frees_lowers_the_peak(row: Row, monkeypatch: pyt
 
 @pytest.mark.parametrize("row", LARGE, ids=lambda row: row.name)
 def test_fewer_parameters_lower_the_peak(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bites, "SCRATCH", 2**18)
+    monkeypatch.setattr(chunks, "SCRATCH", 2**18)
     peaks = [measured(row, frozen=frozen) for frozen in (0, 4, 7)]
     for (larger, of_larger), (smaller, of_smaller) in pairwise(peaks):
         assert larger - smaller > 0.9 * (of_larger - of_smaller) > 0
 
 
 def test_fewer_samples_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bites, "SCRATCH", 2**18)
+    monkeypatch.setattr(chunks, "SCRATCH", 2**18)
 
     def peak(kept: list[int] | None) -> int:
         model = packprop.extend(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))

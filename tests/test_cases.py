@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import packprop
-import packprop.bites
-import packprop.kernels
-import packprop.observe
-import packprop.statistics
+from packprop.algebra import kernels, one_by_one
+from packprop.engine import backward_pass
+from packprop.engine.chunks import Bites
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.running import (
@@ -83,11 +82,11 @@ def test_single_precision(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Gradients summed from per-sample ones, and products one at a time, however small they are."""
-    monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
-    monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
-    monkeypatch.setattr(packprop.kernels, "WORTH_BLOCKS", 0)
-    monkeypatch.setattr(packprop.kernels, "LONG", 0)
-    monkeypatch.setattr(packprop.kernels, "SHORT", 0)
+    monkeypatch.setattr(backward_pass, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(kernels, "WORTH_BLOCKS", 0)
+    monkeypatch.setattr(kernels, "LONG", 0)
+    monkeypatch.setattr(kernels, "SHORT", 0)
     check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 
 
@@ -98,17 +97,17 @@ STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
     """Each is formed once and given to all that was asked for, in bites of two samples."""
-    monkeypatch.setattr(packprop.observe, "WORTH_SUMMING", 0)
-    monkeypatch.setattr(packprop.kernels, "WORTH_A_CALL", 0)
-    monkeypatch.setattr(packprop.kernels, "SHORT", 0)
-    monkeypatch.setattr(packprop.bites.Bites, "samples_at_once", lambda *_: 2)
+    monkeypatch.setattr(backward_pass, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    monkeypatch.setattr(Bites, "samples_at_once", lambda *_: 2)
     taken = []
 
     def noted(left: torch.Tensor, right: torch.Tensor) -> Any:
         taken.append(len(left))
-        return packprop.kernels.products_in_turn(left, right)
+        return kernels.products_in_turn(left, right)
 
-    monkeypatch.setattr(packprop.statistics, "products_in_turn", noted)
+    monkeypatch.setattr(one_by_one, "products_in_turn", noted)
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)
     if case.name == "linear-3d" and names != ("batch_l2",):  # norms are those of few positions
         assert taken[:2] == [2, 1]

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import packprop
-from packprop import Profile, cli, examples
+from packprop import Profile, examples
 from packprop.examples import digits, load_digits
+from packprop.reports import cli
 
 FACTORIES = """
 import warnings
@@ -403,7 +404,7 @@ def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:
 def test_as_a_command(tmp_path: Path) -> None:
     """In a process of its own: streams, status, the current folder, width of a pipe."""
     (tmp_path / "mine.py").write_text(FACTORIES)
-    command = [sys.executable, "-m", "packprop.cli", "profile", "--threads", "1"]
+    command = [sys.executable, "-m", "packprop.reports.cli", "profile", "--threads", "1"]
     root = str(Path(packprop.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "COLUMNS": "60"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}

@@ -24,6 +24,12 @@ from torch import Tensor, nn
 import packprop
 from packprop import compat
 from packprop.compat import calls, catalogue
+from packprop.compat.custom_module.branching import Branch, Parallel, SumModule
+from packprop.compat.custom_module.pad import Pad
+from packprop.compat.custom_module.permute import Permute
+from packprop.compat.custom_module.reduce_tuple import ReduceTuple
+from packprop.compat.custom_module.scale_module import ScaleModule
+from packprop.compat.custom_module.slicing import Slicing
 from packprop.compat.names import TABLE, Catalogue
 from packprop.compat.own import (
     BackpropExtension,
@@ -31,13 +37,8 @@ from packprop.compat.own import (
     ModuleExtension,
     SecondOrderBackpropExtension,
 )
-from packprop.custom_module.branching import Branch, Parallel, SumModule
-from packprop.custom_module.pad import Pad
-from packprop.custom_module.permute import Permute
-from packprop.custom_module.reduce_tuple import ReduceTuple
-from packprop.custom_module.scale_module import ScaleModule
-from packprop.custom_module.slicing import Slicing
 from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.recording.switch import is_extended
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "compat.md").read_text(encoding="utf-8")
 
@@ -181,7 +182,7 @@ def test_attributes_lead_to_modules() -> None:
     import backpack
 
     assert backpack.extensions.BatchGrad is backpack.extensions.firstorder.batch_grad.BatchGrad
-    assert backpack.hessianfree.hvp.hessian_vector_product is packprop.hessianfree.hessian_vector_product
+    assert backpack.hessianfree.hvp.hessian_vector_product is packprop.compat.hessianfree.hessian_vector_product
     assert not hasattr(backpack, "__version__")
     namespace: dict[str, Any] = {}
     exec("from backpack.extensions.firstorder import *", namespace)
@@ -473,7 +474,7 @@ def test_jacobians_as_a_backend() -> None:
         CTX.remove_hooks()
         for child in model.modules():
             memory_cleanup(child)
-        assert not packprop.tape.is_extended(model)
+        assert not is_extended(model)
 
 
 # Extensions for single modules
@@ -1093,7 +1094,7 @@ def test_what_is_in_force() -> None:
         loss.backward()
     assert not CTX.get_debug()
     CTX.remove_hooks()
-    assert not packprop.tape.is_extended(model)
+    assert not is_extended(model)
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
 
 

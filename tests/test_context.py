@@ -21,6 +21,8 @@ from torch.autograd.gradcheck import GradcheckError
 
 import packprop
 from packprop import extensions
+from packprop.algebra.partial import Partial
+from packprop.engine.chunks import Bites
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME
 from tests.models import Attention, LanguageModel, ResNet, VisionTransformer
@@ -880,8 +882,8 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
     import threading
 
-    from packprop.algorithms import forced
-    from packprop.sweep import Watch
+    from packprop.algebra.algorithms import forced
+    from packprop.graph.sweep import Watch
 
     found = []
     with packprop.algorithms(norms="products"):
@@ -913,7 +915,7 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
 @pytest.fixture
 def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that one bite brings whole are the bite's own."""
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: packprop.bites.Bites(2**12, 2**12))
+    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(2**12, 2**12))
 
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
@@ -933,7 +935,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.usefixtures("small_bites")
 def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken = wide(), []
-    allocated = packprop.monoid.Partial._allocated
+    allocated = Partial._allocated
 
     def noted(self: Any, like: Tensor, shape: Any) -> Tensor:
         there = None if self._spare is None else self._spare.data_ptr()
@@ -941,7 +943,7 @@ def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPa
         taken.append(made.data_ptr() == there)
         return made
 
-    monkeypatch.setattr(packprop.monoid.Partial, "_allocated", noted)
+    monkeypatch.setattr(Partial, "_allocated", noted)
     x, y = torch.randn(8, 30), torch.randint(3, (8,))
     place = one_step(model, x, y).data_ptr()
     assert not any(taken)

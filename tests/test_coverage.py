@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import packprop
-from packprop.coverage import Consumption, Coverage, coverage
-from packprop.tape import EXTENDED, HANDLES
+from packprop.recording.marks import EXTENDED, HANDLES
+from packprop.reports.coverage import coverage
+from packprop.reports.coverage_values import Consumption, Coverage
 from tests.cases import BY_NAME, CASES, Case, call
 from tests.models import Apply, Raw
 from tests.running import backward

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import packprop
 from packprop import BadInput, PackpropError, extensions
-from packprop.dataset import Batches, Result
-from packprop.tape import is_extended
+from packprop.dataset.batches import Batches
+from packprop.dataset.result import Result
+from packprop.recording.switch import is_extended
 from tests.cases import CASES, Case, map_tensors
 from tests.oracle import Oracle
 from tests.running import assert_all_near, assert_near

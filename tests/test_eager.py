@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from packprop import regions
 from packprop.eager import eager_backward, pieces, reach
 from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.recording import saved_hooks
 
 WEIGHT = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3))
 N, D = 6, 3
@@ -1337,9 +1337,9 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     assert pieces.put_together(*map(list, pieces_of({"a": (leaf, 1)})))[0] == {"a": (leaf, 1)}
     if needs_question.args[0]:
         return
-    assert regions.hooks_in_force() is None  # _top_saved_tensors_default_hooks
+    assert saved_hooks.hooks_in_force() is None  # _top_saved_tensors_default_hooks
     with torch.autograd.graph.save_on_cpu():
-        assert regions.hooks_in_force() is not None
+        assert saved_hooks.hooks_in_force() is not None
 
 
 def pieces_of(argument: Any) -> tuple[list[Any], list[Any]]:
@@ -1348,7 +1348,7 @@ def pieces_of(argument: Any) -> tuple[list[Any], list[Any]]:
 
 
 def test_the_last_backward_pass_is_known_to_be_the_last() -> None:
-    from packprop.tape import graph_is_kept
+    from packprop.recording.marks import graph_is_kept
 
     seen: list[bool] = []
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-import packprop.bites
-import packprop.observe
-from packprop import extensions, kronecker
+from packprop import extensions
+from packprop.algebra import kronecker
+from packprop.algebra.factors import rotated_sum_sq
+from packprop.engine import backward_pass, chunks
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import LiveBytes
-from packprop.statistics import rotated_sum_sq
+from packprop.memory.live import LiveBytes
 from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME
 from tests.oracle import Oracle
@@ -107,21 +107,21 @@ def drawn(samples: int, **options: Any) -> extensions.EKFAC:
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
     counted = []
-    run = packprop.observe.sweep
+    run = backward_pass.sweep
     with monkeypatch.context() as patched:
-        patched.setattr(packprop.observe, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
+        patched.setattr(backward_pass, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
         step(*asked)
     return len(counted)
 
 
 def test_columns_are_swept_twice_only_where_they_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packprop.bites, "SIGNALS", 0)
+    monkeypatch.setattr(chunks, "SIGNALS", 0)
     assert sweeps(monkeypatch, extensions.KFAC(), drawn(1)) == 2  # two seeds
     assert sweeps(monkeypatch, drawn(1)) == 1
     assert sweeps(monkeypatch, drawn(3)) == 6
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="empirical")) == 1
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="exact")) == 2 * sweeps(monkeypatch, extensions.KFLR())
-    monkeypatch.setattr(packprop.bites, "SIGNALS", 64 * 2**20)
+    monkeypatch.setattr(chunks, "SIGNALS", 64 * 2**20)
     assert sweeps(monkeypatch, drawn(3)) == 1
 
 
@@ -130,8 +130,8 @@ def test_bites_change_no_number(monkeypatch: pytest.MonkeyPatch, options: Any) -
     expected = step(drawn(3, **options))
     for signals in (64 * 2**20, 0):
         for scratch in (8 * 2**20, 2000, 0):
-            monkeypatch.setattr(packprop.bites, "SIGNALS", signals)
-            monkeypatch.setattr(packprop.bites, "SCRATCH", scratch)
+            monkeypatch.setattr(chunks, "SIGNALS", signals)
+            monkeypatch.setattr(chunks, "SCRATCH", scratch)
             model = step(drawn(3, **options))
             for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                 assert_near(kronecker.dense(mine.ekfac), kronecker.dense(theirs.ekfac), f"{signals}, {scratch}")

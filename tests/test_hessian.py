@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
-from packprop import extensions, hessian, observe, ways
+from packprop import extensions
+from packprop.curvature import routes
+from packprop.curvature.output_diagonals import Curvatures
+from packprop.curvature.shared_rows import SharedRows
+from packprop.engine import backward_pass
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.oracle import Oracle
@@ -88,17 +92,17 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is taken for known, the way that needs to know nothing gives the same."""
     if way == "output":
-        monkeypatch.setattr(ways, "kind_of", lambda node, dependent: "nonlinear")
+        monkeypatch.setattr(routes, "kind_of", lambda node, dependent: "nonlinear")
     else:
-        monkeypatch.setattr(ways, "_is_affine", lambda *_: False)
-    went, choose = set(), ways.choose_ways
+        monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
+    went, choose = set(), routes.choose_ways
 
     def spy(graph: Any, *options: Any) -> Any:
         chosen = choose(graph, *options)
         went.update(chosen.way(leaf) for leaf in graph.leaves())
         return chosen
 
-    monkeypatch.setattr(observe, "choose_ways", spy)
+    monkeypatch.setattr(backward_pass, "choose_ways", spy)
     problem = case.problem(3, case.reductions[0])
     with sdpa_kernel(SDPBackend.MATH):
         backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
@@ -142,13 +146,13 @@ def piecewise() -> nn.Module:
 
 def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[int] = []
-    sweeping = observe.Observation._columns
+    sweeping = backward_pass.Observation._columns
 
     def count(self: Any, groups: Any, *options: Any) -> None:
         swept.append(sum(group.count for group in groups))
         sweeping(self, groups, *options)
 
-    monkeypatch.setattr(observe.Observation, "_columns", count)
+    monkeypatch.setattr(backward_pass.Observation, "_columns", count)
     torch.manual_seed(0)
     model, lossfunc = packprop.extend(piecewise()), packprop.extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.randn(4, 1, 12, 12)), torch.arange(4))
@@ -178,10 +182,10 @@ def test_columns_of_elementwise_functions_in_chunks(
     """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
     if at_once is not None:
         monkeypatch.setattr(
-            observe.Observation, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
+            backward_pass.Observation, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
         )
     taken: list[str] = []
-    for owner, name in ((hessian.SharedRows, "rows"), (hessian.Curvatures, "add_columns")):
+    for owner, name in ((SharedRows, "rows"), (Curvatures, "add_columns")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, f=function, n=name: (taken.append(n), f(*given))[1])
     model, x = deep(kind)

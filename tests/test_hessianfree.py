@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from packprop.errors import BadInput, PackpropError
-from packprop.hessianfree import (
+from packprop.compat.hessianfree import (
     L_op,
     R_op,
     ggn_vector_product,
@@ -21,6 +20,7 @@ from packprop.hessianfree import (
     jacobian_vector_product,
     transposed_jacobian_vector_product,
 )
+from packprop.errors import BadInput, PackpropError
 
 
 def near(found: Tensor, expected: Tensor) -> None:

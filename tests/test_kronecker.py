@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from packprop import extensions, kronecker
+from packprop import extensions
+from packprop.algebra import kronecker
 from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, ONE_OF_EACH, Case
 from tests.oracle import Oracle

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.types import tensors_in
+from packprop.tensors.nesting import tensors_in
 from tests.cases import BY_NAME, CASES, Case, map_tensors
 from tests.oracle import Problem
 from tests.running import (

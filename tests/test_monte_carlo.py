@@ -123,7 +123,7 @@ def enumerated_hessian(columns: Tensor, probabilities: Tensor) -> Tensor:
 @pytest.mark.parametrize("spread", [1.0, 20.0, 200.0])
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: int, spread: float) -> None:
-    from packprop.losses import softmax_root
+    from packprop.functions.losses.roots import softmax_root
 
     logits, scale = spread * torch.randn(50, 2, classes).double(), torch.rand(50, 2).double()
     p = logits.softmax(-1)
@@ -144,7 +144,7 @@ def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: i
 
 
 def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.losses import softmax_root
+    from packprop.functions.losses.roots import softmax_root
 
     logits, scale = torch.randn(2, 3, 4).double(), torch.rand(2, 3).double()
     p = logits.softmax(-1)
@@ -163,7 +163,7 @@ def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.losses import bernoulli_root
+    from packprop.functions.losses.roots import bernoulli_root
 
     logits, scale = torch.randn(2, 3, 1).double(), torch.rand(2, 3).double()
     q = logits.sigmoid()[..., 0]
@@ -175,7 +175,7 @@ def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packprop.losses import matrix_root
+    from packprop.functions.losses.roots import matrix_root
 
     factor = torch.randn(2, 3, 3).double()
     hessian = factor @ factor.mT
@@ -188,7 +188,7 @@ def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gaussian_draws_by_quadrature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes at plus and minus one integrate the square of a standard normal exactly."""
-    from packprop.losses import gaussian_root
+    from packprop.functions.losses.roots import gaussian_root
 
     scale = torch.rand(2, 3).double()
     nodes = torch.stack([torch.ones(2, 3, 1), -torch.ones(2, 3, 1)]).double()

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 import packprop
-from packprop import extensions, kronecker, operators
+from packprop import extensions
+from packprop.algebra import kronecker
+from packprop.curvature import operators
+from packprop.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError
-from packprop.operators import Operator
 from tests.models import two_modules_one_weight
 from tests.running import assert_near
 

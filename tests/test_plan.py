@@ -15,12 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import extensions
-from packprop.bites import Bites, default_bites
+from packprop.engine.backward_pass import Observation
+from packprop.engine.chunks import Bites, default_bites
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory import LiveBytes, byte_count, byte_text
-from packprop.observe import Observation
-from packprop.plan import HELD, BudgetTooSmall, choices, looser, plan_again
-from packprop.types import tensors_in
+from packprop.graph.samples import check_graph
+from packprop.graph.walk import walk
+from packprop.memory.bytes import byte_count, byte_text
+from packprop.memory.live import LiveBytes
+from packprop.memory.plan import BudgetTooSmall
+from packprop.memory.planning import plan_again
+from packprop.memory.search import HELD, choices, looser
+from packprop.tensors.nesting import tensors_in
 from tests.cases import CASES, Case
 from tests.models import Checkpointed
 from tests.oracle import Problem
@@ -162,8 +167,8 @@ def planned_and_measured(case: Case, rows: Sequence[Row]) -> tuple[int, packprop
         for extension in asked:
             vars(p).pop(extension.savefield, None)
     loss = forward(problem)
-    graph = packprop.graph.walk([loss], [None], None)
-    packprop.samples.check_graph(graph)
+    graph = walk([loss], [None], None)
+    check_graph(graph)
     try:
         plan = plan_again(graph, asked, None)
     except PackpropError as error:
@@ -300,7 +305,7 @@ def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: An
     model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
 
     def peak(bites: Bites, *asked: Any) -> int:
-        monkeypatch.setattr(sys.modules["packprop.plan"], "choices", lambda *_: [bites])
+        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_: [bites])
         return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, device=device).peak
 
     tried = choices(torch.device(device))
@@ -335,7 +340,7 @@ def test_an_accelerator_takes_larger_bites_but_a_share_of_what_is_free(monkeypat
 
 
 def test_what_is_free_is_what_the_device_says(monkeypatch: Any) -> None:
-    from packprop.memory import free_bytes
+    from packprop.tensors.device import free_bytes
 
     class Module:
         is_available = staticmethod(lambda: True)
@@ -539,7 +544,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[packprop.Plan]:
         plans.append(plan_again(*arguments))
         return plans[-1]
 
-    monkeypatch.setattr(sys.modules["packprop.plan"], "plan_again", counted)
+    monkeypatch.setattr(sys.modules["packprop.memory.planning"], "plan_again", counted)
     return plans
 
 
@@ -875,8 +880,9 @@ def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
 
 
 def test_the_older_switch_forces_convolutions_by_groups() -> None:
-    from packprop.algorithms import forced
     from packprop.core.derivatives.convnd import weight_jac_t_save_memory
+
+    from packprop.algebra.algorithms import forced
 
     with weight_jac_t_save_memory(save_memory=True):
         assert forced("convolutions") == "groups"

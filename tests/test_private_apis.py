@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
-from packprop import kernels
-from packprop.memory import is_sole, version
-from packprop.nodes import is_once_differentiable
-from packprop.tape import Use
+from packprop.algebra import kernels
+from packprop.functions.nodes import is_once_differentiable
+from packprop.recording.marks import Use
+from packprop.tensors.state import is_sole, version
 from tests.models import Cube
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
@@ -402,7 +402,7 @@ def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
 
 
 def test_hooks_in_force_are_known() -> None:
-    from packprop.regions import hooks_in_force
+    from packprop.recording.saved_hooks import hooks_in_force
 
     assert hooks_in_force() is None
     with torch.autograd.graph.save_on_cpu():
@@ -416,14 +416,14 @@ def test_hooks_in_force_are_known() -> None:
 def test_a_checkpoint_is_known_by_its_hooks_the_first_time_and_again() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from packprop import regions
+    from packprop.recording import saved_hooks
 
     seen: list[tuple[bool, Any, bool]] = []
 
     def function(x: Tensor) -> Tensor:
-        hooks = regions.hooks_in_force()
+        hooks = saved_hooks.hooks_in_force()
         assert hooks is not None
-        seen.append((regions.is_checkpoint(hooks), *regions.frame_of(hooks)))
+        seen.append((saved_hooks.is_checkpoint(hooks), *saved_hooks.frame_of(hooks)))
         return torch.sin(x).exp()
 
     y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
@@ -443,7 +443,7 @@ def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     """The engine calls ``apply`` of the node itself, which knows what it was made of."""
     from torch.utils.checkpoint import checkpoint
 
-    from packprop import reentrant
+    from packprop.recording import reentrant
 
     x = torch.full((2,), 0.5, requires_grad=True)
     y = checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)

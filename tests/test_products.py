@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
-from packprop import extensions, products
+from packprop import extensions
+from packprop.curvature import products
 from packprop.errors import BadInput, PackpropError
-from packprop.graph import walk
+from packprop.graph.walk import walk
 from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
 from tests.models import Cube
 from tests.oracle import Oracle, Problem

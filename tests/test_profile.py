@@ -16,8 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop import BadInput, PackpropError, PackpropWarning, Profile, profile
-from packprop.profile import TOTAL, Layer, Spectrum, _number, _spectrum, check_folder
+from packprop import BadInput, PackpropError, PackpropWarning, Profile
+from packprop.reports.profile import profile
+from packprop.reports.profile.assembly import TOTAL
+from packprop.reports.profile.files import check_folder
+from packprop.reports.profile.layers import Layer, Spectrum, _spectrum
+from packprop.reports.profile.table import _number
 
 SIZE = 12
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from packprop import Profile, cli, examples, extensions
+from packprop import Profile, examples, extensions
 from packprop.examples import load_digits
+from packprop.reports import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

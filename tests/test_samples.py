@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from packprop.types import layouts
+from packprop.tensors.layout import layouts
 from tests.mixing import MIXING
 from tests.models import Apply, Raw
 from tests.running import assert_near, right_or_refused

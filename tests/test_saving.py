@@ -18,9 +18,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import packprop
 from benchmarks.checkpointing import EXTENSIONS, Size, Step
-from packprop import bites, extensions, statistics
+from packprop import extensions
+from packprop.algebra import cells
+from packprop.engine import chunks
 from packprop.errors import PackpropError
-from packprop.tape import USE, Use, marks_of
+from packprop.recording import regions
+from packprop.recording.marks import USE, Use, marks_of
 from tests.running import ROWS, Row, as_tensors, generator
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
@@ -184,8 +187,8 @@ SMALL = Size(samples=256, width=128, blocks=6, layers=4)
 def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
     # bites as small beside this network as the default ones beside a large one
-    monkeypatch.setattr(bites, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
-    monkeypatch.setattr(statistics, "IN_CACHE", 2**12)
+    monkeypatch.setattr(chunks, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
+    monkeypatch.setattr(cells, "IN_CACHE", 2**12)
     base, mine = Step(way, None, SMALL).bytes(), Step(way, extension, SMALL).bytes()
     assert mine.peak < 1.1 * (base.peak + mine.results)
     assert mine.kept < 1.01 * base.kept
@@ -360,12 +363,12 @@ def test_a_function_that_does_not_do_the_same_again() -> None:
 @contextmanager
 def unlike() -> Iterator[None]:
     """A checkpoint of which the parts that are relied on cannot be found."""
-    before = packprop.regions.frame_of
-    packprop.regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]
+    before = regions.frame_of
+    regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        packprop.regions.frame_of = before  # type: ignore[attr-defined]
+        regions.frame_of = before  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_of_another_make_is_right_all_the_same() -> None:

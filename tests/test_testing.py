@@ -17,13 +17,18 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 import packprop
-from packprop import context, dataset, extensions, statistics
-from packprop.losses import LOSSES, Loss, Root, bernoulli_root
-from packprop.monoid import CAT
-from packprop.structures import Dense, Outer
+from packprop import context, extensions
+from packprop.algebra import cells
+from packprop.algebra.monoid import CAT
+from packprop.algebra.structures import Dense, Outer
+from packprop.dataset import state
+from packprop.functions.building import affine, choose, rowwise, scaled
+from packprop.functions.entry import Entry
+from packprop.functions.losses.description import LOSSES, Loss, Root
+from packprop.functions.losses.roots import bernoulli_root
+from packprop.functions.registry import RULES
 from packprop.testing import CheckFailed, Report, check_extension, check_model, check_use
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
-from packprop.uses import RULES, Entry, affine, choose, rowwise, scaled
 from tests.cases import BY_NAME
 from tests.running import generator
 
@@ -538,7 +543,7 @@ def test_values_that_accumulate_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_batches_that_are_merged_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of means in place of a mean."""
-    monkeypatch.setattr(dataset, "rescale", lambda value, factor, degree: value)
+    monkeypatch.setattr(state, "rescale", lambda value, factor, degree: value)
     with pytest.raises(CheckFailed, match="batches of a data set"):
         check_extension(made(absolute))
 
@@ -671,7 +676,7 @@ def test_a_wrong_rule_is_seen_in_a_model() -> None:
 
 
 def test_a_wrong_statistic_is_seen_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(statistics.FAST_CELLS["sum_sq"], Outer, wrong_cell)
+    monkeypatch.setitem(cells.FAST_CELLS["sum_sq"], Outer, wrong_cell)
     with pytest.raises(CheckFailed, match="SumGradSquared was compared"):
         check_model(*classifier())
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 from torch import Tensor, nn
 
 import packprop
 from packprop import backpack, extend, extensions
-from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 from packprop.examples import load_one_batch_mnist
-from packprop.memory import LiveBytes, byte_text
+from packprop.memory.bytes import byte_text
+from packprop.memory.live import LiveBytes
 
 plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)

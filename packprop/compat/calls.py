@@ -27,13 +27,14 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import loss
 
-from packprop.custom_module.branching import Branch, Parallel
-from packprop.custom_module.reduce_tuple import ReduceTuple
+from packprop.compat.custom_module.branching import Branch, Parallel
+from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.errors import PackpropError
-from packprop.graph import Found
-from packprop.tape import Forward, Use, is_recording_disabled, marks_of
-from packprop.types import tensors_in
-from packprop.uses import Saved
+from packprop.functions.building import Saved
+from packprop.graph.graph import Found
+from packprop.recording.marks import Forward, Use, marks_of
+from packprop.recording.switch import is_recording_disabled
+from packprop.tensors.nesting import tensors_in
 
 CALL = "packprop.call"
 KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"

@@ -9,11 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packprop import context, tape
+from packprop import context
 from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
-from packprop.compat.own import BackpropExtension, Overrides, run_on_modules
+from packprop.compat.dispatch import run_on_modules
+from packprop.compat.own import BackpropExtension, Overrides
 from packprop.context import Backpack, Hook
-from packprop.plan import Plan
+from packprop.memory.plan import Plan
+from packprop.recording import switch
+from packprop.recording.marks import EXTENDED
 from packprop.types import Extension
 
 
@@ -28,7 +31,7 @@ def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) 
     Raises:
         BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
     """
-    tape.extend(module)
+    switch.extend(module)
     watch_calls(module)
     return module
 
@@ -55,7 +58,7 @@ class disable:  # noqa: N801  # the older library's name
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(tape.disable())
+        self._stack.enter_context(switch.disable())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,7 +68,7 @@ class disable:  # noqa: N801  # the older library's name
     @staticmethod
     def should_store_io() -> bool:
         """Whether forward passes are recorded."""
-        return not tape.is_recording_disabled()
+        return not switch.is_recording_disabled()
 
 
 class backpack(Backpack):  # noqa: N801
@@ -176,9 +179,9 @@ class CTX:
     @staticmethod
     def remove_hooks() -> None:
         """Take back every ``extend``."""
-        for module in list(tape.EXTENDED):
+        for module in list(EXTENDED):
             unwatch_calls(module)
-            tape.restore(module)
+            switch.restore(module)
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:

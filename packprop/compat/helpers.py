@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from packprop.compat.hessianfree import ggn_vector_product
 from packprop.errors import BadInput
 from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
-from packprop.hessianfree import ggn_vector_product
 
 SMALLEST_EIGENVALUE = 1e-8
 """Inverses of eigenvalues are bounded by the inverse of this."""

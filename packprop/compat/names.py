@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from packprop import examples, hessianfree
-from packprop.compat import context, helpers, options, own
+from packprop import examples
+from packprop.compat import context, helpers, hessianfree, options, own
 from packprop.compat.calls import TRANSPARENT, is_loss_class
-from packprop.custom_module.branching import Branch, Parallel, SumModule
-from packprop.custom_module.pad import Pad
-from packprop.custom_module.permute import Permute
-from packprop.custom_module.reduce_tuple import ReduceTuple
-from packprop.custom_module.scale_module import ScaleModule
-from packprop.custom_module.slicing import Slicing
+from packprop.compat.custom_module.branching import Branch, Parallel, SumModule
+from packprop.compat.custom_module.pad import Pad
+from packprop.compat.custom_module.permute import Permute
+from packprop.compat.custom_module.reduce_tuple import ReduceTuple
+from packprop.compat.custom_module.scale_module import ScaleModule
+from packprop.compat.custom_module.slicing import Slicing
 
 
 class BackpackTracer(fx.Tracer):

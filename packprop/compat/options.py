@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from packprop.algorithms import algorithms
+from packprop.algebra.algorithms import algorithms
 from packprop.errors import BadInput
 
 

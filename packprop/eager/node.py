@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +13,15 @@ from packprop.eager.pieces import (
     ASKED,
     Hook,
     Job,
-    Keep,
     bad,
-    byte_count,
     freed,
     random_numbers,
     random_states,
-    surroundings,
-    wide,
 )
-from packprop.eager.reach import Key, clock, key_of, reached, tensors_of, undisturbed
-from packprop.errors import PackpropError, PackpropWarning
-from packprop.tape import graph_is_kept
+from packprop.eager.reach import key_of, undisturbed
+from packprop.eager.sweep import Sweep
+from packprop.errors import PackpropError
+from packprop.recording.marks import graph_is_kept
 
 
 def attach(job: Job, leaves: list[Any]) -> Tensor:
@@ -54,246 +50,6 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
     result: Tensor = Eager.apply(record, (value, saved), *sources)  # type: ignore[no-untyped-call]
     return result
-
-
-class Sweep:
-    """Evaluates a job piece by piece; takes each piece's gradient, then lets its graph go.
-
-    Args:
-        job: What to evaluate.
-        leaves: The tensors and constants of its arguments.
-        arriving: What the value's gradient is; None for ones, before the backward pass.
-        known: Tensors that the branch is known to take from the graph around it.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        leaves: list[Any],
-        arriving: Tensor | None = None,
-        known: Mapping[Key, Tensor] | None = None,
-    ) -> None:
-        self.job, self.leaves, self.arriving, self.known = job, leaves, arriving, known or {}
-        self.keep: Keep = "exact" if arriving is not None else job.choices["keep"]
-        self.budget = None if arriving is not None else job.choices["memory"]
-        self.inputs: dict[int, Tensor] = {}
-        self.shared: dict[Key, Tensor] = {}
-        self.outside: dict[Key, Tensor] = {}
-        self.values: list[Tensor] = []
-
-    def run(self) -> Tensor:
-        """Go through all pieces; return the value."""
-        detached = list(self.leaves)
-        for number in self._differentiable(self.leaves):
-            detached[number] = detached[number].detach()
-        check = self.job.choices["check"] and self.arriving is None
-        for number, (start, length, piece) in enumerate(self.job.split(detached)):
-            before = random_states(piece) if check else {}
-            self._piece(start, length, piece)
-            if check and number == 1:
-                self._compare(detached, before)
-        self.inputs = {n: self._settle(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
-        self.shared = {key: self._settle(g, self.outside[key]) for key, g in self.shared.items()}
-        return self.job.join(self.values)
-
-    def _settle(self, gradient: Tensor, like: Tensor) -> Tensor:
-        if self.keep == "recompute":
-            return gradient
-        # A sum over pieces was wider than what it is a sum of.
-        rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
-        return put_by(rounded, self.keep)
-
-    @staticmethod
-    def _differentiable(leaves: list[Any]) -> list[int]:
-        return [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def _piece(self, start: int, length: int, piece: list[Any]) -> None:
-        # What is local to this function must be gone before the next piece is evaluated.
-        job = self.job
-        numbers = self._differentiable(self.leaves)
-        since = clock()
-        for number in numbers:
-            piece[number].requires_grad_()
-        output = job.evaluate(piece, length)
-        self.values.append(output.detach().clone())
-        if not output.requires_grad:
-            if numbers:
-                why = "it returned a detached value, but there are inputs that require a gradient"
-                instead = "compute it without detach, .data and no_grad, or call fn by itself"
-                raise bad(job.where, why, instead)
-            return
-        found, doubt = reached(output, since, self.known, job.fn)
-        aliases = {key: n for n in numbers if (key := (id(piece[n]), 0)) in found}
-        outside = {key: tensor for key, tensor in found.items() if key not in aliases}
-        if self.arriving is None:
-            self._look_over(output, piece, aliases, outside)
-        self.outside |= outside
-        if self.keep == "recompute":
-            for number in aliases.values():
-                self.inputs.setdefault(number, self.leaves[number])
-            self.shared |= outside
-            return
-        targets = [found[key] for key in aliases] + list(outside.values())
-        with surroundings(job.autocast, backward=True), undisturbed(outside.values()):
-            seed = job.seed(output, self.arriving, start)
-            gradients = torch.autograd.grad(output, targets, seed, retain_graph=doubt, allow_unused=True)
-        for number, gradient in zip(aliases.values(), gradients, strict=False):
-            axis = job.axes[number]
-            where = None if axis is None else (axis, start, length)
-            self._add(self.inputs, number, gradient, self.leaves[number], where)
-        for key, gradient in zip(outside, gradients[len(aliases) :], strict=True):
-            self._add(self.shared, key, gradient, outside[key])
-
-    def _look_over(
-        self, output: Tensor, piece: list[Any], own: dict[Key, int], outside: dict[Key, Tensor]
-    ) -> None:
-        """Before a gradient is kept: can it be scaled, does it fit, are samples independent?"""
-        job = self.job
-        whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
-        shared = [*whole, *outside.values()] if job.rows else []
-        if self.budget is not None:
-            targets = [self.leaves[n] for n in own.values()] + list(outside.values())
-            self.keep = choose(byte_count(self.budget), self.leaves, targets, bool(shared))
-            self.budget = None
-        if shared and self.keep != "recompute":
-            names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
-            tensor = shared[0]
-            raise PackpropError(
-                ASKED,
-                f"{names.get(id(tensor)) or 'a tensor'} of shape {list(tensor.shape)}, which all "
-                f"samples share in {job.where}",
-                "with one value per sample, what arrives for each of them would have to scale "
-                "its own share of this tensor's gradient, and only the sum over samples is kept",
-                "give weights=, if they are known by now; or keep='recompute'; or return the sum",
-            )
-        if job.rows and job.choices["check"]:
-            probe(output, {n: piece[n] for n in own.values() if n in job.rows}, job.where)
-
-    def _add(
-        self,
-        store: dict[Any, Tensor],
-        key: Any,
-        gradient: Tensor | None,
-        like: Tensor,
-        where: tuple[int, int, int] | None = None,
-    ) -> None:
-        """Put a piece's gradient in its place (axis, start, length), or on top of the others."""
-        if gradient is None:
-            return
-        if len(self.job.spans) == 1:
-            store[key] = gradient
-        elif gradient.layout is not torch.strided:
-            store[key] = store[key] + gradient if key in store else gradient
-        elif where is None:
-            if key not in store:
-                store[key] = torch.zeros_like(like, dtype=wide(like.dtype))
-            store[key].add_(gradient)
-        else:
-            if key not in store:
-                store[key] = put_by(torch.zeros_like(like), self.keep)
-            store[key].narrow(*where).copy_(gradient, non_blocking=True)
-
-    def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
-        """Refuse a function whose first two pieces together give another value than apart."""
-        job = self.job
-        after = random_states(leaves)
-        if any(not torch.equal(state, after[device]) for device, state in before.items()):
-            text = f"check=True: {job.where} draws random numbers, so its pieces were not compared"
-            warnings.warn(text, PackpropWarning, stacklevel=6)
-            return
-        (_, first), (middle, second) = job.spans[:2]
-        both = [
-            leaf if axis is None else leaf.narrow(axis, 0, middle + second)
-            for leaf, axis in zip(leaves, job.axes, strict=True)
-        ]
-        with torch.no_grad():
-            together = job.evaluate(both, first + second)
-        apart = job.join(self.values[:2])
-        tolerance = torch.finfo(apart.dtype).eps ** 0.5
-        if apart.shape != together.shape or not torch.allclose(
-            apart, together, tolerance, tolerance, equal_nan=True
-        ):
-            raise bad(
-                f"chunks={job.choices['chunks']} with {job.where}",
-                f"its first two pieces give {apart.tolist()} apart, {together.tolist()} together",
-                "reduction='mean', if it averages; or let it sum, and divide the value; or chunks "
-                "along an axis whose entries do not meet",
-            )
-
-
-def probe(output: Tensor, rows: dict[int, Tensor], where: str) -> None:
-    """Refuse a function in which the value of a sample depends on another sample's input.
-
-    Two samples differ in some binary digit of their numbers: with the values whose digit is set
-    as the seed, and with the others, any dependence shows in a row that should have none.
-    """
-    index = torch.arange(len(output), device=output.device)
-    for digit in range((len(output) - 1).bit_length()):
-        ones = index >> digit & 1 == 1
-        for fed in (ones, ~ones):
-            gradients = torch.autograd.grad(
-                output, list(rows.values()), fed.to(output), retain_graph=True, allow_unused=True
-            )
-            for number, gradient in zip(rows, gradients, strict=True):
-                if gradient is None:
-                    continue
-                leak = gradient[~fed].nan_to_num(0).ne(0).reshape(len(gradient[~fed]), -1).any(1)
-                if leak.any():
-                    sample = index[~fed][leak][0].item()
-                    raise bad(
-                        where,
-                        f"values of other samples depend on sample {sample} of input {number}, "
-                        "so a factor per sample cannot scale its gradient",
-                        "return the sum over samples, or keep='recompute'",
-                    )
-
-
-def choose(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) -> Keep:
-    """What to keep within a budget: exact gradients first, rounded ones last.
-
-    Args:
-        budget: Bytes that may be kept on the devices of `targets`.
-        leaves: All inputs.
-        targets: Those inputs and outside tensors whose gradients would be kept.
-        shared: Whether values per sample meet a gradient that all samples share.
-    """
-
-    def size(tensors: list[Tensor], most: int = 16) -> int:
-        return sum(tensor.numel() * min(tensor.element_size(), most) for tensor in tensors)
-
-    offers: list[tuple[int, Keep]] = [(size(targets), "exact")]
-    if any(tensor.device.type != "cpu" for tensor in targets):
-        offers.append((size([tensor for tensor in targets if tensor.device.type == "cpu"]), "cpu"))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    again: tuple[int, Keep] = (size(inputs), "recompute")
-    offers = [again] if shared else [*offers, again, (size(targets, 2), torch.bfloat16)]
-    for need, keep in offers:
-        if need <= budget:
-            return keep
-    floor, keep = min(offers, key=lambda offer: offer[0])
-    raise PackpropError(
-        ASKED,
-        f"memory={budget} bytes",
-        f"the least that can be kept is {floor} bytes, with keep={keep!r}",
-        f"allow {floor} bytes; or let fn compute the penalty from a smaller tensor",
-    )
-
-
-def put_by(gradient: Tensor, keep: Keep) -> Tensor:
-    """A gradient as it waits for the backward pass; none that holds on to other memory."""
-    if gradient.layout is not torch.strided:
-        return gradient
-    if isinstance(keep, torch.dtype) and gradient.is_floating_point():
-        gradient = gradient.to(keep)
-    elif keep == "cpu" and gradient.device.type != "cpu":
-        host = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
-        return host.copy_(gradient, non_blocking=True)
-    if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
-        return gradient.clone()
-    return gradient
-
-
-# -------------------------------------------------------------------------------- the node
 
 
 @dataclass

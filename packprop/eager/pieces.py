@@ -14,9 +14,9 @@ from torch.autograd import graph
 from torch.utils import _pytree
 
 from packprop.errors import BadInput
-from packprop.memory import byte_count as memory_bytes
-from packprop.memory import version
-from packprop.regions import hooks_in_force
+from packprop.memory.bytes import byte_count as memory_bytes
+from packprop.recording.saved_hooks import hooks_in_force
+from packprop.tensors.state import version
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
 Hook = Callable[..., Tensor | Sequence[Tensor] | None]

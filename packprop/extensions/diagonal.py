@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from packprop.algebra.monoid import CAT
+from packprop.algebra.statistics import batch_sq, sum_sq
 from packprop.extensions.sampled import Sampled
-from packprop.monoid import CAT
-from packprop.statistics import batch_sq, sum_sq
 from packprop.types import EXACT, Extension, Row
 
 

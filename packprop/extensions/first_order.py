@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from packprop.monoid import CAT, MOMENTS, Moments
-from packprop.statistics import gram, moments, per_sample_grad, sq_norm, sum_sq
+from packprop.algebra.monoid import CAT, MOMENTS, Moments
+from packprop.algebra.statistics import gram, moments, per_sample_grad, sq_norm, sum_sq
 from packprop.types import GRADIENT, Extension, Row
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from packprop.algebra.monoid import CAT
+from packprop.algebra.statistics import batch_sq, sum_sq
 from packprop.extensions.sampled import require_draws
-from packprop.monoid import CAT
-from packprop.statistics import batch_sq, sum_sq
 from packprop.types import HESSIAN, Extension, Row, Seed
 
 

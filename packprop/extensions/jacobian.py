@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from packprop.algebra.monoid import CAT
+from packprop.algebra.statistics import per_sample_grad
 from packprop.errors import BadInput
-from packprop.monoid import CAT
-from packprop.statistics import per_sample_grad
 from packprop.types import Extension, Row, Seed
 
 

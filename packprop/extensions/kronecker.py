@@ -24,13 +24,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from packprop.algebra.factors import Approximation, input_gram, input_sum, rotated_sum_sq, signal_gram
+from packprop.algebra.kronecker import Eigen, eigenvectors
+from packprop.algebra.monoid import KEEP
+from packprop.algebra.structures import order_of
+from packprop.curvature.recursion import Curvature, averaged_factors
 from packprop.errors import BadInput
 from packprop.extensions.sampled import Sampled
-from packprop.kronecker import Eigen, eigenvectors
-from packprop.monoid import KEEP
-from packprop.recursion import Curvature, averaged_factors
-from packprop.statistics import Approximation, input_gram, input_sum, rotated_sum_sq, signal_gram
-from packprop.structures import order_of
 from packprop.types import EMPIRICAL, EXACT, GRAPH, INPUTS, Extension, Row, Seed
 
 Fisher = Literal["sampled", "empirical"]

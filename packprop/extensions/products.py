@@ -15,10 +15,10 @@ from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 
+from packprop.algebra.monoid import SINGLE
+from packprop.curvature.block_products import BlockProduct, Matrix, Modify, block_products
 from packprop.errors import BadInput
-from packprop.graph import Graph
-from packprop.monoid import SINGLE
-from packprop.products import BlockProduct, Matrix, Modify, block_products
+from packprop.graph.graph import Graph
 from packprop.types import GRAPH, Extension, Row
 
 

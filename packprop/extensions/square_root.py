@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from packprop.algebra.monoid import CAT
+from packprop.algebra.statistics import per_sample_grad
 from packprop.extensions.sampled import Sampled
-from packprop.monoid import CAT
-from packprop.statistics import per_sample_grad
 from packprop.types import ENTRYWISE, Extension, Row
 
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
-from packprop.tape import disable, extend, record
+from packprop.recording.switch import disable, extend, record
+from packprop.tensors.layout import Layout, layouts
+from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.testing.report import CheckFailed, Ledger
-from packprop.types import Layout, layouts, map_tensors, tensors_in
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
 """A model, a loss, inputs and targets."""

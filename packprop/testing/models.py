@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from packprop import extensions as catalogue
 from packprop.context import check_extensions
 from packprop.errors import PackpropError
-from packprop.testing.laws import check_laws, columns_at_outputs, graph_of, require_all, saved
+from packprop.testing.laws import check_laws, require_all
 from packprop.testing.loops import Loops, Problem, double_precision
+from packprop.testing.passes import columns_at_outputs, graph_of, saved
 from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
 from packprop.types import Extension, Seed
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.types import tensors_in
+from packprop.tensors.nesting import tensors_in
 
 TOLERANCE = 1e-10
 """Largest relative error that is let pass."""

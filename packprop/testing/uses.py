@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,27 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packprop import extensions as catalogue
-from packprop.errors import BadInput
-from packprop.graph import walk
-from packprop.statistics import batch_sq, gram, input_gram, sq_norm, sum_sq
-from packprop.structures import rows
-from packprop.tape import extend
+from packprop.algebra.factors import input_gram
+from packprop.algebra.statistics import batch_sq, gram, sq_norm, sum_sq
+from packprop.algebra.structures import rows
+from packprop.functions.entry import name_of
+from packprop.functions.fallback import fallback
+from packprop.functions.registry import RULES
+from packprop.graph.walk import walk
+from packprop.recording.switch import extend
+from packprop.tensors.layout import Layout
+from packprop.testing.example import Make, _Example, _example
 from packprop.testing.laws import check_reference
 from packprop.testing.loops import (
     Problem,
-    differentiable,
     double_precision,
-    fixed_random_state,
-    places,
     strided,
 )
 from packprop.testing.models import compare
 from packprop.testing.report import TOLERANCE, CheckFailed, Comparison, Ledger, Report
-from packprop.types import Layout, map_tensors, tensors_in
-from packprop.uses import RULES, Call, Entry, fallback, name_of
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Make = Callable[[int], Any]
 
 
 def check_use(
@@ -77,147 +71,6 @@ def check_use(
             examples = [first, _example(ledger, function, make, samples, like=first)]
             _check_in_a_model(ledger, examples[:calls])
     return ledger.report()
-
-
-@dataclass
-class _Example:
-    """Arguments of a function for some samples.
-
-    Args:
-        function: The function.
-        tensors: All tensors among the arguments, parameters included, in order.
-        names: What each of them is called.
-        axes: Where each of them holds the samples; ``None`` if it does not.
-        build: Positional and keyword arguments with other tensors in these places.
-        samples: How many samples there are.
-        places: Where the outputs hold the samples.
-    """
-
-    function: Callable[..., Any]
-    tensors: list[Tensor]
-    names: list[str]
-    axes: list[int | None]
-    build: Callable[[Sequence[Tensor]], Arguments]
-    samples: int
-    places: list[Layout] = field(default_factory=list)
-
-    @cached_property
-    def parameters(self) -> dict[str, Tensor]:
-        pairs = zip(self.names, self.tensors, strict=True)
-        found = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
-        return dict(found.values())
-
-    @cached_property
-    def call(self) -> Call:
-        """One call, as recording describes it to rules."""
-        args, kwargs = self.build(self.tensors)
-        parameters = tuple(self.parameters.values())
-        shape = self.outputs()[0].shape
-        return Call(self.function, args, kwargs, parameters, shape, lambda tensor: tensor)
-
-    @cached_property
-    def described(self) -> dict[str, Entry]:
-        """What the registered rule says of each parameter."""
-        rule, call = RULES.get(self.function), self.call
-        entries = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
-        return {
-            name: entry
-            for entry in entries
-            for name, parameter in self.parameters.items()
-            if entry.parameter is parameter
-        }
-
-    def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """What the function returns, as far as it requires a gradient."""
-        args, kwargs = self.build(self.tensors if tensors is None else tensors)
-        return differentiable(self.function(*args, **kwargs))
-
-    def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
-        """The tensors with some samples only."""
-        index = torch.arange(first, first + count * step, step)
-        return [
-            tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
-            for tensor, axis in zip(self.tensors, self.axes, strict=True)
-        ]
-
-
-def _example(
-    ledger: Ledger,
-    function: Callable[..., Any],
-    make: Make,
-    samples: int,
-    like: _Example | None = None,
-) -> _Example:
-    """Arguments for some samples; with the parameters of another example, if one is given."""
-    with fixed_random_state(seed=0 if like is None else 1):
-        made, more = (_split(make(count)) for count in (samples, samples + 1))
-    found, grown = list(tensors_in(made)), list(tensors_in(more))
-    if len(found) != len(grown):
-        raise _bad(function, "the number of tensors depends on the number of samples")
-    names = _names(function, *made)
-    tensors: list[Tensor] = []
-    axes: list[int | None] = []
-    kept: dict[int, Tensor] = {}
-    for place, (tensor, other) in enumerate(zip(found, grown, strict=True)):
-        wide = tensor.detach().double() if tensor.is_floating_point() else tensor
-        if tensor.requires_grad:
-            new = nn.Parameter(wide.clone()) if like is None else like.tensors[place]
-            tensors.append(kept.setdefault(id(tensor), new))
-            axes.append(None)
-            continue
-        tensors.append(wide)
-        pairs = list(zip(tensor.shape, other.shape, strict=False))
-        changed = [a for a, pair in enumerate(pairs) if pair == (samples, samples + 1)]
-        if len(changed) > 1 or tensor.dim() != other.dim():
-            raise _bad(function, f"{names[place]} holds samples on several axes")
-        axes.append(changed[0] if changed else None)
-    if all(axis is None for axis in axes):
-        raise _bad(function, "no tensor has extent n along an axis")
-    if not any(tensor.requires_grad for tensor in tensors):
-        raise _bad(function, "no tensor is an nn.Parameter")
-
-    def build(given: Sequence[Tensor]) -> Arguments:
-        remaining = iter(given)
-        args, kwargs = map_tensors(lambda _: next(remaining), made)
-        return args, kwargs
-
-    example = _Example(function, tensors, names, axes, build, samples)
-    singles = [example.outputs(example.some(n)) for n in range(samples)]
-    example.places = places(ledger.subject, example.outputs(), singles)
-    if not example.places:
-        raise _bad(function, "with these arguments no output requires a gradient")
-    return example
-
-
-def _split(made: Any) -> Arguments:
-    if isinstance(made, dict):
-        return (), made
-    return (tuple(made) if isinstance(made, (tuple, list)) else (made,)), {}
-
-
-def _bad(function: Callable[..., Any], why: str) -> BadInput:
-    return BadInput(
-        f"check_use({name_of(function)}, make) was called.",
-        "what make(n) returns",
-        why,
-        "return a tuple of arguments, or a dictionary of keyword arguments, with parameters as "
-        "nn.Parameter and n samples along one axis of each tensor that holds samples",
-    )
-
-
-def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """What tensors among the arguments are called: by the function's signature, if it has one."""
-    try:
-        known = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # most functions of torch
-        known = []
-    spelled = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    spelled += [f"argument {place}" for place in range(len(spelled), len(args))]
-    names = []
-    for name, value in [*zip(spelled, args, strict=False), *kwargs.items()]:
-        count = sum(1 for _ in tensors_in(value))
-        names += [name] if count == 1 else [f"{name}[{place}]" for place in range(count)]
-    return names
 
 
 def _require_seen(ledger: Ledger, example: _Example, allow_fallback: bool) -> None:
@@ -364,9 +217,6 @@ def _loop(example: _Example, signals: Sequence[Tensor | None], where: Sequence[L
         name: torch.stack(pieces).unflatten(0, (layout.samples, columns)).transpose(0, 1)
         for name, pieces in zip(parameters, zip(*gathered, strict=True), strict=True)
     }
-
-
-# Inside a model
 
 
 class _Host(nn.Module):

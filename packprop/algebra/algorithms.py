@@ -1,0 +1,85 @@
+"""Algorithms by name: one that is forced, or the fastest by shapes, or what holds least of a sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+
+from packprop.errors import BadInput
+
+CHOICES = {
+    "norms": ("gradients", "products"),
+    "products": ("batched", "single"),
+    "factors": ("patches", "shifts"),
+    "convolutions": ("patches", "groups"),
+}
+"""What is chosen -> the names of its algorithms."""
+
+
+_FORCED: ContextVar[dict[str, str] | None] = ContextVar("packprop_forced", default=None)
+
+
+@contextlib.contextmanager
+def algorithms(
+    *,
+    norms: str | None = None,
+    products: str | None = None,
+    factors: str | None = None,
+    convolutions: str | None = None,
+) -> Iterator[None]:
+    """Force algorithms by name where they apply; results do not change, time and memory do.
+
+    Args:
+        norms: Of per-sample gradients of weights shared over positions: from the ``"gradients"`` themselves
+            (``s i o`` multiplications for each sample), or from ``"products"`` between pairs of positions
+            (``s^2 (i + o)``).
+        products: Per-sample gradients of a bite in one ``"batched"`` product, or each as a ``"single"`` one.
+        factors: Input factors of convolutions from unfolded ``"patches"``, or from ``"shifts"`` of the input.
+        convolutions: Per-sample gradients of convolutions from unfolded ``"patches"``, or by one convolution
+            with ``"groups"`` for every sample, which unfolds nothing.
+
+    Raises:
+        BadInput: For a name that is not known.
+    """
+    asked = {"norms": norms, "products": products, "factors": factors, "convolutions": convolutions}
+    chosen = {kind: name for kind, name in asked.items() if name is not None}
+    for kind, name in chosen.items():
+        if name not in CHOICES[kind]:
+            raise BadInput(
+                f"algorithms({kind}={name!r}) was entered.",
+                kind,
+                "there is no such algorithm",
+                f"choose from {', '.join(map(repr, CHOICES[kind]))}",
+            )
+    token = _FORCED.set((_FORCED.get() or {}) | chosen)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def forced(kind: str) -> str | None:
+    """The name of the algorithm that is forced, if one is."""
+    chosen = _FORCED.get()
+    return None if chosen is None else chosen.get(kind)
+
+
+def chosen(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
+    """The name of an algorithm for one use.
+
+    Args:
+        kind: What is chosen.
+        fastest: The one that takes least time.
+        holds: Bytes of one sample that each holds, and that the others do without.
+        held: Bytes of one sample that may be held.
+
+    Returns:
+        The one that is forced, if one is; the fastest, if what it holds may be held; what holds least, if not.
+    """
+    by_name = forced(kind)
+    if by_name is not None:
+        return by_name
+    if held is None or holds[fastest] <= held:
+        return fastest
+    return min(holds, key=holds.__getitem__)

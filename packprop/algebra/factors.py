@@ -1,0 +1,131 @@
+"""Kronecker factors: second moments of what multiplies the inputs, and of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.kernels import (
+    outer_products,
+    second_moment,
+    sum_of_squares,
+)
+from packprop.algebra.statistics import flat_rows, sum_sq
+from packprop.algebra.structures import (
+    Dense,
+    Lookup,
+    Outer,
+    Structure,
+)
+from packprop.errors import PackpropError
+
+Approximation = Literal["mixed", "expand", "reduce"]
+
+
+LARGEST_FACTOR = 2**14
+"""Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
+
+
+def signal_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
+    """Second moment of what multiplies the inputs, summed over columns and samples.
+
+    ``[g*o, g*o]`` for an affine use (of signals summed over positions, or of every position for
+    ``"expand"``), ``[o, o]`` for a table, ``[p, p]`` (the exact block) for anything else.
+    """
+    if isinstance(structure, Dense):
+        flat = flat_rows(structure)
+    else:
+        assert structure.signal is not None
+        signal = structure.signal
+        if approximation == "expand":
+            flat = signal.flatten(3).flatten(1, 2)
+        else:
+            flat = (signal[:, :, 0] if signal.shape[2] == 1 else signal.sum(2)).flatten(2)
+    _require_room(flat.shape[-1])
+    return second_moment(flat.reshape(-1, flat.shape[-1]))
+
+
+def _require_room(size: int) -> None:
+    """Raise before a matrix is built that would not fit."""
+    if size > LARGEST_FACTOR:
+        raise PackpropError(
+            "A Kronecker factor was asked for.",
+            f"a parameter whose factor has {size} rows and as many columns",
+            f"it would take {4 * size**2 / 2**30:.1f} GiB in single precision",
+            "set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC) instead",
+        )
+
+
+def input_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
+    """Second moment of the inputs of an affine use, summed over samples, ``[i, i]``.
+
+    Positions are summed (``"mixed"``), averaged (``"expand"``) or the inputs averaged over positions
+    first (``"reduce"``); groups are averaged. ``None`` for parameters that no input multiplies.
+    """
+    if isinstance(structure, Dense):
+        return None
+    _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
+    if isinstance(structure, Lookup):
+        return _lookup_input_gram(structure, approximation)
+    if structure.moment is not None and approximation == "mixed":
+        return structure.moment()
+    x = structure.x
+    positions, groups = x.shape[1:3]
+    if approximation == "reduce":
+        x = x.mean(1, keepdim=True)
+    total = second_moment(x.reshape(-1, x.shape[-1]))
+    divisor = groups * positions if approximation == "expand" else groups
+    return total if divisor == 1 else total / divisor
+
+
+def input_sum(structure: Structure) -> Tensor | None:
+    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for others."""
+    return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
+
+
+def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
+    """Squares of per-sample gradients in an orthonormal basis, summed over columns and samples.
+
+    Args:
+        structure: Of a parameter.
+        first: Matrices whose columns the basis is made of: ``[g*o, g*o]`` and ``[i, i]``, or ``[p, p]`` and
+            ``None``; more is not looked at.
+
+    Returns:
+        ``[g*o, i]``, or ``[p]``.
+    """
+    left, right = first[:2]
+    if isinstance(structure, Dense):
+        return sum_of_squares((flat_rows(structure) @ left).flatten(0, 1))
+    signal = structure.signal
+    assert signal is not None
+    if isinstance(structure, Lookup):
+        inputs = right[structure.index].unsqueeze(2)  # one-hot inputs choose rows
+        return sum_sq(Outer(inputs, (signal @ left).unsqueeze(3), _matrix))
+    columns, _, positions, groups, fan_out = signal.shape
+    fan_in = structure.shape[3]
+    factors_first = positions * (fan_in**2 + columns * fan_out**2)
+    if groups == 1 and (positions == 1 or factors_first <= columns * fan_out * fan_in * (fan_out + fan_in)):
+        return sum_sq(Outer(structure.x @ right, signal @ left, _matrix))
+    products = outer_products(*structure.matrices).reshape(-1, groups, columns, fan_out, fan_in)
+    products = products.transpose(1, 2).reshape(-1, groups * fan_out, fan_in)
+    return sum_of_squares(left.mT @ products @ right)
+
+
+def _matrix(gradient: Tensor) -> Tensor:
+    """``[..., 1, o, i] -> [..., o, i]``."""
+    return gradient.squeeze(-3)
+
+
+def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
+    """A look-up is affine in one-hot inputs."""
+    index = structure.index
+    one_hot = torch.zeros(*index.shape, structure.entries, device=index.device, dtype=structure.dtype)
+    one_hot.scatter_(2, index[..., None], 1.0)
+    if approximation == "reduce":
+        one_hot = one_hot.mean(1, keepdim=True)
+    total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
+    return total / index.shape[1] if approximation == "expand" else total

@@ -1,0 +1,54 @@
+"""Which statistics form per-sample gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from packprop.algebra.cells import _wider, norms_by_products
+from packprop.algebra.factors import input_gram, input_sum, rotated_sum_sq, signal_gram
+from packprop.algebra.kernels import (
+    Extents,
+)
+from packprop.algebra.statistics import (
+    Statistic,
+    batch_sq,
+    gram,
+    moments,
+    per_sample_grad,
+    sq_norm,
+    sum_sq,
+    summed_grad,
+)
+from packprop.algebra.structures import (
+    order_of,
+)
+from packprop.tensors.device import device_kind
+from packprop.tensors.precision import accumulation_dtype
+
+
+def forms_rows(statistic: Statistic, extents: Extents) -> bool:
+    """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
+    if extents.positions == 1:
+        return False
+    if statistic is sq_norm:
+        return not norms_by_products(extents)
+    return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
+
+
+FACTORED = (sum_sq, batch_sq, sq_norm, moments, signal_gram, input_gram, input_sum, rotated_sum_sq, order_of)
+"""Statistics that form no per-sample gradients of an affine use without shared positions."""
+
+
+def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
+    """Whether that is so of a statistic of a parameter.
+
+    A basis of all output channels mixes the groups of a convolution, and moments need a wider precision.
+    """
+    plain = getattr(statistic, "func", statistic)
+    if plain is moments:
+        return _wider(accumulation_dtype(like.dtype), device_kind(like)) is not None
+    return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
+
+
+OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments)
+"""Statistics that are functions of per-sample gradients, whatever structure these come from."""

@@ -1,0 +1,248 @@
+"""What is done with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
+
+Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
+over entries ``[o, i]``, ``[B]`` for ``B`` itself; weights that keep fan-in first (transposed convolutions,
+tables) must be brought to ``[o, i]`` before. ``Eigen``, which EKFAC saves, knows the order of its parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.order import Order
+from packprop.errors import BadInput
+from packprop.tensors.dry import found_fault, is_dry
+from packprop.tensors.precision import accumulation_dtype, precision
+
+Factors = Sequence[Tensor]
+
+
+class Eigen(NamedTuple):
+    """A symmetric matrix by its eigenvectors, which are Kronecker products, and its eigenvalues.
+
+    Args:
+        values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
+        vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``.
+        order: Where the parameter keeps entries ``[o, i]``; ``None`` if in this order.
+    """
+
+    values: Tensor
+    vectors: list[Tensor]
+    order: Order | None = None
+
+
+Block = Factors | Eigen
+
+
+def eigen(block: Block) -> Eigen:
+    """The eigendecomposition of ``B kron A``; its eigenvectors are the products of those of the factors.
+
+    Example:
+        >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
+        [[3.0], [3.0]]
+    """
+    if isinstance(block, Eigen):
+        return block
+    _require_factors("eigen", block)
+    pairs = [torch.linalg.eigh(_widened(factor)) for factor in block]
+    values = pairs[0][0] if len(pairs) == 1 else torch.outer(pairs[0][0], pairs[1][0])
+    return Eigen(values, [vectors for _, vectors in pairs])
+
+
+def eigenvectors(factor: Tensor) -> Tensor:
+    """Orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
+
+    Where the matrix is singular rounding would decide between the bases of its null space; the one taken has
+    no correlation under fixed weights of the coordinates. The largest entry of each column is positive. NaN
+    where the matrix is not finite: what is rotated by them shows it.
+    """
+    factor = factor.detach()
+    if found_fault(~factor.isfinite().all()):
+        return torch.full_like(factor, math.nan)
+    vectors: Tensor
+    values, vectors = torch.linalg.eigh(factor)
+    size = len(values)
+    null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
+    count = size if is_dry() else int(null.sum())
+    if count > 1:  # eigenvalues ascend
+        zero = vectors[:, :count]
+        weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
+        zero.copy_(zero @ torch.linalg.eigh((zero.mT * weights) @ zero)[1])
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors *= torch.where(largest < 0, -1.0, 1.0)
+    return vectors
+
+
+def dense(block: Block) -> Tensor:
+    """The whole matrix ``[p, p]``; for small blocks.
+
+    Example:
+        >>> dense([torch.eye(2), 3 * torch.eye(1)]).tolist()
+        [[3.0, 0.0], [0.0, 3.0]]
+    """
+    if isinstance(block, Eigen):
+        unit = torch.eye(block.values.numel(), dtype=block.values.dtype, device=block.values.device)
+        shape = block.values.shape if block.order is None else block.order.parameter
+        return multiply(block, unit.reshape(-1, *shape)).reshape(unit.shape)
+    _require_factors("dense", block)
+    return block[0] if len(block) == 1 else torch.kron(block[0], block[1])
+
+
+def multiply(block: Block, vectors: Tensor) -> Tensor:
+    """The matrix times one or many vectors, without forming it.
+
+    Args:
+        block: ``[B, A]``, ``[B]`` or ``Eigen``.
+        vectors: ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        Products of the shape of ``vectors``.
+
+    Raises:
+        BadInput: If the vectors do not fit the block.
+    """
+    if isinstance(block, Eigen):
+        return _scaled("multiply", block, vectors, block.values)
+    flat = _as_matrices("multiply", block, vectors)
+    product = block[0] @ flat
+    if len(block) > 1:
+        product = product @ block[1].mT
+    return product.reshape(vectors.shape)
+
+
+@overload
+def inverse(block: Eigen, damping: float) -> Eigen: ...
+
+
+@overload
+def inverse(block: list[Tensor] | tuple[Tensor, ...], damping: float) -> list[Tensor]: ...
+
+
+def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
+    """The damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
+
+    For factors damping is split between them (Martens and Grosse 2015, 6.3):
+    ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1``, with ``pi^2`` the mean eigenvalue of A over that of B.
+    For ``[B]`` it is the exact ``(B + d)^-1``. ``solve`` inverts ``B kron A + d`` exactly.
+
+    Raises:
+        BadInput: If damping is negative.
+    """
+    _require_damping("inverse", damping)
+    if isinstance(block, Eigen):
+        return block._replace(values=1 / (block.values + damping))
+    _require_factors("inverse", block)
+    if len(block) == 1:
+        return [torch.linalg.inv(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
+    B, A = map(_widened, block)
+    tiny = torch.finfo(B.dtype).tiny
+    means = [(factor.diagonal().mean()).clamp(min=tiny) for factor in (B, A)]
+    pi = (means[1] / means[0]).sqrt()
+    return [
+        torch.linalg.inv(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
+        torch.linalg.inv(_shifted(A, math.sqrt(damping) * pi)).to(block[1].dtype),
+    ]
+
+
+def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
+    """``(block + damping I)^-1`` times one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
+
+    By the eigenvectors of the factors, which are those of their product.
+
+    Raises:
+        BadInput: If damping is negative, or the vectors do not fit the block.
+    """
+    _require_damping("solve", damping)
+    found = eigen(block)
+    return _scaled("solve", found, vectors, 1 / (found.values + damping))
+
+
+def trace(block: Block) -> Tensor:
+    """The trace: the sum of the eigenvalues, or the product of the traces of the factors."""
+    if isinstance(block, Eigen):
+        return block.values.sum()
+    _require_factors("trace", block)
+    return torch.stack([factor.trace() for factor in block]).prod()
+
+
+def logdet(block: Block, damping: float = 0.0) -> Tensor:
+    """Logarithm of the determinant of ``block + damping I``; ``-inf`` where that is singular.
+
+    Eigenvalues that rounding made negative count as zero.
+    """
+    _require_damping("logdet", damping)
+    if isinstance(block, Eigen):
+        values = block.values.clamp(min=0)
+    else:
+        _require_factors("logdet", block)
+        values = torch.linalg.eigvalsh(_widened(block[0])).clamp(min=0)
+        if len(block) > 1:
+            values = torch.outer(values, torch.linalg.eigvalsh(_widened(block[1])).clamp(min=0))
+    logarithms: Tensor = (values + damping).log()
+    return logarithms.sum()
+
+
+def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
+    """Vectors with their coordinates in the eigenbasis multiplied by ``values``."""
+    flat = _as_matrices(asked, block, vectors).to(values.dtype)
+    left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
+    rotated = left.mT @ flat if right is None else left.mT @ flat @ right
+    rotated = left @ (rotated * values.reshape(rotated.shape[1:]))
+    product = rotated if right is None else rotated @ right.mT
+    product = product if block.order is None else block.order.to_parameter(product)
+    return product.reshape(vectors.shape).to(precision(vectors, product))
+
+
+def _widened(factor: Tensor) -> Tensor:
+    """In a precision that decompositions are there for."""
+    return factor.to(accumulation_dtype(factor.dtype))
+
+
+def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:
+    return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+
+
+def _require_factors(asked: str, factors: Factors) -> None:
+    if len(factors) not in (1, 2) or any(f.dim() != 2 or f.shape[0] != f.shape[1] for f in factors):
+        raise BadInput(
+            f"kronecker.{asked}(factors, ...) was called.",
+            "factors",
+            "they are not one or two square matrices",
+            "give the list that KFAC, KFLR or KFRA saved on a parameter, or what EKFAC saved",
+        )
+
+
+def _require_damping(asked: str, damping: float) -> None:
+    if not damping >= 0:
+        raise BadInput(
+            f"kronecker.{asked}(..., damping={damping}) was called.",
+            "damping",
+            "it is negative",
+            "give a number of at least 0, in units of the curvature",
+        )
+
+
+def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
+    """``[v, o, i]``, with i = 1 for a single factor."""
+    order = block.order if isinstance(block, Eigen) else None
+    factors = block.vectors if isinstance(block, Eigen) else block
+    _require_factors(asked, factors)
+    rows, columns = len(factors[0]), len(factors[1]) if len(factors) > 1 else 1
+    fits = vectors.numel() > 0 and vectors.numel() % (rows * columns) == 0
+    if order is not None:
+        fits = fits and order.parameter in (vectors.shape, vectors.shape[1:])
+    if not fits:
+        raise BadInput(
+            f"kronecker.{asked}(factors, vectors) was called.",
+            f"vectors of shape {list(vectors.shape)}",
+            f"the block has {rows * columns} rows",
+            "give vectors of the parameter's shape, one or many along a leading axis",
+        )
+    if order is not None:
+        return order.to_matrices(vectors.reshape(-1, *order.parameter))
+    return vectors.reshape(-1, rows, columns)

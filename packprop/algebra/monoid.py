@@ -1,0 +1,105 @@
+"""How partial results merge: associative, so that bites, batches and resumed runs are one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.errors import PackpropError
+
+
+class Moments(NamedTuple):
+    """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979)."""
+
+    samples: int
+    mean: Tensor
+    deviation: Tensor
+
+
+@dataclass(frozen=True)
+class Monoid:
+    """One way to merge partial results along an axis.
+
+    Args:
+        name: For messages and tables.
+        merge: Associative; takes two partial results.
+        result: Turns the partial result into the value.
+        axis: The axis that the value grows along, if it does.
+    """
+
+    name: str
+    merge: Callable[[Any, Any], Any]
+    result: Callable[[Any], Any]
+    axis: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the size of the value grows along the axis."""
+        return self.axis is not None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _merge_moments(a: Moments, b: Moments) -> Moments:
+    samples = a.samples + b.samples
+    shift = b.mean - a.mean
+    mean = torch.add(a.mean, shift, alpha=b.samples / samples)
+    between = a.samples * b.samples / samples
+    return Moments(samples, mean, torch.addcmul(a.deviation + b.deviation, shift, shift, value=between))
+
+
+def _refuse(a: Any, b: Any) -> Any:
+    raise PackpropError(
+        "Values of several batches, or of several passes, were to be merged.",
+        "an extension whose value is a function of vectors",
+        "it belongs to the graph of one backward pass",
+        "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
+    )
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Sum of two tensors; ``None`` is the statistic that a structure does not have."""
+    return a if b is None else b if a is None else a + b
+
+
+def concatenate(axis: int) -> Monoid:
+    """Partial results are lists of pieces, joined once at the end along ``axis``."""
+
+    def result(pieces: list[Tensor]) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    return Monoid(f"CAT({axis})", lambda a, b: a + b, result, axis)
+
+
+SUM = Monoid("SUM", _add, lambda total: total)
+
+
+CAT = {axis: concatenate(axis) for axis in (0, 1)}
+
+
+SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
+
+
+KEEP = Monoid("KEEP", lambda a, b: a, lambda value: value)
+
+
+MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
+
+
+def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
+    """A result for a loss that is multiplied by ``factor``; ``degree`` as for a row (that of the mean)."""
+    if value is None or degree == 0:
+        return value
+    if isinstance(value, Moments):
+        return Moments(value.samples, value.mean * factor, value.deviation * factor**2)
+    return value * factor**degree
+
+
+def lift(monoid: Monoid, value: Any) -> Any:
+    """The partial result that consists of one value."""
+    return [value] if monoid.grows else value

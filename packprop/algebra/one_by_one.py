@@ -1,0 +1,134 @@
+"""Several statistics of one structure, taken of the gradients of one sample after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.cells import _to_parameter
+from packprop.algebra.formation import forms_rows
+from packprop.algebra.kernels import (
+    Extents,
+    convolved_by_groups,
+    products_in_turn,
+    worth_a_call,
+)
+from packprop.algebra.monoid import Moments
+from packprop.algebra.statistics import Statistic, moments, per_sample_grad, sq_norm, sum_sq, summed_grad
+from packprop.algebra.structures import (
+    Outer,
+    Quadratic,
+)
+from packprop.tensors.dry import is_dry
+
+# NOTE [In turn]
+#
+# Gradients of single samples of a large weight that is shared over positions cost less to form than to
+# write down, read again for a sum, and again for each other statistic: each is formed, given to all that was
+# asked for while it is in the cache, and gone.
+
+Add = Callable[[Tensor, int], object]
+"""Takes a gradient ``[o, i]``, and how many there were with it."""
+
+
+Tally = tuple[Add, Callable[[], Any]]
+"""Adds up gradients of single samples, and returns their statistic."""
+
+
+IN_TURN: dict[Statistic, Callable[[Outer], Tally]] = {}
+
+
+def together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
+    """Values of several statistics of one structure; see NOTE [In turn]."""
+    gradients = _gradients_in_turn(structure, statistics)
+    if gradients is None:
+        return [statistic(structure) for statistic in statistics]
+    assert isinstance(structure, Outer)
+    tallies = [IN_TURN[statistic](structure) for statistic in statistics]
+    for count, gradient in enumerate(islice(gradients, 3) if is_dry() else gradients, 1):
+        for add, _ in tallies:
+            add(gradient, count)
+    return [value() for _, value in tallies]
+
+
+def _gradients_in_turn(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
+    """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
+    if not isinstance(structure, Outer) or structure.signal is None or len(structure.signal) > 1:
+        return None
+    if structure.room is None and per_sample_grad in statistics:
+        return None
+    return products_in_turn(*structure.matrices) if goes_in_turn(statistics, structure.extents) else None
+
+
+def goes_in_turn(statistics: Sequence[Statistic], extents: Extents) -> bool:
+    """Whether statistics of one column of an affine use are best had from one gradient after the other."""
+    positions, groups, fan_in, fan_out = extents[:4]
+    return (
+        groups == 1
+        and worth_a_call(positions, fan_in * fan_out, extents.dtype, extents.device)
+        and all(statistic in IN_TURN for statistic in statistics)
+        and any(forms_rows(statistic, extents) for statistic in statistics)
+        and not convolved_by_groups(extents)
+    )
+
+
+def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Callable[[Outer], Tally]]:
+    def register(tally: Callable[[Outer], Tally]) -> Callable[[Outer], Tally]:
+        IN_TURN[statistic] = tally
+        return tally
+
+    return register
+
+
+def _zeros(structure: Outer) -> Tensor:
+    """``[o, i]``."""
+    assert structure.signal is not None
+    return structure.signal.new_zeros(structure.signal.shape[4], structure.shape[3])
+
+
+@_tally_of(per_sample_grad)
+def _rows_in_turn(structure: Outer) -> Tally:
+    room = structure.room
+    assert room is not None
+    places = room.view(room.shape[1], -1, structure.shape[3])
+    return lambda gradient, count: places[count - 1].copy_(gradient), lambda: room
+
+
+@_tally_of(summed_grad)
+def _sum_in_turn(structure: Outer) -> Tally:
+    total = _zeros(structure)
+    return lambda gradient, count: total.add_(gradient), lambda: _to_parameter(structure, total)
+
+
+@_tally_of(sum_sq)
+def _squares_in_turn(structure: Outer) -> Tally:
+    total = _zeros(structure)
+    return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: _to_parameter(structure, total)
+
+
+@_tally_of(sq_norm)
+def _norms_in_turn(structure: Outer) -> Tally:
+    assert structure.signal is not None
+    norms = structure.signal.new_empty(structure.shape[0])
+
+    def add(gradient: Tensor, count: int) -> None:
+        torch.linalg.vector_norm(gradient, out=norms[count - 1])
+
+    return add, norms.square_
+
+
+@_tally_of(moments)
+def _moments_in_turn(structure: Outer) -> Tally:
+    """Mean and squared deviation by Welford (1962)."""
+    mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
+
+    def add(gradient: Tensor, count: int) -> None:
+        shift = gradient - mean
+        mean.add_(shift, alpha=1 / count)
+        deviation.addcmul_(shift, shift, value=1 - 1 / count)
+
+    return add, lambda: Moments(samples, _to_parameter(structure, mean), _to_parameter(structure, deviation))

@@ -1,0 +1,63 @@
+"""Where a parameter keeps the entries of the matrix that it stands for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Fold = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where a parameter keeps the entries of its matrix ``[g*o, i]``.
+
+    Args:
+        fold: From ``[..., g, o, i]`` to ``[..., *p]``.
+        shape: Extents of g, o and i.
+    """
+
+    fold: Fold
+    shape: tuple[int, int, int]
+
+    def to_parameter(self, matrices: Tensor) -> Tensor:
+        """``[v, g*o, i] -> [v, *p]``."""
+        return self.fold(matrices.reshape(-1, *self.shape))
+
+    def to_matrices(self, vectors: Tensor) -> Tensor:
+        """``[v, *p] -> [v, g*o, i]``."""
+        groups, fan_out, fan_in = self.shape
+        places = torch.arange(groups * fan_out * fan_in, device=vectors.device)
+        index = self.to_parameter(places).reshape(1, -1).expand(len(vectors), -1)
+        found = torch.empty_like(vectors).reshape(len(vectors), -1)
+        return found.scatter(1, index, vectors.reshape(len(vectors), -1)).reshape(-1, groups * fan_out, fan_in)
+
+    @property
+    def parameter(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.to_parameter(torch.empty(self.shape, device="meta")).shape[1:]
+
+
+@functools.lru_cache(maxsize=4096)
+def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
+    return functools.partial(_as_it_is, shape=shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
+    return functools.partial(_fan_in_first, shape=shape)
+
+
+def _as_it_is(gradient: Tensor, shape: torch.Size) -> Tensor:
+    return gradient.reshape(gradient.shape[:-3] + shape)
+
+
+def _fan_in_first(gradient: Tensor, shape: torch.Size) -> Tensor:
+    split: Tensor = gradient.unflatten(-1, (-1, shape[2:].numel())).movedim(-2, -3)
+    return split.reshape(gradient.shape[:-3] + shape)

@@ -1,0 +1,132 @@
+"""A result while chunks of it arrive: pieces are put in place, sums are added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.monoid import SUM, Monoid, lift
+
+
+class Extent(NamedTuple):
+    """A piece ``start`` to ``stop`` of an axis that is ``total`` long."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is all there is."""
+        return self.stop - self.start == self.total
+
+
+ONE = Extent(0, 1, 1)
+"""All of an axis of extent one."""
+
+
+class Partial:
+    """What is there of a result while bites arrive: any columns, and for each of them all samples in order.
+
+    A result that grows is allocated once and filled, and sums are added up in place, so that no bite leaves
+    behind anything larger than the result.
+
+    Args:
+        over_v: How results of disjoint columns merge.
+        over_n: How results of disjoint samples merge.
+        spare: A tensor that nobody else holds, to be written over if the result fits into it.
+    """
+
+    def __init__(self, over_v: Monoid, over_n: Monoid, spare: Tensor | None = None) -> None:
+        self._over_v, self._over_n, self._spare = over_v, over_n, spare
+        self._filled: Tensor | None = None
+        self._room: Tensor | None = None
+        self._of_column, self._total = _Running(over_n), _Running(over_v)
+
+    def put(self, value: Any, columns: Extent, samples: Extent) -> None:
+        """Merge the value of some columns and samples."""
+        if value is not None and value is self._room:  # it was written where it belongs
+            return
+        axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
+        grown = [(axis, extent) for axis, extent in axes if axis is not None]
+        fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
+        if grown and fits and not (columns.whole and samples.whole):
+            place = self._place(value, grown)
+            place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
+            return
+        self._of_column.add(lift(self._over_n, value))
+        if samples.stop == samples.total:
+            self._total.add(lift(self._over_v, self._of_column.take()))
+
+    def room(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
+        """Where a value ``[v, n, *p]`` of some columns and samples can be written, if it is only kept."""
+        if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
+            return None
+        size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
+        self._room = self._place(like.expand(size), [(0, columns), (1, samples)])
+        return self._room
+
+    def result(self) -> Any:
+        """The value, once everything has arrived."""
+        if self._filled is None:
+            return self._total.take()
+        return self._filled if self._total.value is None else self._filled + self._total.take()
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept."""
+        kept = [self._filled, self._of_column.value, self._total.value]
+        flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
+        return [item for item in flat if isinstance(item, Tensor)]
+
+    def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
+        """Where in the whole result a value belongs."""
+        if self._filled is None:
+            shape = [*value.shape]
+            for axis, extent in grown:
+                shape[axis] = extent.total
+            self._filled = self._allocated(value, shape)
+            if not (self._over_v.grows and self._over_n.grows):
+                self._filled.zero_()
+        place = self._filled
+        for axis, extent in grown:
+            place = place.narrow(axis, extent.start, extent.stop - extent.start)
+        return place
+
+    def _allocated(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for the whole result."""
+        spare, self._spare = self._spare, None
+        if (
+            spare is not None
+            and (spare.dtype, spare.device, spare.numel()) == (like.dtype, like.device, math.prod(shape))
+            and spare.is_contiguous()
+            and not torch.is_grad_enabled()
+        ):
+            return spare.view(shape)
+        return like.new_empty(shape)
+
+
+class _Running:
+    """A merge of partial results so far; tensors that nobody else holds are added to in place."""
+
+    def __init__(self, monoid: Monoid) -> None:
+        self._monoid, self.value = monoid, cast(Any, None)
+        self._begun = self._own = False
+
+    def add(self, value: Any) -> None:
+        if self._own and value is not None and value.shape == self.value.shape:
+            self.value.add_(value)
+        elif self._begun:
+            self._own = self._monoid is SUM and isinstance(self.value, Tensor) and value is not None
+            self.value = self._monoid.merge(self.value, value)
+        else:
+            self.value, self._begun = value, True
+
+    def take(self) -> Any:
+        """The value; the next one begins anew."""
+        value, self.value = self.value, None
+        self._begun = self._own = False
+        return self._monoid.result(value)

@@ -1,0 +1,98 @@
+"""What is made of a structure: one default each through per-sample gradients, and faster cells.
+
+Every statistic takes one structure, of some samples and some columns, and returns its partial result.
+Only ``per_sample_grad`` is required; the rest are derived from it. A fast cell is a function registered
+for one structure; the law "fast cell equals default" is tested for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.cells import FAST_CELLS
+from packprop.algebra.kernels import (
+    square_norms,
+    sum_of_squares,
+)
+from packprop.algebra.monoid import Moments
+from packprop.algebra.quadratic import _product_batch_sum, _product_sum, _row_sum
+from packprop.algebra.structures import (
+    Diagonal,
+    Outer,
+    Product,
+    Quadratic,
+    Structure,
+    rows,
+)
+
+Statistic = Callable[..., Any]
+
+
+def _fast(statistic: str, structure: Structure) -> Any:
+    cell = FAST_CELLS.get(statistic, {}).get(type(structure))
+    return None if cell is None else cell(structure)
+
+
+def flat_rows(structure: Structure) -> Tensor:
+    """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
+    gradients = rows(structure)
+    return gradients.reshape(*gradients.shape[:2], -1)
+
+
+def per_sample_grad(structure: Structure) -> Tensor:
+    """Gradients of single samples, ``[v, n, *p]``."""
+    return rows(structure)
+
+
+def summed_grad(structure: Structure) -> Tensor:
+    """The gradient of one column, summed over samples, ``[*p]``."""
+    return structure.total if isinstance(structure, Outer) else rows(structure)[0].sum(0)
+
+
+def sum_sq(structure: Quadratic) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
+    if isinstance(structure, Diagonal):
+        return _row_sum(structure.source)
+    if isinstance(structure, Product):
+        return _product_sum(structure)
+    fast = _fast("sum_sq", structure)
+    return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
+
+
+def batch_sq(structure: Quadratic) -> Tensor:
+    """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
+    if isinstance(structure, Diagonal):
+        return rows(structure.source)[0]
+    if isinstance(structure, Product):
+        return _product_batch_sum(structure)
+    fast = _fast("batch_sq", structure)
+    return rows(structure).square().sum(0) if fast is None else fast
+
+
+def sq_norm(structure: Structure) -> Tensor:
+    """Squared norms of per-sample gradients, summed over columns, ``[n]``."""
+    fast = _fast("sq_norm", structure)
+    return square_norms(flat_rows(structure)).sum(0) if fast is None else fast
+
+
+def gram(structure: Structure) -> Tensor:
+    """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
+    fast: Tensor | None = _fast("gram", structure)
+    if fast is not None:
+        return fast
+    flat = flat_rows(structure)
+    return torch.einsum("vnp,vmp->nm", flat, flat)
+
+
+def moments(structure: Structure) -> Moments:
+    """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
+    fast: Moments | None = _fast("moments", structure)
+    if fast is not None:
+        return fast
+    gradients = rows(structure)[0]
+    mean = summed_grad(structure) / gradients.shape[0]
+    return Moments(gradients.shape[0], mean, sum_of_squares(gradients, mean))

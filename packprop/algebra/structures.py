@@ -1,0 +1,264 @@
+"""How a parameter meets a signal: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
+
+A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
+``v n s g o`` and ``n s g i``. It knows nothing of where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.kernels import Extents, convolved_by_groups, outer_products
+from packprop.algebra.order import Fold, Order
+from packprop.tensors.device import device_kind
+
+
+class Later(NamedTuple):
+    """A tensor that is made when it is needed, and its shape."""
+
+    shape: Sequence[int]
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
+
+    Args:
+        given: Inputs ``[n, s, g, i]``, there already or made when they are needed.
+        signal: Signal at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
+        fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
+        moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
+        room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
+        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where there is such a way.
+        held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
+    """
+
+    given: Tensor | Later
+    signal: Tensor | None
+    fold: Fold
+    moment: Callable[[], Tensor] | None = None
+    room: Tensor | None = None
+    direct: Callable[[], Tensor] | None = None
+    held: int | None = None
+
+    @cached_property
+    def x(self) -> Tensor:
+        """Inputs ``[n, s, g, i]``."""
+        return self.given if isinstance(self.given, Tensor) else self.given.make()
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the inputs, which need not be made for it."""
+        return self.given.shape
+
+    @property
+    def extents(self) -> Extents:
+        """What algorithms are chosen by."""
+        signal = self.signal
+        assert signal is not None
+        _, positions, groups, fan_in = self.shape
+        fans = groups, fan_in, signal.shape[4], self.direct is not None
+        return Extents(positions, *fans, signal.dtype, device_kind(signal), self.held)
+
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients are there already."""
+        return "rows" in vars(self)
+
+    @cached_property
+    def by_groups(self) -> bool:
+        """Whether per-sample gradients are made of inputs as they are."""
+        return self.signal is not None and self.direct is not None and convolved_by_groups(self.extents)
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: products summed over positions."""
+        signal = self.signal
+        if signal is None:
+            return None
+        if self.direct is not None and self.by_groups:
+            made = self.direct()
+            return made if self.room is None else self.room.copy_(made)
+        x = self.x
+        columns, samples, positions, groups, fan_out = signal.shape
+        if positions == 1:
+            left, right = signal[:, :, 0, ..., None], x[:, 0, :, None, :]
+            if self.room is None:
+                return self.fold(left * right)
+            torch.mul(left, right, out=self.room.view(1, samples, groups, fan_out, -1))
+            return self.room
+        if self.room is not None:
+            outer_products(*self.matrices, out=self.room.view(samples * groups, fan_out, -1))
+            return self.room
+        products = outer_products(*self.matrices)
+        return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Per-sample gradients of the first column, summed ``[*p]``."""
+        return rows(self)[0].sum(0)
+
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Signals ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
+        assert self.signal is not None
+        columns, samples, positions, groups, fan_out = self.signal.shape
+        left = self.signal.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
+        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, -1, positions)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table look-up, ``y[n,s] = W[index[n,s]]``.
+
+    Args:
+        index: Rows that were looked up ``[n, s]``.
+        signal: Signal at the output ``[v, n, s, o]``; ``None`` where only inputs are asked for.
+        entries: Number of rows of the table.
+        dtype: Precision of the table.
+    """
+
+    index: Tensor
+    signal: Tensor | None
+    entries: int
+    dtype: torch.dtype
+
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients are there already."""
+        return "rows" in vars(self)
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``: signals added up where they were looked up."""
+        if self.signal is None:
+            return None
+        columns, samples, _, width = self.signal.shape
+        table = self.signal.new_zeros(columns, samples, self.entries, width)
+        index = self.index[None, :, :, None].expand_as(self.signal)
+        return table.scatter_add(2, index, self.signal)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Per-sample gradients that are already there ``[v, n, *p]``; what every structure can become.
+
+    Args:
+        rows: ``None`` where only inputs are asked for.
+    """
+
+    rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class Product:
+    """Two sets of columns whose rows are multiplied entry by entry, instead of one that is squared.
+
+    Args:
+        left: The one.
+        right: The other; ``None`` for ``left`` again.
+        weights: What the product of each column and sample is multiplied by ``[v, n]``, of either sign.
+    """
+
+    left: Outer | Lookup | Dense
+    right: Outer | Lookup | Dense | None = None
+    weights: Tensor | None = None
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Products of rows ``[v, n, *p]``."""
+        left = rows(self.left)
+        found = left.square() if self.right is None else left * rows(self.right)
+        if self.weights is None:
+            return found
+        return found * self.weights.reshape(*self.weights.shape, *[1] * (found.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A structure whose rows are diagonals already: of each sample, or of all of them together.
+
+    Args:
+        source: Its rows ``[1, n, *p]`` are the diagonals.
+    """
+
+    source: Outer | Lookup | Dense
+
+
+Structure = Outer | Lookup | Dense
+
+
+Quadratic = Structure | Product | Diagonal
+"""What has squares of rows: of one set of columns, products of two, or the diagonals that these are."""
+
+
+def rows(structure: Structure) -> Tensor:
+    """Per-sample gradients ``[v, n, *p]`` of any structure that has a signal; computed once for each."""
+    gradients = structure.rows
+    assert gradients is not None, "this structure was built without a signal"
+    return gradients
+
+
+def fold_table(gradient: Tensor) -> Tensor:
+    """``[..., 1, o, i] -> [..., i, o]``: of a table, whose rows are what one-hot inputs choose."""
+    return gradient.squeeze(-3).mT
+
+
+def order_of(structure: Structure) -> Order | None:
+    """Where the parameter keeps entries ``[g, o, i]``; ``None`` for one that no input multiplies."""
+    if isinstance(structure, Dense):
+        return None
+    assert structure.signal is not None
+    if isinstance(structure, Lookup):
+        return Order(fold_table, (1, structure.signal.shape[3], structure.entries))
+    return Order(structure.fold, (*structure.signal.shape[3:], structure.shape[3]))
+
+
+def with_squares(structure: Structure) -> Structure | None:
+    """The same with squares of the inputs; ``None`` where these cannot be told from the signals.
+
+    Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, given=structure.x.square(), moment=None, direct=None)
+    return structure if isinstance(structure, Lookup) else None
+
+
+def join(parts: Sequence[Structure]) -> Structure:
+    """One structure for all uses of a parameter: positions are concatenated, or rows added."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(outers) == len(parts):
+        same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
+        if same:
+            signals = [part.signal for part in outers if part.signal is not None]
+            return Outer(
+                torch.cat([part.x for part in outers], 1),
+                torch.cat(signals, 2) if signals else None,
+                outers[0].fold,
+                held=outers[0].held,
+            )
+    lookups = [part for part in parts if isinstance(part, Lookup)]
+    if len(lookups) == len(parts):
+        signals = [part.signal for part in lookups if part.signal is not None]
+        return Lookup(
+            torch.cat([part.index for part in lookups], 1),
+            torch.cat(signals, 2) if signals else None,
+            lookups[0].entries,
+            lookups[0].dtype,
+        )
+    if any(part.rows is None for part in parts):
+        return Dense(None)
+    total = rows(first)
+    for part in parts[1:]:
+        total = total + rows(part)
+    return Dense(total)

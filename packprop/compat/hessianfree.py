@@ -1,0 +1,176 @@
+"""BackPACK's names for products with the Hessian and the GGN of a whole model, and with Jacobians.
+
+What ``packprop.products`` computes for one vector, under other names and with other options. Nothing needs to
+be extended; every function differentiates a graph that is already there, and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from packprop.curvature.linear import ASKED, INSTEAD, filled, pulled, pushed, require_vectors, slopes
+from packprop.curvature.products import ggnvp, shown
+from packprop.curvature.second_order import require_second_derivatives, twice
+
+Vectors = Tensor | Iterable[Tensor]
+
+
+WHERE = "the graph of the forward pass"
+
+
+def hessian_vector_product(
+    f: Tensor,
+    params: Vectors,
+    v: Vectors,
+    grad_params: Vectors | None = None,
+    detach: bool = True,
+) -> tuple[Tensor, ...]:
+    """``H v`` with H the Hessian of a scalar in all of ``params`` together (Pearlmutter 1994).
+
+    Args:
+        f: The scalar; its graph must still be there.
+        params: Tensors that ``f`` was computed from.
+        v: One tensor for each of them, of the same shapes.
+        grad_params: The gradient of ``f`` in ``params``, if it was computed before with ``create_graph=True``:
+            saves the first of two backward passes.
+        detach: Whether the result shall be cut from the graph.
+
+    Returns:
+        One tensor for each of ``params``, of their shapes.
+
+    Raises:
+        BadInput: If shapes of ``v`` and ``params`` differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
+    """
+    inputs, vectors = _listed(params), _listed(v)
+    require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
+    require_second_derivatives([f], inputs, shown, ASKED)
+    with twice(WHERE, ASKED, INSTEAD):
+        slope: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
+        if not any(own is not None and own.requires_grad for own in slope):  # perhaps made without a graph
+            slope = slopes(f, inputs)
+        found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)
+    return _given(filled(found, inputs, None), detach)
+
+
+def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
+    """``G v`` with ``G = J^T H J`` the generalized Gauss-Newton matrix in all trainable parameters of a model.
+
+    Args:
+        loss: The scalar loss; its graph must still be there.
+        output: What the loss was computed from.
+        model: Whose parameters are meant: those that require gradients, in the order of ``parameters()``.
+        v: One tensor for each of them, of the same shapes.
+
+    Returns:
+        One tensor for each parameter, cut from the graph.
+
+    Raises:
+        BadInput: If shapes of ``v`` and the parameters differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
+    """
+    return ggn_vector_product_from_plist(loss, output, [p for p in model.parameters() if p.requires_grad], v)
+
+
+def ggn_vector_product_from_plist(
+    loss: Tensor, output: Tensor, plist: Vectors, v: Vectors
+) -> tuple[Tensor, ...]:
+    """``G v`` with G the block of the generalized Gauss-Newton matrix that belongs to some parameters.
+
+    Args:
+        loss: The scalar loss; its graph must still be there.
+        output: What the loss was computed from.
+        plist: The parameters.
+        v: One tensor for each of them, of the same shapes.
+
+    Returns:
+        One tensor for each parameter, cut from the graph.
+
+    Raises:
+        BadInput: If shapes of ``v`` and the parameters differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
+    """
+    parameters, vectors = _listed(plist), _listed(v)
+    require_vectors("ggn_vector_product_from_plist(loss, output, plist, v)", parameters, vectors)
+    return _given(ggnvp((output, loss), parameters, vectors), detach=True)
+
+
+def L_op(  # noqa: N802  # the name in the literature
+    ys: Vectors, xs: Vectors, ws: Vectors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """``J^T w``, a vector-Jacobian product, with J the Jacobian of ``ys`` in ``xs``.
+
+    Args:
+        ys: Outputs.
+        xs: Inputs that they were computed from.
+        ws: One tensor for each output, of the same shapes.
+        retain_graph: Whether the graph shall be there afterwards.
+        detach: Whether the result shall be cut from the graph.
+
+    Returns:
+        One tensor for each of ``xs``, of their shapes; zeros where no output depends on it.
+
+    Raises:
+        BadInput: If shapes of ``ws`` and ``ys`` differ.
+        PackpropError: If ``ys`` are gradients through a function that cannot be differentiated twice.
+    """
+    outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
+    require_vectors("L_op(ys, xs, ws)", outputs, vectors)
+    with twice(WHERE, ASKED, INSTEAD):
+        found = pulled(
+            outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
+        )
+    return _given(filled(found, inputs, None), detach)
+
+
+def R_op(  # noqa: N802
+    ys: Vectors, xs: Vectors, vs: Vectors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """``J v``, a Jacobian-vector product, with J the Jacobian of ``ys`` in ``xs``.
+
+    Args:
+        ys: Outputs.
+        xs: Inputs that they were computed from.
+        vs: One tensor for each input, of the same shapes.
+        retain_graph: Whether the graph shall be there afterwards.
+        detach: Whether the result shall be cut from the graph.
+
+    Returns:
+        One tensor for each of ``ys``, of their shapes; zeros where it depends on no input.
+
+    Raises:
+        BadInput: If shapes of ``vs`` and ``xs`` differ.
+        PackpropError: If a function on the way cannot be differentiated twice.
+    """
+    outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(vs)
+    require_vectors("R_op(ys, xs, vs)", inputs, vectors)
+    require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
+    with twice(WHERE, ASKED, INSTEAD):
+        found = pushed(
+            outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
+        )
+    return _given(found, detach)
+
+
+def transposed_jacobian_vector_product(
+    f: Vectors, x: Vectors, v: Vectors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """``L_op`` by its long name."""
+    return L_op(f, x, v, retain_graph, detach)
+
+
+def jacobian_vector_product(
+    f: Vectors, x: Vectors, v: Vectors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """``R_op`` by its long name."""
+    return R_op(f, x, v, retain_graph, detach)
+
+
+def _listed(value: Vectors) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _given(found: list[Tensor], detach: bool) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in found) if detach else tuple(found)

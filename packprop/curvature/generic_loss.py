@@ -1,0 +1,161 @@
+"""Losses by their own derivatives: what multiplies them, roots of their Hessians, products with these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from packprop.errors import PackpropError
+from packprop.functions.losses.description import (
+    Root,
+    input_of,
+)
+from packprop.functions.losses.roots import matrix_root
+from packprop.functions.nodes import is_once_differentiable
+from packprop.graph.graph import FoundLoss, Graph
+from packprop.graph.search import nodes_above
+from packprop.tensors.dry import found_fault
+from packprop.tensors.layout import Layout
+
+
+def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
+    """The gradient of the roots with respect to what the loss function returned.
+
+    Raises:
+        PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not that
+            of the roots.
+    """
+    root, given = graph.roots[0], graph.gradients[0]
+    if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
+        return torch.ones_like(root, requires_grad=False)
+    edge = GradientEdge(loss.node, loss.output)
+    gradients = graph.root_gradients()
+    with torch.enable_grad():
+        (arriving,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
+        curved = None
+        if arriving.requires_grad:
+            (curved,) = torch.autograd.grad(arriving.sum(), edge, retain_graph=True, allow_unused=True)
+    if curved is not None and found_fault((curved != 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what was made of the loss after the loss function",
+            "it is not linear in the loss, so that it curves by itself",
+            "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
+            "module",
+        )
+    if found_fault((arriving < 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what the loss was multiplied by",
+            "a negative factor makes the matrix negative: it has no square root",
+            "ask for the quantities of the loss itself, and change the sign of the result",
+        )
+    return arriving if torch.is_grad_enabled() else arriving.detach()
+
+
+def generic_root(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arriving: Tensor,
+    layout: Layout,
+) -> Root:
+    """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
+    differentiable = torch.is_grad_enabled()
+    outputs, value = _evaluated(function, args, kwargs, arriving)
+    _require_twice(function, value)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+        front = layout.to_front(slope).reshape(layout.samples, -1)
+        entries = front.shape[1]
+        if not slope.requires_grad:
+            return matrix_root(front.new_zeros(layout.samples, entries, entries))
+
+        def product(vector: Tensor) -> Tensor:
+            try:
+                (row,) = torch.autograd.grad(
+                    front,
+                    outputs,
+                    vector.expand_as(front),
+                    retain_graph=True,
+                    create_graph=differentiable,
+                    allow_unused=True,
+                )
+            except (RuntimeError, NotImplementedError) as error:
+                raise PackpropError(
+                    "A generalized Gauss-Newton quantity was asked for.",
+                    f"the loss {getattr(function, '__name__', function)}",
+                    f"PyTorch cannot differentiate it twice: {error}",
+                    "use a twice differentiable loss, or ask for first-order quantities",
+                ) from error
+            row = torch.zeros_like(outputs) if row is None else row
+            return layout.to_front(row).reshape(layout.samples, -1)
+
+        _require_separate(product, front)
+        unit = torch.eye(entries, dtype=front.dtype, device=front.device)
+        hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
+    return matrix_root(0.5 * (hessian + hessian.mT))
+
+
+def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], Tensor]:
+    """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
+    call = loss.call
+    with torch.no_grad():
+        arriving = _arriving(graph, loss)
+        outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    _require_twice(call.function, value)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+
+    def product(vectors: Tensor) -> Tensor:
+        if not slope.requires_grad:
+            return torch.zeros_like(vectors)
+        columns = [torch.autograd.grad(slope, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        return torch.stack(columns)
+
+    return product
+
+
+def _require_twice(function: Callable[..., Any], value: Tensor) -> None:
+    """Refuse losses made of functions that are marked as differentiable once."""
+    for node in nodes_above([value.grad_fn]):
+        if is_once_differentiable(node):
+            raise PackpropError(
+                "A generalized Gauss-Newton quantity was asked for.",
+                f"{node.name()} in the loss {getattr(function, '__name__', type(function).__name__)}",
+                "its backward pass is marked once_differentiable: the loss has no second derivative",
+                "write its backward pass in differentiable operations and drop the mark",
+            )
+
+
+def _evaluated(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss evaluated again by itself: its input, and its share in the root as a function of that."""
+    original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = original.view_as(original) if differentiable else original.detach()
+        outputs.requires_grad_(True)
+        swap = (outputs, *args[1:]) if args else ()
+        named = kwargs if args else {**kwargs, "input": outputs}
+        return outputs, (function(*swap, **named) * arriving).sum()
+
+
+def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
+    """The Hessian between two samples must vanish: no curvature of single samples exists otherwise."""
+    half = torch.arange(front.shape[0], device=front.device) % 2 == 0
+    if front.shape[0] == 1:
+        return
+    leaked = product(half[:, None].to(front.dtype))[1::2]
+    scale = product(torch.ones_like(front[:1])).abs().amax()
+    if found_fault(leaked.abs().amax() > 1e-6 * scale):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the loss function",
+            "its Hessian couples the outputs of different samples",
+            "use a loss that is a sum or mean of one term for each sample",
+        )

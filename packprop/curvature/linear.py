@@ -1,0 +1,135 @@
+"""Products with curvature matrices and Jacobians: for the block of one parameter, and for all of them.
+
+# NOTE [Products by double backward]
+All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
+InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative, along v, of ``J^T u`` in a
+vector u that is otherwise arbitrary (Townsend 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from packprop.errors import BadInput
+from packprop.graph.sweep import pull_columns
+from packprop.graph.traversal import made_by
+
+Vectors = Sequence[Tensor]
+
+
+ASKED = "A product with a curvature matrix or a Jacobian was asked for."
+
+
+INSTEAD = "use functions that are twice differentiable"
+
+
+class How(TypedDict, total=False):
+    """Options of ``pull_columns``."""
+
+    batched: bool
+    create_graph: bool
+    retain_graph: bool
+
+
+class Push(Protocol):
+    """``J v`` for vectors at some inputs."""
+
+    def __call__(self, vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
+        """From ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
+
+
+def slopes(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a scalar, as functions of the inputs; ``None`` for those that it does not depend on."""
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    with torch.enable_grad():
+        found: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
+    return list(found)
+
+
+def pulled(
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor | None]:
+    """``J^T u``, for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` where nothing arrives.
+
+    Outputs that are ``None`` or constant are passed over.
+    """
+    pairs = [
+        (output, vector)
+        for output, vector in zip(outputs, vectors, strict=True)
+        if output is not None and (not isinstance(output, Tensor) or output.requires_grad)
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **how)
+
+
+def pushed(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **how: Unpack[How]
+) -> list[Tensor]:
+    """``J v``, for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
+
+    See NOTE [Products by double backward].
+    """
+    return pushing(outputs, inputs, how.get("retain_graph", True))(vectors, **how)
+
+
+def pushing(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> Push:
+    """``pushed`` with a graph that is made once."""
+    with torch.enable_grad():
+        arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
+        linear = pulled(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
+
+    def push(vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
+        found = pulled(linear, arbitrary, vectors, **how)
+        return filled(found, arbitrary, len(vectors[0]) if how.get("batched", True) else None)
+
+    return push
+
+
+def filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
+    """Products, with zeros in place of ``None``: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
+    front = () if count is None else (count,)
+    return [
+        tensor.new_zeros(*front, *tensor.shape) if each is None else each
+        for each, tensor in zip(found, like, strict=True)
+    ]
+
+
+def _zeros_at(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return torch.zeros_like(output, requires_grad=False)
+    made = made_by(output.node)[output.output_nr]
+    return torch.zeros(tuple(made.shape), dtype=made.dtype, device=made.device)
+
+
+def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: bool = False) -> None:
+    """Refuse vectors that do not belong to some tensors.
+
+    Args:
+        call: How the function was called, for the message.
+        like: The tensors.
+        vectors: One for each, of its shape; or, if ``many``, all with one more leading axis.
+        many: Whether there is that axis.
+
+    Raises:
+        BadInput: If numbers or shapes differ.
+    """
+    fits = len(like) == len(vectors)
+    if fits and many:
+        fits = len({vector.shape[:1] for vector in vectors}) == 1 and all(vector.dim() for vector in vectors)
+    if fits:
+        pairs = zip(vectors, like, strict=True)
+        fits = all((vector.shape[1:] if many else vector.shape) == own.shape for vector, own in pairs)
+    if not fits:
+        given, wanted = ([tuple(tensor.shape) for tensor in each] for each in (vectors, like))
+        raise BadInput(
+            f"{call} was called.",
+            f"vectors of shapes {given}",
+            f"they do not match {wanted}",
+            "give one for each, of its shape" + (", or all with one more leading axis" if many else ""),
+        )

@@ -1,0 +1,226 @@
+"""Curvature matrices as linear operators: ``@`` on tensors, and ``to_scipy()`` for SciPy's solvers.
+
+The entries of some parameters stand side by side in one vector, in the order in which
+``torch.nn.utils.parameters_to_vector`` puts them. All operators are symmetric.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra import kronecker
+from packprop.algebra.kronecker import Block, Eigen
+from packprop.curvature.block_products import States, states_of, were_changed
+from packprop.curvature.linear import Vectors
+from packprop.curvature.products import Product, ggn_product, hessian_product
+from packprop.errors import BadInput, PackpropError
+from packprop.graph.search import leaves_above
+from packprop.tensors.precision import precision
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A symmetric matrix that is known by its products, plus ``damping`` times the identity.
+
+    Args:
+        parameters: Whose entries it is over, in this order.
+        product: From vectors ``[v, *p]`` for each parameter to products.
+        damping: What is added to the diagonal, in units of the curvature.
+        states: Tensors that the product is a function of, as they were when it was made.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hessian(lambda: (w**3).sum(), [w]) @ torch.tensor([1.0, 1.0])
+        tensor([ 6., 12.])
+    """
+
+    parameters: tuple[Tensor, ...]
+    product: Product
+    damping: float = 0.0
+    states: States = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns: the number of entries of all parameters."""
+        size = sum(parameter.numel() for parameter in self.parameters)
+        return size, size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of products: the highest among the parameters."""
+        return functools.reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.parameters[0].device
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """Products with one vector ``[p]``, or with the columns of a matrix ``[p, v]``, of the same shape.
+
+        Raises:
+            BadInput: If the vectors have another length.
+            PackpropError: If a parameter of the graph was changed in place since the operator was made.
+        """
+        if vectors.dim() not in (1, 2) or len(vectors) != self.shape[1]:
+            raise BadInput(
+                "A product with a curvature operator was asked for.",
+                f"vectors of shape {list(vectors.shape)}",
+                f"the operator has {self.shape[1]} columns",
+                "give [p] or [p, v], with the entries of all parameters side by side",
+            )
+        if were_changed(self.states):
+            raise PackpropError(
+                "A product with a curvature operator was asked for.",
+                "parameters of its graph",
+                "they were changed in place since the operator was made: it is that of old values",
+                "make the operator again, from a new forward pass",
+            )
+        columns = vectors.detach().reshape(len(vectors), -1).mT.to(self.device)
+        if not columns.numel():
+            return torch.zeros_like(vectors)
+        pieces = columns.split([parameter.numel() for parameter in self.parameters], 1)
+        given = [
+            piece.reshape(-1, *parameter.shape).to(parameter.dtype)
+            for piece, parameter in zip(pieces, self.parameters, strict=True)
+        ]
+        found = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
+        products = torch.cat(found, 1) + self.damping * columns.to(self.dtype)
+        return products.mT.reshape(vectors.shape).to(vectors.device, precision(vectors, products))
+
+    def to_scipy(self) -> Any:
+        """The same as a ``scipy.sparse.linalg.LinearOperator``, of arrays ``[p]`` or ``[p, v]`` on the CPU.
+
+        Raises:
+            PackpropError: If SciPy is not installed.
+        """
+        try:
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError as error:
+            raise PackpropError(
+                "Operator.to_scipy() was called.",
+                "the package scipy",
+                "it is not installed",
+                "pip install 'packprop[scipy]', or use the operator on tensors: operator @ vector",
+            ) from error
+        single = self.dtype in (torch.float16, torch.bfloat16)  # NumPy lacks one of them, SciPy's solvers both
+        dtype = torch.float32 if single else self.dtype
+
+        def product(array: Any) -> Any:
+            return (self @ torch.tensor(array, dtype=dtype)).numpy()
+
+        return LinearOperator(
+            self.shape,
+            matvec=product,
+            rmatvec=product,
+            matmat=product,
+            rmatmat=product,
+            dtype=torch.empty(0, dtype=dtype).numpy().dtype,
+        )
+
+
+def hessian(
+    loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], damping: float = 0.0
+) -> Operator:
+    """The Hessian of a scalar in some parameters (Pearlmutter 1994).
+
+    The loss is evaluated once, and its graph kept as long as the operator is: whatever the model draws in its
+    forward pass is the same in every product.
+
+    Args:
+        loss: A scalar with a graph; or a function of no arguments that computes it, which is called once, with
+            the kernels of scaled dot product attention that can be differentiated twice.
+        parameters: Leaves of the graph, each once.
+        damping: What is added to the diagonal.
+
+    Raises:
+        BadInput: If a parameter is there twice or requires no gradient, or the loss is no scalar.
+        PackpropError: If something in the graph is not twice differentiable; products raise it, too.
+    """
+    chosen = _chosen("operators.hessian", parameters)
+    product, value = hessian_product("operators.hessian", loss, chosen)
+    return Operator(chosen, product, damping, states_of(leaves_above(value)))
+
+
+def ggn(
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+    damping: float = 0.0,
+) -> Operator:
+    """The generalized Gauss-Newton matrix ``J^T H J`` in some parameters (Schraudolph 2002).
+
+    Args:
+        graph: The model's output and the loss computed from it; or a function of no arguments that computes
+            both, called as that of ``hessian``.
+        parameters: Leaves of the graph, each once.
+        damping: What is added to the diagonal.
+
+    Raises:
+        BadInput: If a parameter is there twice or requires no gradient.
+        PackpropError: If something in the graph is not twice differentiable; products raise it, too.
+    """
+    chosen = _chosen("operators.ggn", parameters)
+    product, loss = ggn_product("operators.ggn", graph, chosen)
+    return Operator(chosen, product, damping, states_of(leaves_above(loss)))
+
+
+def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:
+    """A matrix with one block for each parameter, and zeros between them.
+
+    For a damped inverse give inverses of the blocks, ``[kronecker.inverse(p.ekfac, damping) for p in ...]``.
+
+    Args:
+        parameters: Each once.
+        blocks: For each what an extension saved on it, or what ``packprop.kronecker`` made of that. Lists of
+            factors must be those of a parameter with entries ``[o, i]``.
+        damping: What is added to the diagonal.
+
+    Raises:
+        BadInput: If a parameter is there twice, or a block does not fit its parameter.
+    """
+    chosen = _chosen("operators.block_diagonal", parameters, leaves=False)
+    wrong = [parameter for parameter, block in zip(chosen, blocks, strict=False) if not _fits(parameter, block)]
+    if wrong or len(blocks) != len(chosen):
+        raise BadInput(
+            "operators.block_diagonal(parameters, blocks) was called.",
+            f"a parameter of shape {list(wrong[0].shape)}" if wrong else f"{len(blocks)} blocks",
+            "its block does not belong to it, or it keeps its entries in another order than [o, i]"
+            if wrong
+            else f"there are {len(chosen)} parameters",
+            "give one block for each parameter, in the same order; what EKFAC saves knows every order",
+        )
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        return [kronecker.multiply(block, v) for block, v in zip(blocks, vectors, strict=True)]
+
+    return Operator(chosen, product, damping)
+
+
+def _fits(parameter: Tensor, block: Block) -> bool:
+    if isinstance(block, Eigen):
+        size = block.values.numel()
+        return size == parameter.numel() and (block.order is None or block.order.parameter == parameter.shape)
+    if len(block) == 1:
+        return len(block[0]) == parameter.numel()
+    return (len(block[0]), len(block[1])) == (len(parameter), parameter.numel() // max(1, len(parameter)))
+
+
+def _chosen(asked: str, parameters: Sequence[Tensor], leaves: bool = True) -> tuple[Tensor, ...]:
+    chosen = tuple(parameters)
+    wrong = None
+    if not chosen:
+        wrong = "no parameters", "there is nothing to be a matrix over"
+    elif len({id(parameter) for parameter in chosen}) != len(chosen):
+        wrong = "a parameter that is there twice", "its entries would be counted twice"
+    elif leaves and not all(parameter.requires_grad for parameter in chosen):
+        wrong = "a parameter with requires_grad=False", "nothing is differentiated in it"
+    if wrong is not None:
+        instead = "give each trainable parameter once, as [p for p in model.parameters() if p.requires_grad]"
+        raise BadInput(f"{asked}(...) was called.", *wrong, instead)
+    return chosen

@@ -1,0 +1,194 @@
+"""Products with Jacobians, the Hessian and the GGN in all parameters together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from packprop.curvature.linear import (
+    ASKED,
+    INSTEAD,
+    Vectors,
+    filled,
+    pulled,
+    pushed,
+    pushing,
+    require_vectors,
+    slopes,
+)
+from packprop.curvature.second_order import require_second_derivatives, twice
+from packprop.errors import BadInput
+
+
+def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
+    """Vector-Jacobian products ``J^T u`` with the Jacobian of ``outputs`` in some parameters.
+
+    Args:
+        outputs: A tensor with a graph, which is kept.
+        parameters: Leaves or other tensors of the graph.
+        vectors: ``[*y]`` or ``[v, *y]``.
+
+    Returns:
+        For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
+    """
+    bare = _is_bare("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    found = pulled([outputs], parameters, _many([vectors], bare))
+    return _finished(found, parameters, [vectors], bare)
+
+
+def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
+    """Jacobian-vector products ``J v``, by reverse over reverse.
+
+    Args:
+        outputs: A tensor with a graph, which is kept and must be twice differentiable.
+        parameters: Leaves or other tensors of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        ``[*y]`` or ``[v, *y]``.
+    """
+    bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
+    require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
+    with twice("the outputs given to jvp", ASKED, INSTEAD):
+        (found,) = pushed([outputs], parameters, _many(vectors, bare))
+    return found[0] if bare else found
+
+
+def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
+    """Hessian-vector products of a scalar in some parameters (Pearlmutter 1994).
+
+    Args:
+        loss: A scalar with a graph, which is kept; or a function of no arguments that computes it, which is
+            called once, with the kernels of scaled dot product attention that can be differentiated twice.
+        parameters: Leaves of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        For each parameter, of the shape of its vectors.
+
+    Raises:
+        BadInput: If vectors do not fit, or the loss is no scalar.
+        PackpropError: If something in the graph is not twice differentiable.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
+        [tensor([6., 0.])]
+    """
+    bare = _is_bare("hvp(loss, parameters, vectors)", parameters, vectors)
+    product, _ = hessian_product("hvp", loss, parameters)
+    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
+
+
+Product = Callable[[Vectors], list[Tensor]]
+"""From vectors ``[v, *p]`` for each parameter to their products."""
+
+
+def hessian_product(
+    asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
+) -> tuple[Product, Tensor]:
+    """``hvp`` with a gradient that is taken once and kept, and the loss.
+
+    Raises:
+        BadInput: If the loss is no scalar.
+        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+    """
+    value = _evaluated(loss)
+    if value.numel() != 1:
+        raise BadInput(
+            f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
+        )
+    require_second_derivatives([value], parameters, shown, ASKED)
+    where = f"the loss given to {asked}"
+    with twice(where, ASKED, INSTEAD):
+        slope = slopes(value, parameters)
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with twice(where, ASKED, INSTEAD):
+            return filled(pulled(slope, parameters, vectors), parameters, len(vectors[0]))
+
+    return product, value
+
+
+def ggnvp(
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+    vectors: Vectors,
+) -> list[Tensor]:
+    """GGN-vector products ``J^T H J v`` (Schraudolph 2002).
+
+    Args:
+        graph: The model's output and the loss computed from it, whose graph is kept; or a function of no
+            arguments that computes both, called as that of ``hvp``.
+        parameters: Leaves of the graph.
+        vectors: For each parameter ``[*p]`` or ``[v, *p]``.
+
+    Returns:
+        For each parameter, of the shape of its vectors.
+
+    Raises:
+        BadInput: If vectors do not fit.
+        PackpropError: If something in the graph is not twice differentiable.
+    """
+    bare = _is_bare("ggnvp(graph, parameters, vectors)", parameters, vectors)
+    product, _ = ggn_product("ggnvp", graph, parameters)
+    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
+
+
+def ggn_product(
+    asked: str,
+    graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+) -> tuple[Product, Tensor]:
+    """``ggnvp`` with graphs that are made once and kept, and the loss.
+
+    Raises:
+        PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
+    """
+    outputs, loss = _evaluated(graph)
+    require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
+    where = f"the graph given to {asked}"
+    with twice(where, ASKED, INSTEAD):
+        push, slope = pushing([outputs], parameters), slopes(loss, [outputs])
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with twice(where, ASKED, INSTEAD):
+            forward = push(vectors)
+            curved = filled(pulled(slope, [outputs], forward), [outputs], len(forward[0]))
+            return filled(pulled([outputs], parameters, curved), parameters, len(vectors[0]))
+
+    return product, loss
+
+
+def _evaluated(value: Any) -> Any:
+    if not callable(value) or isinstance(value, Tensor):
+        return value
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        return value()
+
+
+def shown(tensor: Tensor) -> str:
+    """What a tensor without a name is called in messages."""
+    return f"the tensor of shape {list(tensor.shape)}"
+
+
+def _is_bare(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
+    bare = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
+    if not bare:
+        require_vectors(call, like, vectors, many=True)
+    return bare
+
+
+def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
+    return [vector.detach()[None] if bare else vector.detach() for vector in vectors]
+
+
+def _finished(
+    found: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, bare: bool
+) -> list[Tensor]:
+    products = filled(found, parameters, 1 if bare else len(vectors[0]))
+    return [product[0] if bare else product for product in products]

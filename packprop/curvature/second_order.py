@@ -1,0 +1,116 @@
+"""What differentiates twice: what PyTorch refuses or gets wrong there is said by name."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.errors import PackpropError
+from packprop.functions.nodes import is_once_differentiable, is_wrong_in_second_order
+from packprop.graph.graph import Graph
+from packprop.graph.search import nodes_above
+
+ASKED = "A diagonal of the Hessian was asked for."
+
+
+NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_differentiable", re.IGNORECASE)
+"""How PyTorch says that there is no second derivative; its other errors are about something else."""
+
+
+ONCE = (
+    "its backward pass is marked once_differentiable: it has no second derivative",
+    "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
+)
+
+
+WRONG = (
+    "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
+    "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+)
+
+
+@contextlib.contextmanager
+def twice(
+    where: str,
+    asked: str = ASKED,
+    instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
+) -> Iterator[None]:
+    """What is inside differentiates twice: what PyTorch says of functions that it cannot is said in four parts.
+
+    Raises:
+        PackpropError: With the name of PyTorch's function.
+    """
+    try:
+        yield
+    except PackpropError:
+        raise
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if "a second time" in said:
+            kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
+            raise PackpropError(asked, where, "another backward pass has freed the graph", kept) from error
+        if not NOT_TWICE.search(said):
+            raise
+        why = f"PyTorch cannot differentiate twice what lies above: {said}"
+        raise PackpropError(asked, where, why, _attention(said) or instead) from error
+
+
+def _attention(said: str) -> str:
+    """What to do where PyTorch names a fused kernel of attention."""
+    if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
+        return (
+            "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
+            "kernels of scaled_dot_product_attention have no second derivative"
+        )
+    return ""
+
+
+def require_second_derivatives(
+    roots: Iterable[Tensor],
+    leaves: Sequence[Tensor],
+    name: Callable[[Tensor], str],
+    asked: str = ASKED,
+    linear: bool = False,
+) -> None:
+    """Refuse functions between roots and leaves of which PyTorch gives second derivatives that are none.
+
+    Args:
+        roots: Where the graph begins.
+        leaves: What is differentiated in, twice.
+        name: Of a leaf, for the message.
+        asked: What for.
+        linear: Whether derivatives are differentiated only in what they are linear in, as for ``J v``.
+
+    Raises:
+        PackpropError: With the name of the node.
+    """
+    wanted = {id(leaf): leaf for leaf in leaves}
+    made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
+    for node in nodes_above(root.grad_fn for root in roots):
+        fault = ONCE if is_once_differentiable(node) else None
+        if not linear and is_wrong_in_second_order(node):
+            fault = WRONG
+        if fault is None:
+            continue
+        for above in nodes_above([node]):
+            leaf = wanted.get(id(getattr(above, "variable", None)), made.get(above))
+            if leaf is not None:
+                raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
+
+
+def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
+    """Gradients of the roots at tensors or edges."""
+    found: Any = torch.autograd.grad(
+        list(graph.roots),
+        list(ends),
+        graph.root_gradients(),
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    return list(found)

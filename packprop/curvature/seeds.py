@@ -1,0 +1,206 @@
+"""Columns that are fed in at a loss's input: the square root of its Hessian, whole or sampled."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from packprop.curvature.columns import Columns, unit_columns
+from packprop.curvature.generic_loss import _arriving, _evaluated, generic_root
+from packprop.errors import BadInput, PackpropError
+from packprop.functions.losses.description import (
+    Loss,
+    Root,
+    canonical,
+    describe,
+    from_canonical,
+    without_classes,
+)
+from packprop.graph.graph import FoundLoss, Graph
+from packprop.graph.separation import layouts_at
+from packprop.graph.traversal import made_by
+from packprop.tensors.state import is_hooked, version
+from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
+
+
+def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
+    """Unit columns at the model's output, whatever was made of it: they are swept back to its Jacobian.
+
+    Raises:
+        PackpropError: If there is not one output.
+        BadInput: If an entry that was asked for is not there.
+    """
+    asked = "A Jacobian of the model's output was asked for."
+    found = {
+        (edge.node, edge.output_nr): (edge, shape)
+        for edge, forward, shape in graph.outputs
+        if forward.has_parameters
+    }
+    if len(found) != 1:
+        raise PackpropError(
+            asked,
+            f"{len(found)} outputs of extended modules",
+            "it is not clear whose Jacobian is meant",
+            "call one extended module once, and let it return one tensor that is used",
+        )
+    ((edge, shape),) = found.values()
+    ways = layouts_at(graph, [(edge, shape)])
+    if not isinstance(ways, list):
+        raise PackpropError(
+            asked,
+            f"the output, of shape {list(shape)}",
+            "it holds the samples on no axis, or mixes them",
+            "keep the samples on one axis of the output",
+        )
+    count = shape.numel() // graph.samples
+    chosen = range(count) if seed.entries is None else seed.entries
+    for entry in chosen:
+        if not 0 <= entry < count:
+            raise BadInput(asked, f"entry {entry}", f"an output has {count} entries", f"give 0 to {count - 1}")
+    made = made_by(edge.node)[edge.output_nr]
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        if seed.entries is None:
+            return [unit_columns(shape, ways[0], like, start, stop)]
+        return [torch.cat([unit_columns(shape, ways[0], like, e, e + 1) for e in seed.entries[start:stop]])]
+
+    return [Columns([edge], len(chosen), chunk)]
+
+
+def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
+    """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
+
+    Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
+    the products between losses vanish in expectation. Empirical ones are: they are what the data had drawn.
+
+    Raises:
+        PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
+    """
+    if seed.kind == "jacobian":
+        return output_columns(graph, seed)
+    _require_losses(graph)
+    with torch.set_grad_enabled(create_graph):
+        found = [_loss_columns(graph, loss, seed) for loss in graph.losses]
+    if seed in (EXACT, ENTRYWISE) or len(found) == 1:
+        return found
+
+    def together(start: int, stop: int) -> list[Tensor]:
+        return [column for each in found for column in each.chunk(start, stop)]
+
+    return [Columns([each.edges[0] for each in found], found[0].count, together)]
+
+
+def _require_losses(graph: Graph) -> None:
+    if not graph.losses:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the tensor that backward() was called on",
+            "no recorded loss lies between it and the parameters, so its Hessian is not known",
+            "extend the loss module, or call the loss function inside `with packprop.record():`",
+        )
+    if graph.unlosed:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            graph.unlosed[0],
+            "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
+            "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
+            "of this backward pass",
+        )
+
+
+def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
+    call, layout = loss.call, loss.layout
+    rule = describe(call.function, call.args, call.kwargs)
+    if rule.refusal is not None:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            *rule.refusal,
+        )
+    if version(call.input) != call.version:
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the input of the loss, of shape {list(call.shape)}",
+            "it was changed in place after the loss was computed",
+            "clone it before changing it",
+        )
+    targets = [value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, Tensor)]
+    if any(value.requires_grad and value is not call.input for value in targets):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the targets of {getattr(call.function, '__name__', call.function)}",
+            "they require gradients: the loss curves in them too, and that is not accounted for",
+            "detach the targets",
+        )
+    arriving = _arriving(graph, loss)
+    if seed == EMPIRICAL:
+        return _empirical_column(loss, rule, arriving)
+    bare = not is_hooked(call.input)
+    if rule.root is None:
+        root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
+        axis, positions = None, 1
+    else:
+        axis = rule.class_axis
+        value = canonical(call.input, layout, axis)
+        root = rule.root(value, _scale(rule, loss, arriving, value))
+        positions = value.shape[1]
+    place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
+    if seed.mc_samples is not None:
+        draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], bare=bare)
+    if seed.entrywise and root.entrywise is not None:
+        root = root.entrywise
+    chunk = functools.partial(_exact, root, positions)
+    count = positions * root.columns
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
+
+
+def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
+    """The gradient of each term over the root of its scale: what a draw that hits the target gives."""
+    call, layout, axis = loss.call, loss.layout, rule.class_axis
+    if rule.divisor is None:
+        raise PackpropError(
+            "The empirical Fisher information was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "it is not known what its terms are divided by, so its gradients have no known scale",
+            "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
+        )
+    outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    (slope,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
+    front = canonical(slope, layout, axis)
+    scale = _scale(rule, loss, arriving, front)
+    counted = scale > 0
+    strength = torch.where(counted, scale, 1.0).rsqrt() * counted
+    column = from_canonical((front * strength[..., None])[None], call.shape, layout, axis)
+    return Columns([call.edge], 1, lambda start, stop: [column])
+
+
+def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
+    """Columns ``start`` to ``stop``, ordered by position, then by entry; zero at all other positions."""
+    pieces, places = [], []
+    while start < stop:
+        position, first = divmod(start, root.columns)
+        last = min(root.columns, first + stop - start)
+        pieces.append(root.position(position, first, last))
+        places += [position] * (last - first)
+        start += last - first
+    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if positions == 1:
+        return found.unsqueeze(2)
+    columns, samples, classes = found.shape
+    wide = found.new_zeros(columns, samples, positions, classes)
+    at = torch.tensor(places, device=found.device)[:, None]
+    column, sample = (torch.arange(size, device=found.device) for size in (columns, samples))
+    return wide.index_put_((column[:, None], sample, at), found)
+
+
+def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tensor:
+    """What multiplies each term ``[n, t]``: the loss's weights and divisor, and all that comes after it."""
+    terms = value.shape[:2]
+    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
+    divisor = 1.0 if rule.divisor is None else rule.divisor
+    weight = (rule.weight * arriving / divisor).to(value.dtype)
+    return layout.to_front(weight.expand(shape)).reshape(terms)

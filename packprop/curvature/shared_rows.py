@@ -1,0 +1,117 @@
+"""Rows of a Jacobian that all samples have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.curvature.routes import Curve
+from packprop.functions.nodes import CONVOLUTIONS, name_of_node
+from packprop.graph.graph import Found, Graph
+from packprop.graph.separation import layouts_at
+from packprop.graph.sweep import pull_columns
+from packprop.graph.traversal import made_by
+from packprop.tensors.layout import Layout
+
+WORTH_A_BATCH = 4
+"""Passes through one function from which on a vectorised one is faster."""
+
+
+@dataclass
+class SharedRows:
+    """Rows of a Jacobian that all samples have in common, at what its function was given.
+
+    As many of them come from one pass as there are samples.
+
+    Args:
+        above: Where the output comes from.
+        shape: Shape of the output.
+        layout: Where the output holds the samples.
+        below: Where the input comes from.
+        inside: Where the input holds the samples.
+        like: Has the precision and device of the output.
+        create_graph: Whether rows shall be differentiable.
+    """
+
+    above: GradientEdge
+    shape: torch.Size
+    layout: Layout
+    below: GradientEdge
+    inside: Layout
+    like: Tensor
+    create_graph: bool
+    _first: int = 0
+    _rows: Tensor | None = None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Rows as columns at the input ``[v, *x]``, which samples share."""
+        known = 0 if self._rows is None else len(self._rows)
+        if not self._first <= start <= stop <= self._first + known:
+            self._first, self._rows = start, None
+            self._rows = self.rows(start, max(stop, start + self.layout.samples))
+        assert self._rows is not None
+        rows = self._rows[start - self._first : stop - self._first]
+        return self.inside.from_front(rows[:, None].expand(-1, self.layout.samples, *rows.shape[1:]), 1)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows from ``start`` to ``stop``, or to the last ``[v, *rest]``."""
+        samples = self.layout.samples
+        rest = self.layout.front_shape(self.shape)[1:]
+        stop = min(rest.numel(), rest.numel() if stop is None else stop)
+        count = -(-(stop - start) // samples)
+        units = self.like.new_zeros(count * samples, rest.numel())
+        units.diagonal(start).fill_(1.0)
+        fed = self.layout.from_front(units.reshape(count, samples, *rest), 1)
+        pull = functools.partial(pull_columns, [self.above], [self.below], create_graph=self.create_graph)
+        parts = [fed] if count >= WORTH_A_BATCH else fed.split(1)  # one by one for so few
+        found = [pull([part])[0] for part in parts]
+        pulled = torch.cat([part for part in found if part is not None])
+        return self.inside.to_front(pulled, 1).flatten(0, 1)[: stop - start]
+
+
+def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -> bool:
+    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
+
+    The axis of samples must pass through: where a product sums over it, each sample has rows of the other
+    matrix to itself, and where samples lie on channels, a convolution may have a kernel for each.
+    """
+    places = [place for place, (above, _) in enumerate(node.next_functions) if above is below.node]
+    if len(places) != 1 or layout != inside:
+        return False
+    name, dims = name_of_node(node), len(made_by(node)[0].shape)
+    kept: Sequence[int] = ()
+    if places == [0] and name in CONVOLUTIONS:
+        kept = (0,)
+    elif places == [0] and name == "Linear":
+        kept = range(dims - 1)
+    elif name in ("Mm", "Addmm"):  # the one adds nothing, the other a first operand
+        kept = (places[0] - (name == "Addmm"),)
+    return len(kept) > 0 and layout.axis in (None, *kept)
+
+
+def _shared_rows(
+    graph: Graph,
+    curve: Curve,
+    layout: Layout,
+    reached: Sequence[Found],
+    masks: dict[Node, int],
+    create_graph: bool,
+) -> SharedRows | None:
+    """What unit columns at a nonlinearity's input become below the function that made it, if that helps."""
+    above = curve.input
+    sources = above.node.next_functions
+    inputs = [(node, output) for node, output in sources if node is not None and masks.get(node)]
+    if len(inputs) != 1 or layout.axis is None or any(above.node in f.anchors for f in reached):
+        return None
+    below = GradientEdge(*inputs[0])
+    made = made_by(above.node)[above.output_nr]
+    known = layouts_at(graph, [(below, torch.Size(made_by(below.node)[below.output_nr].shape))])
+    if not isinstance(known, list) or not is_shared(above.node, layout, below, known[0]):
+        return None
+    like = torch.empty(0, dtype=made.dtype, device=made.device)
+    return SharedRows(above, curve.shape, layout, below, known[0], like, create_graph)

@@ -1,0 +1,154 @@
+"""Batches of data of any form, and what is said of the one that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from packprop.errors import BadInput, PackpropError
+from packprop.tensors.nesting import tensors_in
+
+Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
+
+
+BATCH_SIZE = 128
+"""Samples in a batch where the data come sample by sample."""
+
+
+class Batches:
+    """One pass over data of any form, which knows the batch that is being worked on.
+
+    Args:
+        asked: What the user asked for, for messages.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``.
+        batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
+
+    Raises:
+        BadInput: For data of another form; while iterating, for a batch of another form.
+    """
+
+    def __init__(self, asked: str, data: Any, batch_size: int | None = None) -> None:
+        self.asked, self.count = asked, 0
+        self._current: Any = None
+        self._first: list[tuple[Any, Any]] = []
+        if isinstance(data, (tuple, list)) and data and all(isinstance(x, Tensor) for x in data):
+            sizes = {len(x) if x.dim() else 0 for x in data}
+            if len(data) != 2 or len(sizes) != 1:
+                raise BadInput(
+                    asked,
+                    f"data, tensors {shapes(data)}",
+                    "they are not a pair whose first axes hold the same number of samples",
+                    "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]",
+                )
+            data = TensorDataset(*data)
+        if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+            step = batch_size or BATCH_SIZE
+            data = list(zip(*(tensor.split(step) for tensor in data.tensors), strict=True))
+        elif isinstance(data, Dataset):
+            data = DataLoader(data, batch_size or BATCH_SIZE)
+        elif not isinstance(data, Iterable):
+            raise BadInput(
+                asked,
+                f"data {described(data)}",
+                "it is neither a data set nor can it be iterated over",
+                "give a Dataset, a pair of tensors, or batches (inputs, targets)",
+            )
+        elif batch_size is not None:
+            raise BadInput(
+                asked,
+                f"batch_size={batch_size} with data {described(data)}",
+                "these data come in batches already",
+                "leave the batch size out, or give a Dataset or a pair of tensors",
+            )
+        self._hint = len(data) if isinstance(data, Sized) else 0
+        self._rest = iter(data)
+
+    def __length_hint__(self) -> int:
+        return self._hint
+
+    def first(self) -> tuple[Any, Any]:
+        """The first batch, which iteration will give again."""
+        if not self._first:
+            batch = next(self._rest, None)
+            if batch is None:
+                raise BadInput(self.asked, "data", "it held no batch", "give at least one batch")
+            self._first.append(self._checked(batch))
+        return self._first[0]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in itertools.chain([self.first()], self._rest):
+            self.count += 1
+            yield self._checked(batch)
+            self._current = None
+
+    def _checked(self, batch: Any) -> tuple[Any, Any]:
+        self._current = batch
+        if isinstance(batch, (tuple, list)) and len(batch) == 2 and _has_tensors(batch[0]):
+            return batch[0], batch[1]
+        raise BadInput(
+            self.asked,
+            f"batch {max(self.count, 1)} of the data, {described(batch)}",
+            "it is not a pair (inputs, targets) with tensors as inputs",
+            "let the data yield such pairs; inputs may be a tuple or a dictionary of arguments",
+        )
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of an exception from inside which batch it came with.
+
+        Raises:
+            BadInput: From any exception that is not packprop's own.
+        """
+        try:
+            yield
+        except PackpropError:
+            raise
+        except Exception as error:
+            where = f"batch {max(self.count, 1)} of the data, {described(self._current)}"
+            instead = "see that loss(model(inputs), targets) works for every batch"
+            if self._current is None:
+                where = f"the data, after {self.count} batches"
+                instead = "see that the data can be iterated over on their own"
+            elif isinstance(error, torch.OutOfMemoryError):
+                instead = "use smaller batches"
+            raise BadInput(self.asked, where, explanation(error), instead) from error
+
+
+def explanation(error: BaseException) -> str:
+    """Type and message of an exception, and the last place it came through outside of torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(packages)]
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if not own or isinstance(error, SyntaxError):  # which says itself where
+        return message
+    return f"{message} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
+
+
+def described(value: Any) -> str:
+    """What a value is, for messages: its type, and shapes where it holds tensors."""
+    if isinstance(value, Tensor):
+        return f"a tensor {shapes(value)}"
+    if isinstance(value, (tuple, list)) and len(value) == 2 and _has_tensors(value):
+        return f"inputs {shapes(value[0])}, targets {shapes(value[1])}"
+    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    return f"{kind} of tensors {shapes(value)}" if _has_tensors(value) else kind
+
+
+def shapes(value: Any) -> str:
+    """Shapes and types of the tensors in nested tuples, lists and dictionaries."""
+    found = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
+    return " and ".join(found) if found else f"of type {type(value).__name__}"
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None

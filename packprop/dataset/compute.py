@@ -1,0 +1,195 @@
+"""Quantities over a whole data set: batches are streamed, their unscaled results merged."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from packprop.context import check_extensions
+from packprop.dataset.batches import Batches, Data
+from packprop.dataset.result import Result
+from packprop.dataset.state import _State
+from packprop.engine.backward_pass import Observation
+from packprop.engine.chunks import Bites
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.functions.losses.description import describe
+from packprop.graph.graph import Graph
+from packprop.graph.samples import check_graph
+from packprop.graph.walk import walk
+from packprop.memory.planning import bites_over_data
+from packprop.recording.switch import extend, is_extended, record, restore
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.types import Extension
+
+ASKED = "compute(...) was called."
+
+
+def compute(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    data: Data | Batches,
+    extensions: Sequence[Extension],
+    *,
+    batch_size: int | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+) -> Result:
+    """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
+
+    They are those of one loss over all samples: under a mean loss the scale is 1 over the number of
+    all terms, whatever the sizes of the batches; under a sum it is 1. ``.grad`` is left alone and
+    gradients of weights are not computed.
+
+    Args:
+        model: The model, in the mode (train or eval) that it shall be used in; need not be
+            extended.
+        loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by
+            mean or sum.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
+            or a dictionary of arguments.
+        extensions: What to compute.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches.
+        progress: Show a progress bar on standard error.
+        device: Where batches are moved to; by default where the model's parameters are.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations of a batch and results. Planned by the first batch, and again by each that
+            is larger than those before.
+
+    Raises:
+        BadInput: For extensions that need all samples in one batch, or no data.
+        PackpropError: For a loss whose number of terms is not known, or a parameter that some
+            batches do not use.
+    """
+    chosen = check_extensions(ASKED, list(extensions))
+    for extension in chosen:
+        if any(row.after is not None for row in extension.rows):
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                "it goes over the samples twice, and data are read once",
+                "use it in `with backpack(...)` on one batch, or ask for KFAC or KFLR",
+            )
+        if any(row.whole for row in extension.rows) or extension.subsampling is not None:
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                "it relates samples of one batch to each other or by their index in it",
+                "use it in `with backpack(...)` on one batch",
+            )
+    fields = [extension.savefield for extension in chosen]
+    for extension in chosen:
+        if fields.count(extension.savefield) > 1:
+            raise BadInput(
+                ASKED,
+                f"extension {extension.name}",
+                f"another one that is saved as {extension.savefield!r} is there, too",
+                "compute one after the other",
+            )
+    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    state = _State(chosen)
+    kept = [module for module in model.modules() if is_extended(module)]
+    borrowed = [module for module in model.modules() if not is_extended(module)]
+    bites = _BitesBySize(lambda batch: bites_over_data(model, loss, batch, chosen, memory, where))
+    bites.of(batches.first())  # a budget that nothing fits is refused before any work
+    extend(model)
+    try:
+        console = Console(stderr=True)
+        hidden = not (progress and console.is_terminal)
+        with batches.explained():
+            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
+                _add_batch(state, model, loss, batch, where, names, bites.of(batch))
+    finally:
+        for module in borrowed:
+            restore(module)
+        for module in kept:  # restoring a module restores those in it
+            if not is_extended(module):
+                extend(module)
+    return state.result()
+
+
+class _BitesBySize:
+    """Bites for batches of different sizes: those of one batch are good for all that are no larger."""
+
+    def __init__(self, plan: Callable[[tuple[Any, Any]], Bites]) -> None:
+        self._plan = plan
+        self._planned: list[tuple[list[tuple[int, ...]], Bites]] = []
+
+    def of(self, batch: tuple[Any, Any]) -> Bites:
+        """Planned only where no batch before was as large in every axis of every tensor."""
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        for known, bites in reversed(self._planned):
+            if [*map(len, known)] == [*map(len, shapes)] and all(
+                size <= most
+                for shape, largest in zip(shapes, known, strict=True)
+                for size, most in zip(shape, largest, strict=True)
+            ):
+                return bites
+        self._planned.append((shapes, self._plan(batch)))
+        return self._planned[-1][1]
+
+
+def _add_batch(
+    state: _State,
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    device: torch.device | str,
+    names: dict[int, str],
+    bites: Bites,
+) -> None:
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    with torch.enable_grad(), record():
+        if isinstance(inputs, dict):
+            outputs = model(**inputs)
+        else:
+            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        value = loss(outputs, targets)
+    graph = walk([value], [None], None)
+    check_graph(graph)
+    reduction, divisor = _terms(graph)
+    terms = float(divisor)
+
+    def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        name = names.get(id(leaf)) or graph.name(leaf)
+        state.add(name, graph.samples, terms, results)
+
+    with warnings.catch_warnings():
+        if not terms:
+            warnings.simplefilter("ignore", PackpropWarning)
+        Observation(graph, state.extensions, create_graph=False, done=done, bites=bites).run(None)
+    graph.let_go(keep=False)
+    state.count(graph.samples, terms, value.detach(), reduction)
+
+
+def _terms(graph: Graph) -> tuple[str, Tensor | float]:
+    """How the batch's loss was reduced, and what it was divided by."""
+    calls = [loss.call for loss in graph.losses]
+    if len(calls) == 1 and not graph.unlosed:
+        (call,) = calls
+        divisor = describe(call.function, call.args, call.kwargs).divisor
+        given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+        given.apply_defaults()
+        deprecated = [given.arguments.get(flag) for flag in ("size_average", "reduce")]
+        reduction = given.arguments.get("reduction", "mean")
+        # without the argument, a divisor of 1 may be that of a sum or that of a mean over one term
+        known = divisor is not None and ("reduction" in given.arguments or divisor != 1)
+        if known and deprecated == [None, None] and reduction in ("mean", "sum"):
+            assert divisor is not None
+            return reduction, divisor
+    raise PackpropError(
+        "Quantities of a loss over several batches were asked for.",
+        f"the loss of a batch, made of {len(calls)} recorded loss functions",
+        "what it is divided by is not known, so that batches cannot be given their weight",
+        "use one loss function of torch with reduction='mean' or reduction='sum'",
+    )

@@ -1,0 +1,92 @@
+"""Merged partial results of the batches so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.monoid import SUM, Moments, lift, rescale
+from packprop.dataset.result import Result, Value
+from packprop.errors import PackpropError
+from packprop.tensors.nesting import map_tensors
+from packprop.types import Extension
+
+
+@dataclass
+class _State:
+    """Merged partial results of the batches so far, as if the loss were a sum over terms."""
+
+    extensions: Sequence[Extension]
+    partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    terms: float = 0.0
+    loss: Tensor | float = 0.0
+    reduction: str = ""
+
+    def count(self, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
+        """Note a batch whose results were added; each parameter must have been in all of them."""
+        if self.reduction not in ("", reduction):
+            raise PackpropError(
+                "Quantities of a loss over several batches were asked for.",
+                f"a loss that reduces by {self.reduction}, then by {reduction}",
+                "there is no one loss over all samples that they are parts of",
+                "use the same loss for every batch",
+            )
+        self.reduction = reduction
+        self.samples += samples
+        self.terms = self.terms + terms if reduction == "mean" else terms
+        if terms:
+            self.loss = self.loss + loss * terms
+        whole = [e.name for e in self.extensions if any(row.over_n is not SUM for row in e.rows)]
+        for name, reached in self.reached.items():
+            if whole and reached != self.samples:
+                raise PackpropError(
+                    f"{whole[0]} over several batches was asked for.",
+                    f"parameter {name!r}",
+                    f"the loss depends on it for {reached} of the first {self.samples} samples "
+                    "only: which of its rows belongs to which sample is not known",
+                    "give data for which the model uses the same parameters in every batch, or "
+                    "set requires_grad=False on this one",
+                )
+
+    def add(self, name: str, samples: int, terms: float, results: dict[Extension, list[Any]]) -> None:
+        if results:
+            self.reached[name] = self.reached.get(name, 0) + samples
+        for place, extension in enumerate(self.extensions):
+            for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
+                if value is None:
+                    continue
+                key = (place, index, name)
+                if row.degree and not terms:  # a mean over nothing: NaN times 0 shall be 0
+                    value = _nothing_like(value)
+                partial = lift(row.over_n, rescale(value, terms, row.degree))
+                before = self.partial.get(key)
+                self.partial[key] = partial if before is None else row.over_n.merge(before, partial)
+
+    def result(self) -> Result:
+        values: dict[str, dict[str, Value]] = {}
+        scale = 1 / self.terms if self.terms else math.nan
+        names = list(dict.fromkeys(name for _, _, name in self.partial))
+        for place, extension in enumerate(self.extensions):
+            by_name = values.setdefault(extension.savefield, {})
+            for name in names:
+                rows = []
+                for index, row in enumerate(extension.rows):
+                    partial = self.partial.get((place, index, name))
+                    value = None if partial is None else row.over_n.result(partial)
+                    rows.append(rescale(value, scale, row.degree))
+                if any(row is not None for row in rows):
+                    by_name[name] = extension.finish(rows, self.samples)
+        return Result(values, self.samples, float(self.loss) * scale, self.reduction)
+
+
+def _nothing_like(value: Any) -> Any:
+    if isinstance(value, Moments):
+        return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
+    return map_tensors(torch.zeros_like, value)

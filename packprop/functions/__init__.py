@@ -1,0 +1,25 @@
+"""Torch functions and losses by name: how parameters enter them, and how they curve.
+
+What users need to register functions and losses of their own is here by its name.
+"""
+
+from packprop.functions import rules
+from packprop.functions.building import affine, scaled
+from packprop.functions.entry import Call, Entry
+from packprop.functions.losses import Loss, Root, bernoulli_root, gaussian_root, register_loss, softmax_root
+from packprop.functions.registry import register_use
+
+__all__ = [
+    "Call",
+    "Entry",
+    "Loss",
+    "Root",
+    "affine",
+    "bernoulli_root",
+    "gaussian_root",
+    "register_loss",
+    "register_use",
+    "rules",
+    "scaled",
+    "softmax_root",
+]

@@ -1,0 +1,176 @@
+"""Any function: evaluated again by itself, and pulled back once for each sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.structures import Dense, Structure
+from packprop.functions.entry import Call, Entry, Samples, Signals
+from packprop.tensors.dry import is_dry
+from packprop.tensors.layout import Layout
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.random import random_state, set_random_state
+
+
+def fallback(call: Call, parameter: Tensor) -> Entry:
+    """Any function: evaluated again by itself, then pulled back once for each sample.
+
+    Exact wherever the samples are separate in the outputs; costs one vector-Jacobian product of the
+    function for each sample and column.
+    """
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        if all(signal is None for signal in signals):
+            return Dense(None)
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad(), _replayed(call.random_state):
+            weight = parameter.view_as(parameter) if differentiable else parameter.detach()
+            weight.requires_grad_(True)
+
+            def isolate(tensor: Tensor) -> Tensor:
+                if tensor is parameter:
+                    return weight
+                return tensor if differentiable else tensor.detach()
+
+            args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
+            outputs = call.function(*args, **kwargs)
+            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        signals = _from_outside(outputs, signals, {tensor.grad_fn for tensor in tensors_in((args, kwargs))})
+        return pulled_samplewise(outputs, weight, signals, where, samples)
+
+    return Entry(parameter, "Dense", meet, scratch=parameter.numel())
+
+
+def _from_outside(outputs: Sequence[Any], signals: Signals, ends: set[Any]) -> Signals:
+    """Signals without what came from other outputs of the same call.
+
+    Where an output is computed from another one, as the state of an LSTM cell from its memory, what arrives at
+    the latter is the whole gradient: it would be counted once by itself and once through the former.
+
+    Args:
+        outputs: Of the function, evaluated again.
+        signals: What arrived at each, ``[v, *y]``.
+        ends: Nodes that made the inputs.
+    """
+    made = [output.grad_fn if isinstance(output, Tensor) else None for output in outputs]
+    above = [_upstream(node, ends) & set(made) for node in made]
+    if not any(above):
+        return signals
+    outside = list(signals)
+    for place in sorted(range(len(outputs)), key=lambda place: -len(above[place])):  # the last ones first
+        later = [
+            other
+            for other, nodes in enumerate(above[: len(outside)])
+            if made[place] in nodes and outside[other] is not None
+        ]
+        if later and (signal := outside[place]) is not None:
+            columns = [column for other in later if (column := outside[other]) is not None]
+            outside[place] = signal - pulled([outputs[other] for other in later], outputs[place], columns)
+    return outside
+
+
+def _upstream(node: Any, ends: set[Any]) -> set[Any]:
+    """The nodes that a node's inputs came from, as far as those of ``ends``."""
+    found: set[Any] = set()
+    stack = [] if node is None else [node]
+    while stack:
+        for above, _ in stack.pop().next_functions:
+            if above is not None and above not in found and above not in ends:
+                found.add(above)
+                stack.append(above)
+    return found
+
+
+def pulled_samplewise(
+    outputs: Sequence[Any],
+    parameter: Tensor,
+    signals: Signals,
+    where: Sequence[Layout],
+    samples: Samples,
+) -> Structure:
+    """Signals at tensors or edges, pulled back to a parameter once for each sample."""
+    pairs = [
+        (output, signal, layout)
+        for output, signal, layout in zip(outputs, signals, where, strict=False)
+        if signal is not None and not (isinstance(output, Tensor) and not output.requires_grad)
+    ]
+    if not pairs:
+        return Dense(None)
+    count = pairs[0][2].samples
+    found = [
+        pulled(
+            [output for output, _, _ in pairs],
+            parameter,
+            [_only(signal, layout, sample) for _, signal, layout in pairs],
+        )
+        for sample in _listed(samples, count)
+    ]
+    stacked = torch.stack(found, 1)
+    return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+
+
+def _listed(samples: Samples, count: int) -> Sequence[int]:
+    """The indices of the samples that were chosen."""
+    if isinstance(samples, slice):
+        return range(count)[samples]
+    return range(len(samples)) if is_dry() else samples.tolist()
+
+
+def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
+
+    # NOTE [Autograd in rules]
+    Here alone a rule calls autograd: what has no rule is differentiated by PyTorch itself.
+    """
+    differentiable = torch.is_grad_enabled()
+
+    def pull(vectors: Sequence[Tensor], batched: bool) -> Tensor:
+        (product,) = torch.autograd.grad(
+            outputs,
+            parameter,
+            vectors,
+            is_grads_batched=batched,
+            retain_graph=True,
+            create_graph=differentiable,
+            allow_unused=True,
+        )
+        if product is not None:
+            return product.to_dense() if product.is_sparse else product
+        lead = vectors[0].shape[:1] if batched else ()
+        return parameter.new_zeros((*lead, *parameter.shape))
+
+    try:
+        return pull(columns, batched=True)
+    except RuntimeError:  # a function of the user's own without a batching rule
+        count = columns[0].shape[0]
+        return torch.stack(
+            [pull([column[place] for column in columns], batched=False) for place in range(count)]
+        )
+
+
+def _only(signal: Tensor, layout: Layout, sample: int) -> Tensor:
+    """A signal that is zero but for one sample."""
+    if layout.axis is None:
+        return signal
+    mask = layout.sample_of(signal.device) == sample
+    return signal * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(signal.dim())])
+
+
+@contextlib.contextmanager
+def _replayed(state: Any) -> Iterator[None]:
+    """The random state that the call saw, for as long as it is evaluated again."""
+    if state is None:
+        yield
+        return
+    before = random_state()
+    set_random_state(state)
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -1,0 +1,19 @@
+"""Loss -> square root of its Hessian, Monte Carlo draws, number of terms."""
+
+from packprop.functions.losses.description import LOSSES, Loss, Root, describe, input_of, register_loss
+from packprop.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
+from packprop.functions.losses.rules import number_of_samples
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "Root",
+    "bernoulli_root",
+    "describe",
+    "gaussian_root",
+    "input_of",
+    "matrix_root",
+    "number_of_samples",
+    "register_loss",
+    "softmax_root",
+]

@@ -1,0 +1,119 @@
+"""What is known of a loss function: which entries interact, weights, divisor, the root of its Hessian.
+
+Everything is said in the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
+independent given the input, and the entries of one position (classes, or 1). A loss over N samples with T
+positions of C entries has ``T * C`` columns: one for each position and entry, fed in for all samples at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.tensors.layout import Layout
+
+
+@dataclass(frozen=True)
+class Root:
+    """Square root of the Hessian of the terms of a loss.
+
+    Args:
+        columns: Columns of one position.
+        position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
+        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets: the mean of
+            their outer products over draws is the Hessian. Not yet divided by ``sqrt(draws)``.
+        entrywise: A root with one column for each entry, where this one has fewer.
+    """
+
+    columns: int
+    position: Callable[[int, int, int], Tensor]
+    draw: Callable[[int, torch.Generator | None], Tensor]
+    entrywise: Root | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss rule says about one call.
+
+    Args:
+        class_axis: Axis of the input whose entries interact; ``None`` if every entry has its own term.
+        weight: What multiplies each term before reduction, of the input's shape without ``class_axis``;
+            a number if it is the same for all.
+        divisor: What the sum of terms is divided by: 1 for ``sum`` and ``none``, ``None`` if unknown.
+        root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
+            ``None`` if the loss is described by its own derivatives alone.
+        refusal: Why the loss has no useful curvature, and what to use instead.
+    """
+
+    class_axis: int | None
+    weight: Tensor | float
+    divisor: Tensor | float | None
+    root: Callable[[Tensor, Tensor], Root] | None
+    refusal: tuple[str, str] | None = None
+
+
+Rule = Callable[..., Loss]
+
+
+LOSSES: dict[Callable[..., Any], Rule] = {}
+
+
+def register_loss(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Say how a loss function curves.
+
+    The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None`` the
+    Hessian of each sample is found by double backward and decomposed: right for any twice differentiable
+    convex loss, slow for many outputs.
+    """
+
+    def register(rule: Rule) -> Rule:
+        LOSSES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return register
+
+
+def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
+    """``[*skipped, *f] -> [*skipped, n, t, c]``."""
+    inner, _ = without_classes(layout, tensor.shape[skip:], class_axis)
+    classes = 1
+    if class_axis is not None:
+        classes = tensor.shape[class_axis + skip]
+        tensor = tensor.movedim(class_axis + skip, -1)
+    front = inner.to_front(tensor, skip)
+    return front.reshape(*front.shape[: skip + 1], -1, classes)
+
+
+def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis: int | None) -> Tensor:
+    """The inverse of ``canonical`` for columns ``[v, n, t, c] -> [v, *f]``."""
+    inner, rest = without_classes(layout, shape, class_axis)
+    classes = () if class_axis is None else (shape[class_axis],)
+    front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
+    back = inner.from_front(front, 1)
+    return back if class_axis is None else back.movedim(-1, class_axis + 1)
+
+
+def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
+    """Where the samples are, and what the shape is, in a tensor without the axis of classes."""
+    if class_axis is None:
+        return layout, shape
+    if layout.axis is not None and layout.axis > class_axis:
+        layout = layout._replace(axis=layout.axis - 1)
+    return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
+
+
+def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that the model's output went into: the first, or the one named ``input``."""
+    return args[0] if args else kwargs.get("input")
+
+
+def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
+    """What is known of one call of a loss; a generic description for functions that have no rule."""
+    rule = LOSSES.get(function)
+    if rule is None:
+        return Loss(None, 1.0, None, None)
+    return rule(*args, **kwargs)

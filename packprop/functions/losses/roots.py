@@ -1,0 +1,113 @@
+"""Square roots of the Hessians of losses, and Monte Carlo draws from the same distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.errors import PackpropError
+from packprop.functions.losses.description import Root
+from packprop.tensors.dry import found_fault
+from packprop.tensors.precision import accumulation_dtype
+
+
+def softmax_root(logits: Tensor, scale: Tensor) -> Root:
+    """Of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
+
+    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. These depend on each
+    other, by ``sqrt(p)``, which a reflection takes to the last class z (Householder 1958): left are the columns
+    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
+    """
+    log_p = logits.log_softmax(-1)
+    strength = scale.sqrt()
+    classes = logits.shape[-1]
+
+    def entrywise(t: int, start: int, stop: int) -> Tensor:
+        known = log_p[:, t]
+        unit = torch.eye(classes, dtype=known.dtype, device=known.device)[start:stop]
+        root = (0.5 * known[:, start:stop]).exp()  # stays differentiable where p underflows
+        return (unit[:, None] - known.exp()) * root.T[..., None] * strength[:, t, None]
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        p = log_p.exp()
+        flat = p.detach().reshape(-1, classes)
+        known = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
+        flat = torch.where(known, flat, 1.0 / classes)
+        targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
+        index = targets.T.reshape(draws, *p.shape[:-1], 1)
+        one_hot = p.new_zeros(draws, *p.shape).scatter_(-1, index, 1.0)
+        return (p - one_hot) * strength[..., None]
+
+    def position(t: int, start: int, stop: int) -> Tensor:
+        known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
+        p, root = known.exp(), (0.5 * known).exp()
+        own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
+        rest, divisor = (1 - p)[:, start:stop], 1 + last
+        large = p > 0.5  # of one class at most, for which 1 - p would cancel
+        others = torch.where(large, 0.0, p).sum(-1, keepdim=True)
+        rest = torch.where(large[:, start:stop], others, rest)
+        taken = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = own.T.contiguous()[..., None] * taken
+        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / divisor)
+        return columns.to(log_p.dtype)
+
+    every = Root(classes, entrywise, draw)
+    return every if classes == 1 else Root(classes - 1, position, draw, every)
+
+
+def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
+    """Of ``2 * scale`` for each entry; draws from ``Normal(f, sqrt(1/2))``."""
+    strength = (2 * scale).sqrt()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        noise = torch.randn(
+            draws, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator
+        )
+        return noise * strength[..., None]
+
+    return Root(1, _entrywise(strength), draw)
+
+
+def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
+    """Of ``scale * q (1 - q)`` for each entry, ``q`` the sigmoid; draws ``sqrt(scale) (q - y)``."""
+    q = logits.sigmoid()
+    strength = scale.sqrt()
+    deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        uniform = torch.rand(draws, *q.shape, dtype=q.dtype, device=q.device, generator=generator)
+        return (q - (uniform < q.detach()).to(q.dtype)) * strength[..., None]
+
+    return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
+
+
+def matrix_root(hessian: Tensor) -> Root:
+    """Of any positive semi-definite Hessian ``[n, c, c]``; draws are columns with random signs."""
+    values, vectors = torch.linalg.eigh(hessian)
+    largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
+    tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
+    if found_fault((values < -tolerance).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "the loss function",
+            f"its Hessian with respect to the model's output is not positive semi-definite (an eigenvalue "
+            f"is {values.min().item():.3g})",
+            "use a loss that is convex in the model's output, or ask for Hessian quantities",
+        )
+    columns = (vectors * values.where(values > tolerance, 0).sqrt().unsqueeze(-2)).movedim(-1, 0)  # [k, n, c]
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        shape = (draws, hessian.shape[0], columns.shape[0])
+        coin = torch.rand(shape, dtype=columns.dtype, device=columns.device, generator=generator)
+        signs = torch.where(coin < 0.5, -1.0, 1.0).to(columns.dtype)
+        return torch.einsum("mnk,knc->mnc", signs, columns).unsqueeze(2)
+
+    return Root(columns.shape[0], lambda t, start, stop: columns[start:stop], draw)
+
+
+def _entrywise(strength: Tensor) -> Callable[[int, int, int], Tensor]:
+    """Every entry is its own position with one column."""
+    return lambda t, start, stop: strength[None, :, t, None]

@@ -1,0 +1,154 @@
+"""The rules of torch's loss functions. The one file that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.functions.losses.description import Loss, Root, input_of, register_loss
+from packprop.functions.losses.roots import bernoulli_root, gaussian_root, softmax_root
+from packprop.tensors.precision import accumulation_dtype
+
+
+def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that torch's deprecated flags stand for."""
+    if size_average is None and reduce is None:
+        return reduction
+    return "none" if reduce is False else "sum" if size_average is False else "mean"
+
+
+@register_loss(F.cross_entropy)
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Loss:
+    axis = 1 if input.dim() > 1 else 0
+    classes = input.shape[axis]
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
+        counted = target != ignore_index
+        return Loss(axis, counted, torch.count_nonzero(counted) if mean else 1.0, softmax_root)
+    each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
+    if target.is_floating_point():
+        smooth = target * (1 - label_smoothing) + label_smoothing / classes
+        form = [-1 if dim == axis else 1 for dim in range(input.dim())]
+        mass = (smooth * each.view(form)).sum(axis)
+        divisor: Tensor | float = input.numel() / classes
+    else:
+        counted = target != ignore_index
+        own = each[torch.where(counted, target, 0)] * counted
+        mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
+        divisor = own.sum(dtype=accumulation_dtype(own.dtype))
+    return Loss(axis, mass, divisor if mean else 1.0, softmax_root)
+
+
+@register_loss(F.mse_loss)
+def _mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Loss:
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    total: Tensor | float = input.numel() if weight is None else weight.sum()
+    return _entries(input, target, 1.0 if weight is None else weight, total if mean else 1.0, gaussian_root)
+
+
+@register_loss(F.binary_cross_entropy_with_logits)
+def _binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Loss:
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    each: Tensor | float = 1.0 if weight is None else weight
+    if pos_weight is not None:
+        each = each * (1 + (pos_weight - 1) * target)
+    return _entries(input, target, each, input.numel() if mean else 1.0, bernoulli_root)
+
+
+def _entries(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | float,
+    divisor: Tensor | float,
+    root: Callable[[Tensor, Tensor], Root],
+) -> Loss:
+    """A loss with one term for each entry of its input."""
+    if target.shape != input.shape:
+        refusal = (
+            f"input {list(input.shape)} and target {list(target.shape)} are broadcast against each other",
+            "give both the same shape",
+        )
+        return Loss(None, weight, divisor, root, refusal)
+    if isinstance(weight, Tensor):
+        weight = weight.expand(input.shape)
+    return Loss(None, weight, divisor, root)
+
+
+@register_loss(F.nll_loss)
+def _nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    terms = _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction)
+    refusal = (
+        "nll_loss is linear in the log-probabilities that it takes, so that its own Hessian is zero",
+        "give the logits to cross_entropy",
+    )
+    return Loss(None, 1.0, terms.divisor, None, refusal)
+
+
+@register_loss(F.l1_loss)
+def _l1_loss(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+    refusal = (
+        "the Hessian of l1_loss is zero wherever it exists",
+        "use smooth_l1_loss, huber_loss or mse_loss",
+    )
+    return replace(_generic_entries(input, *args, **kwargs), refusal=refusal)
+
+
+@register_loss(F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.poisson_nll_loss)
+@register_loss(F.soft_margin_loss, F.kl_div)
+def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+    """One term for each entry; curvature by its own derivatives."""
+    reduction = kwargs.get("reduction", "mean")
+    divisor = {"mean": float(input.numel()), "sum": 1.0, "none": 1.0}.get(reduction)
+    legacy = len(args) > 1 or any(kwargs.get(flag) is not None for flag in ("size_average", "reduce"))
+    return Loss(None, 1.0, None if legacy else divisor, None)
+
+
+@register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
+@register_loss(F.hinge_embedding_loss, F.multilabel_margin_loss)
+def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+    return Loss(None, 1.0, None, None)
+
+
+def number_of_samples(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Extent of the leading axis of a loss's input: samples, or samples times positions."""
+    tensor = input_of(function, args, kwargs)
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+        return 1
+    return 1 if function is F.cross_entropy and tensor.dim() == 1 else tensor.shape[0]

@@ -1,0 +1,76 @@
+"""Tables that rows are looked up in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.algebra.structures import Lookup, Structure
+from packprop.functions.building import rowwise
+from packprop.functions.entry import Call, Entry
+from packprop.functions.fallback import fallback
+from packprop.functions.registry import register_use
+from packprop.tensors.precision import accumulation_dtype
+
+
+@register_use(F.embedding)
+def _embedding(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> list[Entry]:
+    table, width = weight.shape
+
+    def build(signal: Tensor | None, index: Tensor) -> Structure:
+        index = index.reshape(index.shape[0], -1)
+        if signal is not None:
+            signal = signal.reshape(*signal.shape[:2], -1, width)
+            if padding_idx is not None:
+                signal = signal * (index != padding_idx % table)[None, :, :, None]
+        return Lookup(index, signal, table, accumulation_dtype(weight.dtype))
+
+    refusal = _refusal(max_norm, scale_grad_by_freq)
+    meet = rowwise(build, "embedding", input)
+    last = len(call.shape) - 1
+    return [Entry(weight, "Lookup", meet, weight.numel(), refusal, lambda axis: axis != last, linear=True)]
+
+
+@register_use(F.embedding_bag)
+def _embedding_bag(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    *_: Any,
+    **__: Any,
+) -> list[Entry]:
+    refusal = _refusal(max_norm, scale_grad_by_freq)
+    return [replace(fallback(call, parameter), refusal=refusal, linear=True) for parameter in call.parameters]
+
+
+def _refusal(max_norm: float | None, scale_grad_by_freq: bool) -> tuple[str, str] | None:
+    """Options of tables that leave no gradient to single samples: why, and what instead."""
+    if max_norm is not None:
+        return (
+            "max_norm rescales rows of the table in place during the forward pass, so that the parameter "
+            "that was used is no longer there",
+            "rescale the table yourself after the optimizer's step, and drop max_norm",
+        )
+    if scale_grad_by_freq:
+        return (
+            "scale_grad_by_freq divides by counts over the whole batch: rows of single samples depend on "
+            "the others",
+            "drop scale_grad_by_freq",
+        )
+    return None

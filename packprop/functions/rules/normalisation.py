@@ -1,0 +1,116 @@
+"""Normalisations: an affine map of what the function returns without its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.functions.building import Saved, scaled
+from packprop.functions.entry import Call, Entry
+from packprop.functions.registry import register_use
+
+
+def _normalised(
+    call: Call,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalise: Callable[[], Tensor],
+    channels: bool,
+) -> list[Entry]:
+    form = None
+    parameter = weight if weight is not None else bias
+    if channels and parameter is not None:
+        form = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
+    found = [] if weight is None else [scaled(call, weight, normalise, aligned=form, linear=True)]
+    return found if bias is None else [*found, scaled(call, bias, aligned=form)]
+
+
+@register_use(F.batch_norm)
+def _batch_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[Entry] | None:
+    if training or running_mean is None or running_var is None:
+        return None  # refused when the pass is walked: it mixes samples
+    x, mean, var = (Saved(t, "batch_norm") for t in (input, running_mean, running_var))
+
+    def normalise() -> Tensor:
+        return F.batch_norm(x(), mean(), var(), eps=eps)
+
+    return _normalised(call, weight, bias, normalise, channels=True)
+
+
+@register_use(F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    call: Call,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> list[Entry]:
+    x = Saved(input, "layer_norm")
+    shape = list(normalized_shape)
+    return _normalised(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), False)
+
+
+@register_use(F.rms_norm, torch.rms_norm)
+def _rms_norm(
+    call: Call,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> list[Entry]:
+    x = Saved(input, "rms_norm")
+    shape = list(normalized_shape)
+    return _normalised(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), False)
+
+
+@register_use(F.group_norm, torch.group_norm)
+def _group_norm(
+    call: Call,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> list[Entry]:
+    x = Saved(input, "group_norm")
+    return _normalised(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), True)
+
+
+@register_use(F.instance_norm)
+def _instance_norm(
+    call: Call,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> list[Entry]:
+    x = Saved(input, "instance_norm")
+    given = (running_mean, running_var) if not use_input_stats else (None, None)
+    means = [None if t is None else Saved(t, "instance_norm") for t in given]
+
+    def normalise() -> Tensor:
+        mean, var = (None if t is None else t() for t in means)
+        return F.instance_norm(x(), mean, var, use_input_stats=use_input_stats, eps=eps)
+
+    return _normalised(call, weight, bias, normalise, channels=True)

@@ -1,0 +1,159 @@
+"""Whether every use of every parameter was recorded; nodes that are taken for a use although they were not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.algebra.structures import Structure
+from packprop.errors import PackpropError
+from packprop.functions.entry import Entry, Meet, Samples, Signals
+from packprop.functions.fallback import pulled_samplewise
+from packprop.graph.graph import EAGER, Found, Graph
+from packprop.graph.site import Site
+from packprop.graph.traversal import made_by
+from packprop.recording.marks import EXTENDED, Forward, Use
+from packprop.recording.reentrant import refused
+from packprop.tensors.layout import Layout
+
+
+def _require_alive(graph: Graph) -> None:
+    if any(found.use.entries is None for found in graph.found) or any(
+        loss.call.released for loss in graph.losses
+    ):
+        raise PackpropError(
+            "A second backward pass through one graph was asked for.",
+            "the loss that backward() was called on",
+            "the first pass freed the graph, and the inputs that were recorded on it",
+            "pass retain_graph=True to the first backward()",
+        )
+    if graph.mixers:
+        raise PackpropError(
+            "A quantity of single samples was asked for.",
+            f"layer {graph.mixers[0]}",
+            "batch normalisation in training mode mixes the samples: no sample has a gradient of its own",
+            "call .eval() on the layer, or use GroupNorm, LayerNorm or InstanceNorm",
+        )
+
+
+def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
+    """Parameters that are used between a loss and the root: in terms that no sample enters."""
+    after: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in order:
+        if any(up in losses or up in after for up in stepped[node]):
+            after.add(node)
+    for found in list(graph.found):
+        nodes = [node for node in found.anchors if node in after]
+        if nodes:
+            graph.found.remove(found)
+            graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
+
+
+def _find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
+    """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
+    if not consumed:  # the rule, and then it need not be known what modules own
+        return
+    modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
+    owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    owned |= {id(leaf) for leaf in graph.leaves()}
+    data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+    chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
+    graph.missing = [
+        (leaf, node)
+        for leaf, node in consumed
+        if id(leaf) in owned and id(leaf) in chosen and id(leaf) not in data
+    ]
+
+
+def _above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]) -> set[Node]:
+    """Nodes that a path from the roots reaches without passing a recorded loss."""
+    losses = {loss.node for loss in graph.losses}
+    stack = [node for node in starts if node not in losses]
+    seen = set(stack)
+    while stack:
+        for upstream in stepped.get(stack.pop(), ()):
+            if upstream not in seen and upstream not in losses:
+                seen.add(upstream)
+                stack.append(upstream)
+    return seen
+
+
+def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> None:
+    """Take a node that no torch function made for a use: the fallback, by pulling back through it alone.
+
+    Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the
+    node to the parameter, so that is what is asked for.
+    """
+    if not graph.missing:
+        return
+    times: dict[int, int] = {}
+    for leaf, _ in graph.missing:
+        times[id(leaf)] = times.get(id(leaf), 0) + 1
+    used = {id(leaf) for leaf in graph.leaves()}
+    kept = []
+    for leaf, node in graph.missing:
+        alone = times[id(leaf)] == 1 and id(leaf) not in used
+        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER
+        foreign |= node.name().endswith("CopySlices")
+        if not (alone and foreign and graph.losses) or node in above:
+            kept.append((leaf, node))
+            continue
+        shapes = _output_shapes(node)
+        entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=leaf.numel())
+        edges = [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
+        use = Use(node.name(), [entry], edges, shapes, Forward(lambda: None))
+        adopted = Found(use, {index: (node, index) for index in range(len(shapes))})
+        adopted.sites.append(Site(entry, leaf))
+        found[use] = adopted
+        graph.found.append(adopted)
+    graph.missing = kept
+
+
+def _output_shapes(node: Node) -> list[torch.Size]:
+    return [torch.Size(made.shape) for made in made_by(node)]
+
+
+def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:
+    edges = [GradientEdge(node, index) for index in range(outputs)]
+
+    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
+        return pulled_samplewise(edges, leaf, signals, where, samples)
+
+    return meet
+
+
+def require_differentiable(graph: Graph) -> None:
+    """Raise if what the pass goes through cannot be differentiated twice."""
+    if graph.hosts:
+        raise refused(
+            "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
+        )
+
+
+def require_complete(graph: Graph) -> None:
+    """Raise unless every use of every wanted parameter was recorded."""
+    if not graph.missing:
+        return
+    order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}
+    leaf, consumer = min(graph.missing, key=lambda pair: order.get(id(pair[0]), len(order)))
+    name, node = graph.name(leaf), consumer.name()
+    if node == EAGER:
+        why = "eager_backward() has already summed this parameter's gradient over the samples"
+        instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif node == "AccumulateGrad":
+        why, instead = "the loss is the parameter itself", "leave it out of this loss"
+    else:
+        why = (
+            f"{node} consumes it outside of every recorded function (outside an extended module's forward "
+            "pass, under disable(), in an assignment, or in a term of the loss that no sample enters)"
+        )
+        instead = (
+            "run that function inside the extended module or inside `with packprop.record():`, keep such "
+            "terms out of this backward pass, or set requires_grad=False on the parameter"
+        )
+    raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -1,0 +1,204 @@
+"""Where the samples are: known from the graph, not guessed from shapes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from packprop.errors import PackpropError
+from packprop.graph.completeness import require_complete
+from packprop.graph.graph import Found, Graph
+from packprop.graph.separation import _admitted, _probe, _Source, _sources
+from packprop.graph.sweep import sweep
+from packprop.tensors.dry import is_dry
+from packprop.tensors.layout import Layout, layouts
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    samples: int
+    fed: list[Layout]
+    uses: list[list[Layout]]
+    lasting: bool
+    """Whether a later pass of the same structure must come to the same verdict."""
+
+
+_VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[int, _Verdict]] = weakref.WeakKeyDictionary()
+
+
+def check_graph(graph: Graph) -> None:
+    """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
+    if not graph.found:
+        raise PackpropError(
+            "A backward pass with extensions was started.",
+            "the tensor that backward() was called on",
+            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
+            "extended, under packprop.disable(), or before extend() was called",
+            "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
+        )
+    require_complete(graph)
+    if graph.leaves():
+        settle(graph)
+
+
+def settle(graph: Graph) -> None:
+    """Find the number of samples and the layout of every use and loss.
+
+    Raises:
+        PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
+    """
+    modules = graph.modules
+    kept = _VERDICTS.setdefault(modules[0], {}) if modules else {}
+    verdict = kept.get(graph.signature)
+    if verdict is None and is_dry():
+        verdict = _assumed(graph)
+        if verdict.samples > 1:
+            _sweep_once(graph)
+    if verdict is None:
+        verdict = _find(graph)
+        if verdict.lasting and not any(forward.reordered for forward in graph.forwards):
+            kept[graph.signature] = verdict
+    graph.samples = verdict.samples
+    graph.fed = verdict.fed
+    for loss, layout in zip(graph.losses, verdict.fed if graph.losses else [], strict=True):
+        loss.layout = layout
+    for found, where in zip(graph.found, verdict.uses, strict=True):
+        found.layouts = where
+
+
+def same_verdicts(copy: nn.Module, original: nn.Module) -> None:
+    """What was found out of passes through a module holds for its copy."""
+    _VERDICTS[copy] = dict(_VERDICTS.get(original, {}))
+
+
+def _assumed(graph: Graph) -> _Verdict:
+    """Where the samples are if they are where they usually are: nothing can be fed in without data."""
+    sources = _sources(graph)
+    if not sources or any(source.samples == 0 for source in sources):
+        _raise_empty(graph, sources)
+    samples, leading = next(iter(_candidates(graph, sources)))
+    chosen = [(_ways(source, samples, leading) or [Layout(None, 1)])[0] for source in sources]
+    uses = []
+    for found in graph.found:
+        ways = [[way for way in layouts(shape, samples) if _admitted(found, way)] for shape in found.use.shapes]
+        if not all(ways):
+            raise _mixed(graph, found)
+        uses.append([way[0] for way in ways])
+    return _Verdict(samples, chosen if graph.losses else [], uses, False)
+
+
+def _sweep_once(graph: Graph) -> None:
+    """What finding the samples would take: one of its sweeps."""
+    sources = _sources(graph)
+    seeds = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
+    sweep([source.edge for source in sources], seeds, graph.found, lambda *_: None, inputs=False)
+
+
+def _find(graph: Graph) -> _Verdict:
+    sources = _sources(graph)
+    if not sources or any(source.samples == 0 for source in sources):
+        _raise_empty(graph, sources)
+    failed: Found | None = None
+    for samples, leading in _candidates(graph, sources):
+        ways = [_ways(source, samples, leading) for source in sources]
+        for choice in range(max(map(len, ways), default=0)):
+            chosen = [way[min(choice, len(way) - 1)] for way in ways if way]
+            if len(chosen) < len(ways):
+                break
+            found, failure, telling = _probe(graph, sources, chosen, samples)
+            if found is not None:
+                return _Verdict(samples, chosen, found, telling)
+            failed = failed or failure
+    if failed is None:
+        sizes = [shape for forward in graph.forwards for shape in forward.sizes]
+        raise _disagreement([source.samples for source in sources], sizes)
+    raise _mixed(graph, failed)
+
+
+def _ways(source: _Source, samples: int, leading: bool) -> list[Layout]:
+    """How the model's output may hold the samples.
+
+    Where they lead the model's inputs they lead its output: any other way would take positions for samples.
+    Where they come second in the inputs, they may be anywhere, parts before samples first.
+    """
+    ways = [way for way in layouts(source.shape, samples) if way.axis is None or way.axis != source.class_axis]
+    if leading:
+        return [way for way in ways if way.axis is None or (way.axis == 0 and way.major)]
+    return sorted(ways, key=lambda way: way.axis == 0 and way.parts > 1 and way.major)
+
+
+def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
+    """Numbers of samples that fit both what went into the model and what went into the loss.
+
+    Each with whether it is the extent of a leading axis.
+    """
+    extents = [source.samples for source in sources]
+    rows = extents[0]
+    calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
+    shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
+    by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
+    leading = [size for sizes in by_call for size in sizes]
+    second = {shape[1] for shape in shapes if len(shape) > 1}
+
+    def fits(size: int) -> bool:
+        """Divides the loss's rows, and rows of the inputs of every call."""
+        return (
+            size > 0
+            and all(extent % size == 0 for extent in extents)
+            and all(not sizes or any(own % size == 0 for own in sizes) for sizes in by_call)
+        )
+
+    if not shapes or (rows in leading and fits(rows)):
+        return [(rows, True)]  # inputs and loss agree: nothing else may be tried
+    whole = extents[0]
+    ordered = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
+    later = {size for size in second if size > 0 and whole % size == 0}
+    ordered += [(size, False) for size in sorted(later, reverse=True)]
+    ordered += [(1, True)] * any(source.unbatched for source in sources)
+    if not ordered:
+        raise _disagreement(extents, shapes)
+    return ordered
+
+
+def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError:
+    return PackpropError(
+        "Quantities of single samples were asked for.",
+        f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
+        f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: no number of "
+        "samples fits the leading axes of both",
+        "put the samples on the leading axis of the model's inputs and of the loss's input",
+    )
+
+
+def _mixed(graph: Graph, failed: Found) -> PackpropError:
+    place = graph.found.index(failed)
+    after = f" and {graph.label(graph.found[place - 1])}" if place else " and the loss"
+    return PackpropError(
+        "Quantities of single samples were asked for.",
+        f"between {graph.label(failed)}{after}",
+        "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
+        f"of the output, of shape {list(failed.use.shapes[0])}, holds the samples",
+        "keep the samples on one axis and independent of each other (no statistics over the batch), or set "
+        "requires_grad=False on the parameters upstream",
+    )
+
+
+def _raise_empty(graph: Graph, sources: Sequence[_Source]) -> None:
+    if sources:
+        raise PackpropError(
+            "Quantities of single samples were asked for.",
+            f"the model's output, of shape {list(sources[0].shape)}",
+            "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss "
+            "made",
+            "pass at least one sample; let a torch loss function, or an extended loss module, make the scalar",
+        )
+    raise PackpropError(
+        "Quantities of single samples were asked for.",
+        "the tensor that backward() was called on",
+        "neither a recorded loss nor the output of an extended module lies between it and the parameters",
+        "extend the loss module, or compute the loss inside `with packprop.record():`",
+    )

@@ -1,0 +1,6 @@
+"""Bytes: counted, planned, and kept within a budget."""
+
+from packprop.memory.bytes import byte_count, byte_text
+from packprop.memory.live import LiveBytes
+
+__all__ = ["LiveBytes", "byte_count", "byte_text"]

@@ -1,0 +1,87 @@
+"""Counting the bytes of tensors that are alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from packprop.tensors.dry import is_dry
+from packprop.tensors.nesting import tensors_in
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensor storage that are alive: ``now``, at the ``peak``, and after each operation.
+
+    Counted are tensors made while it is on, and those given to ``own``; what else operations are given has been
+    there before. What a kernel allocates inside of itself is not seen.
+
+    >>> before = torch.zeros(1000)
+    >>> with LiveBytes() as live:
+    ...     x = before.view(10, 100) + 1
+    ...     y = x[2:]
+    ...     del x, y
+    >>> live.peak, live.now, live.history
+    (4000, 0, [0, 4000, 4000])
+
+    Args:
+        block: What each storage is rounded up to.
+        at_peak: Called at each new peak that is higher than the last by a noticeable part.
+    """
+
+    def __init__(self, block: int = 1, at_peak: Callable[[], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.now = self.peak = 0
+        self.history: list[int] = []
+        self.phase = ""
+        self.labels: dict[int, tuple[str, str]] = {}
+        self.sizes: dict[int, int] = {}
+        self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry()
+
+    def restart(self) -> None:
+        """Look for the peak of what comes from now on."""
+        self.peak, self._told = self.now, 0.0
+        if self._at_peak is not None:
+            self._at_peak()
+
+    def own(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Count tensors that have been there before."""
+        for tensor in tensors:
+            self._meet(tensor, label, str([*tensor.shape]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(out):
+            if tensor.untyped_storage().device.type == "meta" and not self._dry:
+                continue  # a dry run inside of what is counted takes nothing
+            if (key := storage_key(tensor)) in self.sizes or key not in given:
+                self._meet(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
+        self.history.append(self.now)
+        if self.now > self.peak:
+            self.peak = self.now
+            if self._at_peak is not None and self.now > self._told:
+                self._told = 1.002 * self.now
+                self._at_peak()
+        return out
+
+    def _meet(self, tensor: Tensor, label: str, detail: str) -> None:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        size = -(-storage.nbytes() // self._block) * self._block
+        if key not in self.sizes:
+            self.labels[key] = (label, detail)
+            weakref.finalize(storage, self._part, key)
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+
+    def _part(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+        del self.labels[key]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells storages apart while they are alive."""
+    return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage

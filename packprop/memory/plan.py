@@ -1,0 +1,204 @@
+"""What a step will take, as a value that prints."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from packprop.engine.chunks import Bites
+from packprop.errors import BadInput, PackpropWarning
+from packprop.graph.graph import Graph
+from packprop.memory.bytes import byte_text
+from packprop.types import Extension
+
+ASKED = "A plan was asked for."
+
+
+class BudgetTooSmall(BadInput):
+    """A budget is less than any choice of bites takes; ``floor`` is the least, in bytes."""
+
+    floor: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is done for one parameter.
+
+    Args:
+        parameter: Its name.
+        use: Functions that it enters.
+        structure: How it enters them.
+        algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
+        samples: Samples in a bite.
+        count: Samples in all.
+        bytes: Bytes of the per-sample gradients of a bite, or of one in turn.
+    """
+
+    parameter: str
+    use: str
+    structure: str
+    algorithm: str
+    samples: int
+    count: int
+    bytes: int
+
+    @property
+    def bites(self) -> int:
+        """Number of bites of samples."""
+        return -(-self.count // self.samples)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step will take, and the bites that it is done in; prints as two tables.
+
+    Args:
+        peak: Most bytes of tensor storage alive at once, in forward and backward pass.
+        memory: The budget in bytes; ``None`` if there is none.
+        device: The type of device it is made for.
+        bites: How much is taken at once.
+        lines: One for each parameter.
+        parts: What the peak is made of: kind -> bytes, the largest first.
+        items: The largest single tensors at the peak: (description, bytes).
+        samples: Samples in the batch.
+        results: Bytes of all results.
+        extensions: Names of what was asked for.
+        freed: Whether it counts on an extension hook that takes values away.
+        accumulated: Whether gradients of an earlier pass were taken to be there when a step begins.
+        shapes: Uses and the shapes of their outputs, by which a pass is known again.
+        leaves: Shapes and precisions of parameters, likewise.
+        options: Names and values of the extensions' options, likewise.
+    """
+
+    peak: int
+    memory: int | None
+    device: str
+    bites: Bites
+    lines: tuple[Line, ...]
+    parts: dict[str, int]
+    items: tuple[tuple[str, int], ...]
+    samples: int
+    results: int
+    extensions: tuple[str, ...]
+    freed: bool
+    accumulated: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+    leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
+    options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
+
+    def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
+        """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
+
+        Warns if gradients of an earlier pass are there that the plan did not count.
+
+        Raises:
+            BadInput: With the first difference.
+        """
+        theirs = _shapes(graph)
+        names = tuple(extension.name for extension in extensions)
+        device = next((leaf.device.type for leaf in graph.leaves()), self.device)
+        difference = None
+        if self.freed and not hooked:
+            difference = "no extension hook; planned was one that takes values away"
+        elif names != self.extensions:
+            difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
+        elif device != self.device:
+            difference = f"parameters on {device}; planned was {self.device}"
+        elif len(theirs) != len(self.shapes):
+            difference = f"{len(theirs)} uses of parameters; planned were {len(self.shapes)}"
+        else:
+            for (use, shape), (planned_use, planned_shape) in zip(theirs, self.shapes, strict=True):
+                if (use, shape) != (planned_use, planned_shape):
+                    difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
+                    break
+        if difference is None:
+            difference = self._other_options(extensions) or self._other_leaves(graph)
+        if difference is not None:
+            raise BadInput(
+                "A backward pass with a plan was started.",
+                difference,
+                "the plan was made for another model, batch or device: its peak says nothing of this one",
+                "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
+            )
+
+        if not self.accumulated and _gradients_are_there(graph.leaves()):
+            warnings.warn(
+                "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
+                "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+
+    def _other_options(self, extensions: Sequence[Extension]) -> str | None:
+        for extension, planned in zip(extensions, map(dict, self.options), strict=True):
+            if not is_dataclass(extension):
+                continue  # it may keep what it has seen
+            for name, value in _options(extension):
+                if planned.get(name, value) != value:
+                    return f"{extension.name} with {name} {value}; planned was {planned[name]}"
+        return None
+
+    def _other_leaves(self, graph: Graph) -> str | None:
+        for leaf, (shape, dtype) in zip(graph.leaves(), self.leaves, strict=False):
+            if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
+                what = f"parameter {graph.name(leaf)!r} {[*leaf.shape]} {leaf.dtype}"
+                return f"{what}; planned was {[*shape]} {dtype}"
+        return None
+
+    def __str__(self) -> str:
+        console = Console(width=112, file=io.StringIO(), record=True)
+        console.print(self._table(), self._sum())
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+    def _table(self) -> Table:
+        table = Table("parameter", "use", "structure", "algorithm", "bites of samples", "a bite", box=None)
+        for line in self.lines:
+            bites = f"{line.bites} of {line.samples}" if line.bites > 1 else f"1 of {line.count}"
+            cells = (line.parameter, line.use, line.structure, line.algorithm, bites, byte_text(line.bytes))
+            table.add_row(*cells)
+        return table
+
+    def _sum(self) -> Table:
+        budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
+        table = Table("", "", title=f"peak {byte_text(self.peak)} on {self.device}, {budget}", box=None)
+        for kind, size in self.parts.items():
+            table.add_row(kind, byte_text(size))
+        table.add_section()
+        table.add_row("largest at the peak", "")
+        for name, size in self.items:
+            table.add_row(f"  {name}", byte_text(size))
+        return table
+
+
+def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((found.use.name, tuple(shape)) for found in graph.found for shape in found.use.shapes)
+
+
+def _leaves(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
+
+
+def _options(extension: Extension) -> tuple[tuple[str, str], ...]:
+    """What changes what is taken: not a source of draws, and of chosen samples how many there are."""
+    return tuple(
+        (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
+        for name, option in vars(extension).items()
+        if not isinstance(option, torch.Generator)
+    )
+
+
+def _gradients_are_there(leaves: Iterable[Tensor]) -> bool:
+    """Whether a pass adds to gradients of an earlier one."""
+    return any(leaf.grad is not None for leaf in leaves)
+
+
+Step = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
+"""From a model and what makes tensors without data to the loss."""

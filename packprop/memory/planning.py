@@ -1,0 +1,174 @@
+"""Plans of a step, of a batch of a data set, of a pass whose forward part has been run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from packprop.algebra.algorithms import CHOICES, forced
+from packprop.engine.chunks import Bites, default_bites
+from packprop.errors import BadInput
+from packprop.graph.graph import Graph
+from packprop.memory.bytes import keep_freed_pages
+from packprop.memory.dry_run import _copied
+from packprop.memory.plan import Plan, _gradients_are_there, _leaves, _options
+from packprop.memory.search import _choose, budget_of
+from packprop.recording.switch import extend, record
+from packprop.tensors.dry import Spec
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.types import Extension
+
+
+def plan(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    memory: int | str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    gradients: bool = True,
+    freed: bool = False,
+    accumulated: bool = False,
+) -> Plan:
+    """What one step with extensions will take, and the bites that keep it inside a budget.
+
+    Nothing is allocated and nothing of the model is changed: it is copied without its data. It may itself
+    have none (``with torch.device("meta"):``), and ``device`` may be one that is not there.
+
+    Args:
+        model: Any module.
+        loss: Loss module or function, called as ``loss(outputs, targets)``.
+        batch: Inputs (a tensor, a tuple or a dictionary of arguments) and targets; their data do not matter.
+        extensions: Instances from ``packprop.extensions``.
+        memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
+            parameters, activations and results; ``None`` to be told what the default takes.
+        device: Where the step will run; by default where the parameters are.
+        gradients: Whether ``.grad`` is computed along, as by ``backward()``; ``compute`` does not.
+        freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
+        accumulated: Whether ``.grad`` of an earlier pass is there when a step begins: gradients are added up
+            over several passes, or zeroed by ``zero_grad(set_to_none=False)``.
+
+    Raises:
+        BadInput: If the budget is no number of bytes, or less than any choice of bites takes.
+        PackpropError: If the forward pass decides on data.
+    """
+    budget = budget_of(memory)
+    parameter = next(model.parameters(), None)
+    here = parameter.device if parameter is not None else torch.device("cpu")
+    where = torch.device(device) if device is not None else here
+    inputs, targets = batch
+
+    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given = fake(map_tensors(Spec.of, inputs))
+        target = fake(map_tensors(Spec.of, targets))
+        extend(copied)
+        judge = _copied(loss, fake) if isinstance(loss, nn.Module) else loss
+        with record():
+            if isinstance(given, dict):
+                return judge(copied(**given), target)
+            return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
+
+    return _choose(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
+
+
+def bites_over_data(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    memory: int | str | None,
+    device: torch.device | str,
+) -> Bites:
+    """The bites of one batch of many, whose results are merged into those of the batches before."""
+    budget = budget_of(memory)
+    if budget is None:
+        keep_freed_pages()
+        return default_bites(torch.device(device))
+    there = _gradients_are_there(model.parameters())
+    one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
+    if one.peak + one.results <= budget:
+        return one.bites
+    left = max(1, budget - one.results)
+    return plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=there).bites
+
+
+def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
+    """The plan of a pass whose forward part has been run: the model is run once more, without data.
+
+    Raises:
+        BadInput: If the pass is not one call of one model followed by one loss, or nothing fits.
+    """
+    calls = [forward for forward in graph.forwards if forward.has_parameters]
+    model = calls[0].module() if len(calls) == 1 else None
+    alone = len(graph.losses) == len(graph.roots) == 1
+    if model is None or len(calls[0].arguments) != 1 or not alone:
+        raise BadInput(
+            "backpack(memory=...) was entered.",
+            f"a backward pass through {len(calls)} calls of models and {len(graph.losses)} recorded losses",
+            "a budget alone suffices for one call of one model followed by one loss",
+            "make a plan of the step, packprop.plan(...), and give that as memory",
+        )
+    args, kwargs = calls[0].arguments[0]
+    call = graph.losses[0].call
+    rest = map_tensors(Spec.of, (call.args, call.kwargs))
+
+    ends = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
+    inside = graph.roots[0].grad_fn in ends
+
+    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+        given, named = fake(args), fake(kwargs)
+        others = fake(rest[0][1:])
+        options = fake({name: value for name, value in rest[1].items() if name != "input"})
+        with record():
+            outputs = list(tensors_in(copied(*given, **named)))
+            if inside:  # the model returns its loss
+                return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
+            output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
+            if rest[0]:
+                value = call.function(output, *others, **options)
+            else:
+                value = call.function(**options, input=output)
+        total: Tensor = value.sum()
+        return total
+
+    between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
+    left = None if budget is None else max(1, budget - between)
+    there = _gradients_are_there(graph.leaves())
+    where = graph.leaves()[0].device
+    chosen = _choose(model, step, tuple(extensions), left, where, True, accumulated=there)
+    if not between:
+        return chosen
+    parts = {**chosen.parts, "between model and loss": between}
+    return replace(chosen, peak=chosen.peak + between, memory=budget, parts=parts)
+
+
+def _between(start: Node, ends: set[Node]) -> int:
+    """Tensors like the loss's input that may be made between the model's output and there, and back."""
+    stack, seen = [start], set()
+    while stack:
+        node = stack.pop()
+        if node not in ends and node not in seen:
+            seen.add(node)
+            stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
+    return 2 * len(seen)
+
+
+def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> Bites:
+    """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
+    kept = _CHOSEN.setdefault(graph.modules[0], {})
+    asked = tuple((type(extension), _options(extension)) for extension in extensions)
+    by_name = tuple(map(forced, CHOICES))
+    key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph.leaves()))
+    if key not in kept:
+        kept[key] = plan_again(graph, extensions, budget).bites
+    return kept[key]
+
+
+_CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Bites]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,1 @@
+"""The forward pass: functions that consume trainable parameters leave uses on the autograd graph."""

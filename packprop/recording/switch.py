@@ -1,0 +1,225 @@
+"""Switching recording on and off: ``extend``, ``record``, ``disable``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.errors import BadInput
+from packprop.recording.marks import EXTENDED, HANDLES, LOSS, Forward, marks_of
+from packprop.recording.recorder import Recorder, _local, record_loss
+from packprop.recording.regions import region_under, replay
+from packprop.recording.saved_hooks import hooks_in_force
+
+
+def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) -> nn.Module:
+    """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
+
+    Extending twice changes nothing; ``restore`` takes it back. Nothing about the forward pass changes: the
+    module, its parameters, its ``state_dict`` and its outputs stay what they are. Submodules may be called by
+    themselves. Survives ``deepcopy`` and pickling.
+
+    Args:
+        module: Any module, as its author wrote it, or a loss module.
+        use_converter: Accepted for existing code; nothing needs to be converted.
+        debug: Accepted for existing code.
+
+    Raises:
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        what = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise BadInput(
+            "extend(module) was called.",
+            f"argument of type {'class ' if isinstance(module, type) else ''}{what}",
+            "only instances of torch.nn.Module can be extended",
+            f"extend({what}()) to extend an instance; for a loss function use packprop.record()"
+            if isinstance(module, type)
+            else "pass a module; for a loss function, call it inside `with packprop.record():`",
+        )
+    EXTENDED.add(module)
+    for child in module.modules():
+        if HANDLES not in child.__dict__:
+            child.__dict__[HANDLES] = (
+                child.register_forward_pre_hook(_begin, with_kwargs=True),
+                child.register_forward_hook(_end, with_kwargs=True, always_call=True),
+            )
+    return module
+
+
+def restore(module: nn.Module) -> nn.Module:
+    """Undo ``extend`` on a module and its submodules; returns it."""
+    for child in module.modules():
+        EXTENDED.discard(child)
+        for handle in child.__dict__.pop(HANDLES, ()):
+            handle.remove()
+    return module
+
+
+def is_extended(module: nn.Module) -> bool:
+    """Whether forward passes of this module are recorded."""
+    return HANDLES in module.__dict__
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    drop_stale_recording()
+    if (again := replay()) is not None:
+        again.begin()
+        return
+    recorder = _local.recorder
+    if recorder is None:
+        if _local.disabled or not torch.is_grad_enabled():
+            return
+        recorder = _start(module, sys._getframe(1), (args, kwargs))
+    elif recorder.depth == 0:  # the outermost module inside record()
+        if recorder.owner is None:
+            recorder.forward = Forward(weakref.ref(module))
+        recorder.feed((args, kwargs))
+    recorder.depth += 1
+
+
+def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if (again := replay()) is not None:
+        again.end()
+        return
+    recorder = _local.recorder
+    if recorder is None or recorder.depth == 0:
+        return
+    recorder.depth -= 1
+    if recorder.depth > 0:
+        return
+    if recorder.owner is not None:
+        _stop(recorder)  # first, so that what is asked of the output is not recorded
+    if output is not None:
+        _record_own_loss(recorder, module, args, kwargs, output)
+        recorder.finish(output)
+
+
+def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    """A module without parameters that turns a model's output into a scalar is a loss of the user's own."""
+    if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
+        return
+    if len(args) + len(kwargs) < 2:
+        return
+    given = args[0] if args else kwargs.get("input")
+    if not isinstance(given, Tensor) or given.grad_fn is None or _leads_to_loss(out, given):
+        return
+    if next(module.parameters(), None) is None:
+        record_loss(_Undisturbed(module), args, kwargs, out)
+
+
+class _Undisturbed:
+    """A loss module that can be evaluated again without being recorded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.__name__ = type(module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with disable():
+            return self.module(*args, **kwargs)
+
+
+def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
+    """Whether a recorded loss stands between a loss module's output and its input."""
+    assert out.grad_fn is not None
+    stack, seen = [out.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node is given.grad_fn:
+            continue
+        seen.add(node)
+        if LOSS in marks_of(node):
+            return True
+        stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
+    return False
+
+
+def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None) -> Recorder:
+    recorder = Recorder(module, owner)
+    if inputs is not None:
+        recorder.feed(inputs)  # before it sees functions, so that what is asked of them is not recorded
+    hooks = hooks_in_force()
+    region = None if hooks is None else region_under(hooks)
+    if region is not None:
+        region.begin()
+    recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+    _local.recorder = recorder
+    return recorder
+
+
+def _stop(recorder: Recorder) -> None:
+    _local.recorder = None
+    recorder.owner = None
+    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def drop_stale_recording() -> None:
+    """End a recording whose call was left by an interrupt, which runs no closing hook."""
+    recorder = _local.recorder
+    if recorder is not None and recorder.stale:
+        _stop(recorder)
+
+
+@contextlib.contextmanager
+def record(*inputs: Any) -> Iterator[None]:
+    """Record what happens inside: functions on top of extended modules, and losses called as functions.
+
+    Args:
+        inputs: Tensors that carry samples and enter by other ways than as arguments of an extended module.
+    """
+    drop_stale_recording()
+    if (again := replay()) is not None:
+        again.begin()
+        try:
+            yield
+        finally:
+            again.end()
+        return
+    if _local.recorder is not None:
+        _local.recorder.feed(inputs)
+        yield
+        return
+    recorder = _start(None, None)
+    recorder.feed(inputs)
+    try:
+        yield
+    finally:
+        _stop(recorder)
+
+
+@contextlib.contextmanager
+def recording(inputs: list[Tensor]) -> Iterator[None]:
+    """Record a part of the forward pass that is run again, by itself, whatever else is being recorded."""
+    before, disabled = _local.recorder, _local.disabled
+    recorder = Recorder(None, None)
+    recorder.feed(inputs)
+    recorder.depth = 1  # modules in it are none that recording begins at
+    _local.recorder, _local.disabled = recorder, False
+    try:
+        with recorder:
+            yield
+    finally:
+        _local.recorder, _local.disabled = before, disabled
+
+
+@contextlib.contextmanager
+def disable() -> Iterator[None]:
+    """Record nothing inside: forward passes cost what they cost without packprop."""
+    before, _local.disabled = _local.disabled, True
+    try:
+        yield
+    finally:
+        _local.disabled = before
+
+
+def is_recording_disabled() -> bool:
+    """Whether this is inside of ``disable()``."""
+    return _local.disabled

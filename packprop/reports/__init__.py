@@ -1,0 +1,1 @@
+"""What people look at: tables about a model, and the command line."""

@@ -1,0 +1,158 @@
+"""What one forward pass showed of the parameters of a model, as values that print."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from packprop.errors import PackpropError
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """One use of a parameter.
+
+    Args:
+        function: The torch function that was seen.
+        structure: How the parameter enters it; ``Dense`` where per-sample gradients are formed.
+        direct: Whether the parameter itself was its argument, not a tensor computed from it.
+        refusal: Why nothing can be computed for it, or nothing.
+    """
+
+    function: str
+    structure: str
+    direct: bool
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class ParameterCoverage:
+    """What is known of one parameter.
+
+    Args:
+        name: In the model; the first of its names if it is tied.
+        aliases: Its other names.
+        shape: Its shape ``[*p]``.
+        layer: Class of the module that owns it.
+        trainable: Whether it requires a gradient.
+        uses: Where it was used, those nearest to the output first.
+        missing: The nodes that use it without a record.
+        factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
+        hessian: How the Hessian's diagonal is taken, by NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
+            ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
+            unknown.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: torch.Size
+    layer: str
+    trainable: bool
+    uses: tuple[Consumption, ...] = ()
+    missing: tuple[str, ...] = ()
+    factors: str = ""
+    hessian: str = ""
+
+    @property
+    def state(self) -> str:
+        """``"used"``, ``"unused"``, ``"frozen"``, ``"not recorded"`` or ``"refused"``."""
+        if not self.trainable:
+            return "frozen"
+        if self.missing:
+            return "not recorded"
+        if any(use.refusal for use in self.uses):
+            return "refused"
+        return "used" if self.uses else "unused"
+
+
+WAYS = {
+    "swept": "signed seeds at the elementwise nonlinearities, beside those of the GGN",
+    "output": "Hessian columns at the outputs of its uses, by double backward",
+    "parameter": "Hessian columns in the parameter itself, entry by entry",
+    "refused": "PyTorch has no second derivative of a function on the way, or a wrong one",
+}
+"""What ``ParameterCoverage.hessian`` says."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Extensions that want the same seeds.
+
+    Args:
+        name: What they are about.
+        extensions: Their names.
+        applies: Whether they can be asked for.
+        why: Why not, or under what condition.
+    """
+
+    name: str
+    extensions: tuple[str, ...]
+    applies: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What one forward pass showed; prints as two tables.
+
+    Args:
+        parameters: By name, in the model's order.
+        families: Of the catalogue.
+        samples: Number of samples in the batch; 0 if they are not separate.
+        mixers: Layers that mix samples.
+        refusal: The error that a backward pass with any extension would raise; prints below.
+    """
+
+    parameters: dict[str, ParameterCoverage]
+    families: tuple[Family, ...]
+    samples: int
+    mixers: tuple[str, ...] = ()
+    refusal: PackpropError | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter gets every quantity of single samples."""
+        return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
+
+    def __rich__(self) -> Group:
+        table = Table("parameter", "shape", "layer", "used by", "structure", "KFAC", "Hessian")
+        for parameter in self.parameters.values():
+            table.add_row(*_cells(parameter), style=None if parameter.trainable else "dim")
+        below = Table("extensions", "apply", "why not, or when")
+        for family in self.families:
+            names = f"{family.name}: {', '.join(family.extensions)}"
+            why = family.why if self.refusal is None else "see below"
+            below.add_row(names, "yes" if family.applies else "no", why)
+        counts = [p.state for p in self.parameters.values()]
+        found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
+        lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
+        lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
+        ways = {parameter.hessian for parameter in self.parameters.values()}
+        lines += [f"Hessian diagonals, {way}: {text}" for way, text in WAYS.items() if way in ways]
+        lines += [str(self.refusal)] if self.refusal is not None else []
+        return Group(table, below, *map(Text, lines))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self)
+        return text.getvalue()
+
+
+def _cells(parameter: ParameterCoverage) -> list[str]:
+    name = " = ".join([parameter.name, *parameter.aliases])
+    shape = "x".join(map(str, parameter.shape)) or "1"
+    counts: dict[tuple[str, str], int] = {}
+    for use in parameter.uses:
+        structure = use.structure if use.direct else f"{use.structure}, then Dense"
+        counts[use.function, structure] = counts.get((use.function, structure), 0) + 1
+    functions = [f"{name} x {n}" if n > 1 else name for (name, _), n in counts.items()]
+    functions += [f"not recorded: {node}" for node in parameter.missing]
+    used = ", ".join(functions) or parameter.state
+    refused = ["refused"] * any(use.refusal for use in parameter.uses)
+    structures = [*dict.fromkeys(structure for _, structure in counts), *refused]
+    return [name, shape, parameter.layer, used, ", ".join(structures), parameter.factors, parameter.hessian]

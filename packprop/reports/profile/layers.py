@@ -1,0 +1,78 @@
+"""One row of a profile: what is known of one layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues of one Kronecker factor, in short; see NOTE [Profile quantities].
+
+    Args:
+        size: Side of the matrix.
+        built: Whether it was; if not, it is too large.
+        rank: Number of eigenvalues above rounding error; ``None`` if the matrix is not finite.
+        largest: Largest eigenvalue.
+        smallest: Smallest eigenvalue above rounding error.
+        condition: Their ratio; that of the matrix only if ``rank == size``.
+    """
+
+    size: int
+    built: bool = True
+    rank: int | None = None
+    largest: float | None = None
+    smallest: float | None = None
+    condition: float | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One row of the table, or the total; see NOTE [Profile quantities].
+
+    Args:
+        name: Name of the module.
+        kind: Its class.
+        parameters: Number of trainable parameters; tied ones count where they come first.
+        gradient_norm: Norm of the mean loss's gradient; as all that follow, ``None`` if the loss
+            does not depend on the layer.
+        sample_gradient_norm_median: Of the norms of single samples' gradients.
+        sample_gradient_norm_95: Their 95th percentile.
+        signal_to_noise: Squared gradient norm over the trace of the samples' covariance; ``None``
+            where that is zero, as for one sample.
+        ggn_trace_exact: Trace of the GGN block; ``None`` if it was not computed.
+        ggn_trace_monte_carlo: Its estimate; ``None`` if it was not computed.
+        factors: Kronecker factors by name, ``"weight.A"`` and so on.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    gradient_norm: float | None = None
+    sample_gradient_norm_median: float | None = None
+    sample_gradient_norm_95: float | None = None
+    signal_to_noise: float | None = None
+    ggn_trace_exact: float | None = None
+    ggn_trace_monte_carlo: float | None = None
+    factors: dict[str, Spectrum] = field(default_factory=dict)
+
+
+def _spectrum(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
+    """Rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
+    size = factor.shape[1]
+    if len(factor) < size:
+        return Spectrum(size, built=False), None
+    if not bool(factor.isfinite().all()):
+        return Spectrum(size), None
+    eigenvalues = torch.linalg.eigvalsh(factor.detach().cpu().double())
+    largest = float(eigenvalues[-1])
+    error = torch.finfo(factor.dtype).eps * (size + 2 * math.sqrt(terms))
+    kept = eigenvalues[eigenvalues > largest * error]
+    if largest <= 0:
+        return Spectrum(size, rank=0), eigenvalues
+    smallest = float(kept[0])
+    return Spectrum(size, True, len(kept), largest, smallest, largest / smallest), eigenvalues

@@ -1,0 +1,112 @@
+"""The main job: what the gradients and the curvature of a network look like, layer by layer.
+
+# NOTE [Profile quantities]
+Let ``L = 1/N sum_n l_n`` be the mean loss over N samples; a loss that sums is divided by N first.
+``l_n`` is the loss of sample n alone (to be exact, N times its share of L, where samples differ in
+weight). Rows are layers: modules that own trainable parameters, with all of these (weight and bias)
+taken together. With ``g_n`` the gradient of ``l_n`` and ``g`` that of ``L`` in what a layer owns:
+
+gradient norm:    ``|g|``.
+sample norms:     ``|g_n|``; their median and 95th percentile over n.
+signal to noise:  ``|g|^2 / tr S``, with ``S = 1/N sum_n (g_n - g)(g_n - g)^T`` the covariance of
+                  per-sample gradients. Its inverse is the simple noise scale of McCandlish et al.
+                  (2018, arXiv:1812.06162): the batch size at which the noise of a batch's gradient
+                  is as large as its signal. Where N samples stand for a larger population, values
+                  near 1/N cannot be told from zero.
+GGN trace:        ``tr 1/N sum_n J_n^T H_n J_n``, the trace of the layer's block of the generalized
+                  Gauss-Newton matrix (Schraudolph 2002) of ``L``: exact from every column of a root
+                  of ``H_n``, Monte Carlo from targets drawn from the model.
+condition:        of the Kronecker factors A (second moment of inputs) and B (of signals) of KFAC:
+                  largest over smallest eigenvalue, among those above rounding error; their number
+                  is the rank. A matrix of rank below its size is singular. The threshold is
+                  ``largest * epsilon * (size + 2 sqrt(terms))``: ``size`` as for any matrix (Golub
+                  and Van Loan 2013, section 5.4), the rest for the random walk of the rounding
+                  errors of a sum over that many samples and draws, in the model's precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.factors import input_gram, signal_gram
+from packprop.algebra.monoid import CAT, MOMENTS, Moments
+from packprop.algebra.statistics import moments, sq_norm
+from packprop.algebra.structures import Dense, Lookup, Structure, rows
+from packprop.extensions import KFAC
+from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row, Seed
+
+EXACT_OUTPUTS = 32
+"""Outputs of a sample up to which the exact GGN trace, one backward pass for each, is cheap."""
+
+
+LARGEST_FACTOR = 2048
+"""Side of the largest Kronecker factor that is built; eigenvalues take the third power of it."""
+
+
+class _GradientMoments(Extension):
+    """Sum and summed squared deviation of the rows of ``grad_batch``: two of ``[*p]``."""
+
+    savefield = "gradient_moments"
+    rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        total: Moments = values[0]
+        return [total.mean * total.samples, total.deviation]
+
+
+@dataclass(frozen=True, eq=False)
+class _SampleGGNTrace(Extension):
+    """Trace of each sample's GGN block ``[n]``: squared norms of the columns that are swept back.
+
+    The diagonal, which has the same sum, would need the entries of every column.
+    """
+
+    seed: Seed
+
+    @property
+    def savefield(self) -> str:  # type: ignore[override]
+        return f"sample_ggn_trace_{'exact' if self.seed == EXACT else 'monte_carlo'}"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (Row(self.seed, sq_norm, over_n=CAT[0]),)
+
+    @property
+    def name(self) -> str:
+        return "GGN trace"
+
+
+@dataclass(frozen=True, eq=False)
+class _BoundedKFAC(KFAC):
+    """``KFAC`` without its large factors: an empty ``[0, size]`` stands for those."""
+
+    largest: int = LARGEST_FACTOR
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        seed = super().rows[0].seed
+
+        def signals(structure: Structure) -> Tensor:
+            if isinstance(structure, Dense):
+                form = rows(structure).shape[2:]
+            else:
+                assert structure.signal is not None
+                form = structure.signal.shape[3:]
+            if math.prod(form) > self.largest:
+                return torch.empty(0, math.prod(form))
+            return signal_gram(structure, self.approximation)
+
+        def inputs(structure: Structure) -> Tensor | None:
+            if isinstance(structure, Dense):
+                return None
+            size = structure.entries if isinstance(structure, Lookup) else structure.x.shape[3]
+            if size > self.largest:
+                return torch.empty(0, size)
+            return input_gram(structure, self.approximation)
+
+        return (Row(seed, signals), Row(INPUTS, inputs, degree=0))

@@ -1,0 +1,210 @@
+"""The main job: one pass over the data, and what is made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.dataset.batches import Batches, Data, described
+from packprop.dataset.compute import compute
+from packprop.errors import BadInput, PackpropError
+from packprop.extensions import BatchL2Grad
+from packprop.recording.switch import disable
+from packprop.reports.profile.assembly import _assemble
+from packprop.reports.profile.quantities import (
+    EXACT_OUTPUTS,
+    LARGEST_FACTOR,
+    _BoundedKFAC,
+    _GradientMoments,
+    _SampleGGNTrace,
+)
+from packprop.reports.profile.result import Profile
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.types import EXACT, Extension
+
+ASKED = "packprop.profile(...) was called."
+
+
+def profile(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    data: Data,
+    *,
+    batch_size: int | None = None,
+    mc_samples: int = 1,
+    exact: bool | None = None,
+    curvature: bool = True,
+    largest_factor: int = LARGEST_FACTOR,
+    evaluation: bool = True,
+    seed: int = 0,
+    progress: bool = True,
+    memory: int | str | None = None,
+) -> Profile:
+    """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
+
+    NOTE [Profile quantities] in this file says what exactly is computed. The model is left as it
+    was, ``.grad`` included.
+
+    Args:
+        model: Any module; it need not be extended. Batches are moved to where its parameters are.
+        loss: ``loss(model(inputs), targets)``: one loss of torch with reduction "mean" or "sum", as
+            a module or a function.
+        data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
+            batches ``(inputs, targets)``, such as a ``DataLoader``; inputs of a batch may be a
+            tuple or a dictionary of arguments.
+        batch_size: Samples in a batch, 128 by default; not for data that come in batches. It
+            changes memory and time; of the numbers, only which Monte Carlo draws they are of.
+        mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
+        exact: Whether to compute the exact GGN trace, which takes a backward pass for each output
+            of a sample; by default if these are at most 32.
+        curvature: Whether to compute the GGN trace and Kronecker factors at all.
+        largest_factor: Kronecker factors with a longer side than this are left out.
+        evaluation: Whether to switch the model to evaluation mode meanwhile, so that dropout is off
+            and batch normalisation does not mix samples.
+        seed: Of the Monte Carlo draws.
+        progress: Whether to show a progress bar on standard error, if that is a terminal.
+        memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
+
+    Raises:
+        BadInput: For anything else than the above, no data, or a batch that the model or the loss
+            fails on.
+        PackpropError: For a model or a loss that the quantities are not known for.
+    """
+    _check(model, loss, batch_size, mc_samples, largest_factor, seed)
+    batches = Batches(ASKED, data, batch_size)
+    started = time.perf_counter()
+    where = next(p for p in model.parameters() if p.requires_grad).device
+    generator = torch.Generator(device=where).manual_seed(seed)
+    with _evaluating(model, evaluation):
+        with batches.explained():
+            outputs = _outputs_of_a_sample(model, loss, batches.first(), where)
+        if exact is None:
+            exact = outputs is not None and outputs <= EXACT_OUTPUTS
+        asked: dict[str, Extension] = {"gradient": _GradientMoments(), "norms": BatchL2Grad()}
+        if curvature:
+            kfac = _BoundedKFAC(mc_samples, generator=generator, largest=largest_factor)
+            asked |= {"monte_carlo": _SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+        if curvature and exact:
+            asked["exact"] = _SampleGGNTrace(EXACT)
+        try:
+            result = compute(model, loss, batches, list(asked.values()), progress=progress, memory=memory)
+        except PackpropError as error:
+            if not error.asked.startswith("A generalized Gauss-Newton quantity"):
+                raise
+            raise PackpropError(
+                error.asked,
+                error.where,
+                error.why,
+                f"{error.instead}; or leave curvature out: profile(..., curvature=False), "
+                "packprop profile --no-curvature",
+            ) from error
+    settings = {
+        "model": type(model).__name__,
+        "loss": getattr(loss, "__name__", type(loss).__name__),
+        "device": str(where),
+        "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
+        "mode": _mode_of(model) if not evaluation else "evaluation",
+        "monte_carlo_samples": mc_samples if curvature else None,
+        "outputs_of_a_sample": outputs,
+        "largest_factor": largest_factor if curvature else None,
+        "seed": seed,
+        "packprop": version(),
+        "torch": torch.__version__,
+    }
+    tables = {key: result[extension] for key, extension in asked.items()}
+    return _assemble(model, result, tables, batches.count, settings, started)
+
+
+def _outputs_of_a_sample(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, device: torch.device
+) -> int | None:
+    """How many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    with torch.no_grad(), disable():
+        if isinstance(inputs, dict):
+            outputs = model(**inputs)
+        else:
+            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        value = loss(outputs, targets)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise BadInput(
+            ASKED,
+            f"the loss, {getattr(loss, '__name__', type(loss).__name__)}",
+            f"it returned {described(value)} instead of one number",
+            "use a loss with reduction='mean' or reduction='sum'",
+        )
+    samples = next(tensors_in(inputs)).shape[:1]
+    if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
+        return None
+    return outputs.numel() // samples[0]
+
+
+def _mode_of(model: nn.Module) -> str:
+    modes = {module.training for module in model.modules()}
+    return "mixed" if len(modes) == 2 else "training" if modes == {True} else "evaluation"
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every module is in its own mode again."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if evaluation:
+            model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadInput(ASKED, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadInput(
+            ASKED,
+            f"model, {described(model)}",
+            "none of its parameters requires gradients",
+            "set requires_grad=True on those that shall be profiled",
+        )
+    if not callable(loss) or isinstance(loss, type):
+        raise BadInput(
+            ASKED,
+            f"loss, {described(loss)}",
+            "it is not a function of outputs and targets",
+            _instance_of(loss),
+        )
+    numbers = {
+        "batch_size": 1 if batch_size is None else batch_size,
+        "mc_samples": mc_samples,
+        "largest_factor": largest_factor,
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
+    if not isinstance(seed, int):
+        raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
+
+
+def _instance_of(value: Any) -> str:
+    if isinstance(value, type):
+        return f"give an instance, {value.__name__}(...)"
+    return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def version() -> str | None:
+    """The version of packprop that is installed, if one is."""
+    try:
+        return importlib.metadata.version("packprop")
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
+        return None

@@ -1,0 +1,128 @@
+"""A profile as a table for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from packprop.reports.profile.layers import Layer
+
+WIDTH = 100
+"""Columns of a terminal that a printed profile needs."""
+
+
+NAME_WIDTH = 12
+"""Columns that names of layers have at least; longer ones are folded where more is not there."""
+
+
+def _number(value: float | None) -> str:
+    """Three digits in at most six characters."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if 0.01 <= abs(value) < 99999.5:
+        return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def _condition(layer: Layer, side: str) -> str:
+    """That of the first parameter that has such a factor, with the rank where that is lacking."""
+    found = [spectrum for name, spectrum in layer.factors.items() if name.endswith(f".{side}")]
+    if not found:
+        return "-"
+    spectrum = found[0]
+    if not spectrum.built:
+        return f"{spectrum.size} wide"
+    if spectrum.rank is None:
+        return "nan"
+    condition = _number(spectrum.condition)
+    if spectrum.rank == spectrum.size:
+        return condition
+    rank = f"{spectrum.rank}/{spectrum.size}"
+    return f"{condition} {rank}" if len(condition + rank) <= 10 else f"{condition}\n{rank}"
+
+
+def _cells(layer: Layer, name: str) -> list[str]:
+    return [
+        name,
+        f"{layer.parameters:,}",
+        _number(layer.gradient_norm),
+        _number(layer.sample_gradient_norm_median),
+        _number(layer.sample_gradient_norm_95),
+        _number(layer.signal_to_noise),
+        _number(layer.ggn_trace_exact),
+        _number(layer.ggn_trace_monte_carlo),
+        _condition(layer, "A"),
+        _condition(layer, "B"),
+    ]
+
+
+def _table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
+    titles = [
+        "\nlayer",
+        "para-\nmeters",
+        "grad\nnorm",
+        "sample\nmedian",
+        "sample\n95%",
+        "grad\nSNR",
+        "GGN tr\nexact",
+        "GGN tr\nMC",
+        "KFAC cond\nA (inputs)",
+        "KFAC cond\nB (signals)",
+    ]
+    rows = [_cells(layer, layer.name) for layer in layers]
+    total = [*_cells(whole, "total")[:-2], "", ""]
+    columns = list(zip(titles, *rows, total, strict=True))
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    numbers = sum(widths[1:])
+    gap = 2 if NAME_WIDTH + numbers + 2 * (len(widths) - 1) <= room else 1
+    # names that are too long are folded; numbers never are
+    widths[0] = max(NAME_WIDTH, min(widths[0], room - numbers - gap * (len(widths) - 1)))
+    # of the gap between columns, the box draws one character
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, padding=(0, 0, 0, gap - 1), pad_edge=False
+    )
+    for place, (title, width) in enumerate(zip(titles, widths, strict=True)):
+        table.add_column(
+            title,
+            total[place],
+            justify="right" if place else "left",
+            width=width,
+            no_wrap=place > 0,
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
+    draws = settings["monte_carlo_samples"]
+    facts = [
+        f"{settings['model']}: {settings['loss']} {_number(loss)}",
+        f"{_counted(samples, 'sample')} in {_counted(batches, 'batch')}",
+        f"{settings['mode']} mode",
+        f"{settings['precision']} on {settings['device']}",
+    ]
+    lines = [
+        ", ".join(facts),
+        "grad: of the mean loss; sample: norms of single gradients; SNR: |grad|^2 / trace of their covariance",
+    ]
+    if draws is not None:
+        lines.append(
+            f"GGN tr: exact, Monte Carlo ({_counted(draws, 'draw')}); "
+            "KFAC cond: largest/smallest eigenvalue, rank/size if singular"
+        )
+    return [Text(line) for line in lines]

@@ -1,0 +1,1 @@
+"""What is known of a tensor without computing with it: its samples, precision, device, state."""

@@ -1,0 +1,54 @@
+"""Tensors without data: their descriptions, and passes that are run with none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_DRY: ContextVar[str | None] = ContextVar("packprop_dry", default=None)
+"""The type of the device that is pretended to be there."""
+
+
+class Spec(NamedTuple):
+    """A tensor without its data."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """What there is to know of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def make(self, device: torch.device) -> Tensor:
+        """A tensor like it, whose data mean nothing."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+@contextlib.contextmanager
+def pretending(device: str = "cpu") -> Iterator[None]:
+    """Inside, tensors have no data but a device. What must be looked at is taken to be in order."""
+    token = _DRY.set(device)
+    try:
+        yield
+    finally:
+        _DRY.reset(token)
+
+
+def is_dry() -> bool:
+    """Whether tensors have no data."""
+    return _DRY.get() is not None
+
+
+def found_fault(condition: Tensor) -> bool:
+    """Whether a fault is there, by a condition of one entry; none is seen where there are no data."""
+    return not is_dry() and bool(condition)

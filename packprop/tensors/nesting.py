@@ -1,0 +1,41 @@
+"""Tensors inside of nested containers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(item.values()))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            stack.append(vars(item))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nesting with ``function`` applied to every tensor."""
+    return map_kind(Tensor, function, value)
+
+
+def map_kind(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nesting with ``function`` applied to every instance of ``kind``."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_kind(kind, function, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_kind(kind, function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

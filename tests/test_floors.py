@@ -274,7 +274,8 @@ FAULTS = [
     (
         upward,
         {
-            "recording/recorder.py": "import importlib\nimportlib.import_module('..reports.cli', 'packprop.recording')\n"
+            "recording/recorder.py": "import importlib\n"
+            "importlib.import_module('..reports.cli', 'packprop.recording')\n"
         },
         "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 14)",
     ),

@@ -25,7 +25,7 @@ from benchmarks.problems import PROBLEMS, Task
 from benchmarks.run import RESULTS, environment
 from packprop import Plan, extensions
 from packprop.algebra.algorithms import CHOICES
-from packprop.engine.chunks import Bites, default_bites
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.memory.bytes import keep_freed_pages
 
 ASKED = (
@@ -37,17 +37,17 @@ ASKED = (
     extensions.DiagGGNMC,
     extensions.KFAC,
 )
-DEFAULT = default_bites()
-SCRATCH, SIGNALS = DEFAULT[:2]
+DEFAULT = default_chunk_sizes()
+SCRATCH, COTANGENTS = DEFAULT[:2]
 CONTENDERS = 3
 """How many of the fixed choices that did best are timed once more, beside the default alone."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a pass is done: with these bites, and algorithms forced by name."""
+    """How a pass is done: with these chunks, and algorithms forced by name."""
 
-    bites: Bites = DEFAULT
+    chunk_sizes: ChunkSizes = DEFAULT
     forced: tuple[tuple[str, str], ...] = ()
 
     def enter(self) -> AbstractContextManager[None]:
@@ -56,11 +56,11 @@ class Choice:
 
 
 FIXED: dict[str, Choice] = {
-    **{f"samples in {size} MiB": Choice(Bites(size * MIB, SIGNALS)) for size in (1, 4, 32, 128)},
-    "one sample at a time": Choice(Bites(0, SIGNALS)),
-    **{f"columns in {size} MiB": Choice(Bites(SCRATCH, size * MIB)) for size in (8, 64, 256)},
-    "one column at a time": Choice(Bites(SCRATCH, 0)),
-    "frugal algorithms": Choice(Bites(SCRATCH, SIGNALS, held=0)),
+    **{f"samples in {size} MiB": Choice(ChunkSizes(size * MIB, COTANGENTS)) for size in (1, 4, 32, 128)},
+    "one sample at a time": Choice(ChunkSizes(0, COTANGENTS)),
+    **{f"columns in {size} MiB": Choice(ChunkSizes(SCRATCH, size * MIB)) for size in (8, 64, 256)},
+    "one column at a time": Choice(ChunkSizes(SCRATCH, 0)),
+    "frugal algorithms": Choice(ChunkSizes(SCRATCH, COTANGENTS, held=0)),
     **{f"{kind}: {name}": Choice(forced=((kind, name),)) for kind, names in CHOICES.items() for name in names},
 }
 
@@ -118,7 +118,10 @@ def points(rounds: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if choice is None:
                     value.backward()
                     return {}
-                with choice.enter(), packprop.backpack(make(), memory=replace(planned, bites=choice.bites)):
+                with (
+                    choice.enter(),
+                    packprop.backpack(make(), memory=replace(planned, chunk_sizes=choice.chunk_sizes)),
+                ):
                     value.backward()
                 return {}
 

@@ -251,9 +251,9 @@ def _torch_func(task: Task, quantity: Quantity) -> Call:
         with torch.no_grad():
             columns = columns_of(loss, model(task.inputs))
         sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        for bite in columns.split(columns_at_once):
-            for name, signal in swept(parameters, task.inputs, bite).items():
-                sums[name] += signal.square().sum(dim=(0, 1))
+        for chunk in columns.split(columns_at_once):
+            for name, cotangent in swept(parameters, task.inputs, chunk).items():
+                sums[name] += cotangent.square().sum(dim=(0, 1))
         return sums
 
     finish: dict[str, Callable[[Tensor], Tensor]] = {

@@ -289,7 +289,7 @@ def _exponents(records: Sequence[Record], points: dict[str, int]) -> str:
 
 REASONS = {
     "N": "All work is done sample by sample, so time is proportional to N from where the fixed cost of a "
-    "pass no longer counts. What is kept of `BatchGrad` is N gradients; of the others a bite of "
+    "pass no longer counts. What is kept of `BatchGrad` is N gradients; of the others a chunk of "
     "samples at a time, so that their memory grows as that of plain does, by the activations, while "
     "BackPACK holds all samples of all columns.",
     "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps them one after "
@@ -418,8 +418,8 @@ def draw_planning(points: Sequence[dict[str, Any]], path: Path) -> None:
         _logarithmic(axes, which)
     left.set_xlabel("measured peak of tensor bytes, MiB")
     left.set_ylabel("predicted peak, MiB")
-    right.set_xlabel("measured peak over that of the default bites")
-    right.set_ylabel("time over that of the default bites")
+    right.set_xlabel("measured peak over that of the default chunks")
+    right.set_ylabel("time over that of the default chunks")
     for axes in (left, right):
         axes.grid(color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -470,7 +470,7 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
     most = max(len(point["first_round_over_plain"]) for point in points) - 1
     return [
         "## The default beside every fixed choice",
-        "Without a budget packprop chooses sizes of bites and algorithms itself. The same passes with each of "
+        "Without a budget packprop chooses sizes of chunks and algorithms itself. The same passes with each of "
         f"up to {most} choices fixed, as many as an extension takes note of, the best of them timed again: the "
         f"default is within a tenth of the best in {within} of {len(points)} cases. Times over plain.",
         markdown(["problem", "extension", "default", "best", "default / best", "which"], rows),

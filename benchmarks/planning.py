@@ -74,9 +74,9 @@ def points(name: str, rounds: int) -> list[dict[str, Any]]:
         for share in SHARES:
             budget = int(least + share * (free.peak - least))
             plan = packprop.plan(model, task.loss, batch, [make()], memory=budget)
-            if plan.bites in seen:
+            if plan.chunk_sizes in seen:
                 continue
-            seen.add(plan.bites)
+            seen.add(plan.chunk_sizes)
             fresh = PROBLEMS[name].build()  # the first step of a model finds where the samples are
             running = packprop.extend(fresh.model)
             live = LiveBytes()
@@ -98,7 +98,7 @@ def points(name: str, rounds: int) -> list[dict[str, Any]]:
                     "measured_bytes": live.peak,
                     "time_over_default": median(ratios),
                     "planning_seconds": planning,
-                    "bites": plan.bites._asdict(),
+                    "chunks": plan.chunk_sizes._asdict(),
                 }
             )
             print(

@@ -1,7 +1,7 @@
 """packprop packs more than the gradient into one backward pass of PyTorch.
 
-Seeds are swept back to signals; a use says how a parameter meets a signal; statistics turn that into numbers;
-an extension says how numbers merge; the plan says how big the bites are.
+Seeds are swept back to cotangents; a use says how its parameters meet these; statistics turn that into numbers;
+an extension says how numbers merge; the plan says how large the chunks are.
 """
 
 from packprop import extensions

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.engine.backward_pass import Observation
-from packprop.engine.chunks import Bites, default_bites
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import require_differentiable
 from packprop.graph.graph import Graph
@@ -20,10 +20,10 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
-from packprop.memory.planning import bites_again
+from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.switch import drop_stale_recording
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.state import is_sole
 from packprop.types import Extension
@@ -59,7 +59,7 @@ def backpack(
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
         memory: The most bytes of tensor storage that may be alive at once in a step, with parameters,
             activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget the model is run once
-            more for each new shape, without data, to find the bites that fit.
+            more for each new shape, without data, to find the chunks that fit.
         retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
         debug: Print what the pass goes through.
 
@@ -120,7 +120,7 @@ class Backpack(TorchFunctionMode):
             run = _of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
             run = _of_function(*args, **kwargs)
-        if run is None or self._running or is_dry() or _local.active[-1] is not self:
+        if run is None or self._running or is_dry_run() or _local.active[-1] is not self:
             return func(*args, **kwargs)
         self._running = self._seen = True
         try:
@@ -139,17 +139,17 @@ class Backpack(TorchFunctionMode):
         if run.create_graph:
             require_differentiable(graph)
         attach = _Attach(graph, self._hook)
-        observation = Observation(
+        backward_pass = BackwardPass(
             graph,
             self.extensions,
             run.create_graph,
             attach,
-            self._bites(graph),
+            self._chunk_sizes(graph),
             begin=lambda: attach.taken_off(self.extensions, spare=self._memory is None),
         )
         if self._debug:
-            print(f"packprop: {graph.samples} samples, {len(graph.found)} uses")
-            for found in graph.found:
+            print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
+            for found in graph.uses:
                 print(f"  {graph.label(found)}: {found.layouts[0]}")
         graph.hold(run.keeps_graph)
         keep = True
@@ -162,23 +162,23 @@ class Backpack(TorchFunctionMode):
 
         try:
             if run.wanted is None:
-                observation.run(restricted)
+                backward_pass.run(restricted)
             else:  # such a pass does not go through every node that is needed
-                observation.run(None)
+                backward_pass.run(None)
                 backward()
             keep = run.keeps_graph
         finally:
-            graph.let_go(keep)
+            graph.release(keep)
 
-    def _bites(self, graph: Graph) -> Bites:
+    def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
         if self._memory is None:
             keep_freed_pages()
-            return default_bites(next((leaf.device for leaf in graph.leaves()), None))
+            return default_chunk_sizes(next((leaf.device for leaf in graph.leaves()), None))
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)
-            return self._memory.bites
-        return bites_again(graph, self.extensions, self._memory)
+            return self._memory.chunk_sizes
+        return chunk_sizes_of_pass(graph, self.extensions, self._memory)
 
 
 class _Pass:

@@ -26,7 +26,7 @@ from packprop.functions.entry import name_of
 from packprop.functions.losses.description import LOSSES
 from packprop.functions.nodes import is_wrong_in_second_order
 from packprop.functions.registry import RULES
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.walk import walk
@@ -116,9 +116,9 @@ def captured(case: Case) -> tuple[Problem, Graph]:
     return problem, walk([forward(problem, case.record)], [None], None)
 
 
-def rows_of(found: Found, site: Site, layer: str, times: int) -> Iterator[str]:
+def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[str]:
     """The rows that one use of one parameter belongs to."""
-    name = plain(found.use.name)
+    name = plain(found.recorded.name)
     yield f"`{name}`" if name in KNOWN or layer else FALLBACK
     if not site.direct:
         yield DERIVED
@@ -126,7 +126,7 @@ def rows_of(found: Found, site: Site, layer: str, times: int) -> Iterator[str]:
             yield NORMALISED
     if times > 1:
         yield SHARED
-    if found.use.source is not None or found.host is not None:
+    if found.recorded.source is not None or found.host is not None:
         yield REGION
 
 
@@ -147,7 +147,7 @@ def read_cases(covered: Covered) -> tuple[dict[str, Line], dict[str, Line]]:
             if type(module).__module__.startswith("torch.nn.modules")
             for parameter in module.parameters(recurse=False)
         }
-        sites = [(found, site) for found in graph.found for site in found.sites]
+        sites = [(found, site) for found in graph.uses for site in found.sites]
         leaves = [id(site.leaf) for _, site in sites]
         rows: dict[int, Line] = {}
         for found, site in sites:
@@ -301,12 +301,12 @@ class Notes:
     """Footnotes of one table, marked as they come."""
 
     def __init__(self, marks: Callable[[int], str]) -> None:
-        self.found: dict[str, str] = {}
+        self.uses: dict[str, str] = {}
         self._marks = marks
 
     def mark(self, text: str) -> str:
         """The mark of a footnote."""
-        return self.found.setdefault(text, self._marks(len(self.found)))
+        return self.uses.setdefault(text, self._marks(len(self.uses)))
 
 
 def columns(lines: Iterable[Line], known: dict[tuple[str, str], Cell]) -> list[list[str]]:
@@ -341,10 +341,10 @@ def table(lines: Sequence[Line], known: dict[tuple[str, str], Cell], head: str) 
         first = [line.title + (f" ({layers})" if layers else ""), *[", ".join(line.structures)] * uses]
         yield f"| {' | '.join([*first, f'`{main}`{more}', *shown])} |"
     yield ""
-    if cases.found:
-        other = "; ".join(f"{mark}: `{case}`" for case, mark in cases.found.items())
+    if cases.uses:
+        other = "; ".join(f"{mark}: `{case}`" for case, mark in cases.uses.items())
         yield from (f"Other cases: {other}.", "")
-    yield from ("Why it is refused:", "", *(f"{mark}. {why}" for why, mark in reasons.found.items()), "")
+    yield from ("Why it is refused:", "", *(f"{mark}. {why}" for why, mark in reasons.uses.items()), "")
 
 
 def tests(known: dict[tuple[str, str], Cell]) -> Iterator[str]:

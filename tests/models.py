@@ -41,7 +41,7 @@ class Apply(nn.Module):
 
 
 def headed(*layers: nn.Module, features: int, count: int = 3) -> nn.Module:
-    """Layers, a smooth nonlinearity and a linear head, so that signals differ everywhere."""
+    """Layers, a smooth nonlinearity and a linear head, so that cotangents differ everywhere."""
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(features, count))
 
 
@@ -315,9 +315,9 @@ class Wave(torch.autograd.Function):
         return torch.sin(x * w)
 
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        inner = signals[0] * torch.cos(x * w)
+        inner = cotangents[0] * torch.cos(x * w)
         return inner * w, (inner * x).sum(0)
 
 
@@ -331,8 +331,8 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * cotangents[0]
 
 
 class Square(torch.autograd.Function):
@@ -344,9 +344,9 @@ class Square(torch.autograd.Function):
         return x**2
 
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return 2 * x * signals[0]
+        return 2 * x * cotangents[0]
 
 
 class Softplus(nn.Module):

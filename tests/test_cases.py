@@ -10,7 +10,7 @@ import torch
 import packprop
 from packprop.algebra import kernels, one_by_one
 from packprop.engine import backward_pass
-from packprop.engine.chunks import Bites
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
 from tests.running import (
@@ -96,16 +96,16 @@ STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("
 @pytest.mark.parametrize("names", STREAMED, ids=lambda names: "+".join(names))
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
-    """Each is formed once and given to all that was asked for, in bites of two samples."""
+    """Each is formed once and given to all that was asked for, in chunks of two samples."""
     monkeypatch.setattr(backward_pass, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "SHORT", 0)
-    monkeypatch.setattr(Bites, "samples_at_once", lambda *_: 2)
+    monkeypatch.setattr(ChunkSizes, "samples_at_once", lambda *_: 2)
     taken = []
 
     def noted(left: torch.Tensor, right: torch.Tensor) -> Any:
         taken.append(len(left))
-        return kernels.products_in_turn(left, right)
+        return kernels.products_one_by_one(left, right)
 
     monkeypatch.setattr(one_by_one, "products_in_turn", noted)
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)

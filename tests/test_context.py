@@ -22,7 +22,7 @@ from torch.autograd.gradcheck import GradcheckError
 import packprop
 from packprop import extensions
 from packprop.algebra.partial import Partial
-from packprop.engine.chunks import Bites
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME
 from tests.models import Attention, LanguageModel, ResNet, VisionTransformer
@@ -913,9 +913,9 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.fixture
-def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that one bite brings whole are the bite's own."""
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(2**12, 2**12))
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that one chunk brings whole are the chunk's own."""
+    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
 
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
@@ -948,7 +948,7 @@ def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPa
     place = one_step(model, x, y).data_ptr()
     assert not any(taken)
     assert one_step(model, 2 * x, y).data_ptr() == place
-    assert sum(taken) == 2  # both weights; a bite brings those of biases whole
+    assert sum(taken) == 2  # both weights; a chunk brings those of biases whole
     torch.testing.assert_close(one_step(model, 2 * x, y), one_step(wide(), 2 * x, y))
     kept = one_step(model, x, y)
     assert kept._base is None

@@ -90,10 +90,10 @@ def test_kronecker_factors_over_batches(cuts: list[int]) -> None:
     source = torch.Generator().manual_seed(0)
     kfac = extensions.KFAC(mc_samples=500, generator=source)
     found = compute(model, nn.CrossEntropyLoss(), data, kfac, extensions.DiagGGNExact())
-    signals, inputs = found[kfac]["0.weight"]
+    cotangents, inputs = found[kfac]["0.weight"]
     assert_near(inputs, x.T @ x / len(x), "A")
     exact = found["diag_ggn_exact"]["0.bias"]
-    assert signals.diagonal().sum().item() == pytest.approx(exact.sum().item(), rel=0.1)
+    assert cotangents.diagonal().sum().item() == pytest.approx(exact.sum().item(), rel=0.1)
 
 
 def test_a_factor_on_the_loss_scales_everything() -> None:

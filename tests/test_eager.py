@@ -1503,9 +1503,9 @@ def reduced_gradients(kind: str, evaluate: Callable[..., Tensor], rank: int) -> 
     return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in found]
 
 
-def compare_reducers(rank: int, meeting: str) -> None:
+def compare_reducers(rank: int, built_by: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", built_by, rank=rank, world_size=2)
     # Older versions of PyTorch cannot shard on the CPU.
     sharding = hasattr(torch.cpu.Stream, "record_event")
     for kind in ("DDP", "FSDP2", "FSDP2, critics too") if sharding else ("DDP",):
@@ -1523,8 +1523,8 @@ def compare_reducers(rank: int, meeting: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_reducers_see_parameters_of_the_branch(tmp_path: Path) -> None:
-    meeting = f"file://{tmp_path / 'meeting'}"
-    torch.multiprocessing.spawn(compare_reducers, (meeting,), nprocs=2)
+    built_by = f"file://{tmp_path / 'built_by'}"
+    torch.multiprocessing.spawn(compare_reducers, (built_by,), nprocs=2)
 
 
 # ------------------------------------------------------------------------------- what is shown

@@ -1,4 +1,4 @@
-"""Corrected eigenvalues beyond the case list: options, bites, passes, and what is done with the result."""
+"""Corrected eigenvalues beyond the case list: options, chunks, passes, and what is done with the result."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_many_draws_come_near_the_exact_eigenvalues() -> None:
         assert_near(kronecker.dense(found), expected, name, 0.05)
 
 
-# Passes and bites
+# Passes and chunks
 
 
 def network() -> nn.Sequential:
@@ -115,26 +115,28 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
 
 
 def test_columns_are_swept_twice_only_where_they_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "SIGNALS", 0)
+    monkeypatch.setattr(chunks, "COTANGENTS", 0)
     assert sweeps(monkeypatch, extensions.KFAC(), drawn(1)) == 2  # two seeds
     assert sweeps(monkeypatch, drawn(1)) == 1
     assert sweeps(monkeypatch, drawn(3)) == 6
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="empirical")) == 1
     assert sweeps(monkeypatch, extensions.EKFAC(fisher="exact")) == 2 * sweeps(monkeypatch, extensions.KFLR())
-    monkeypatch.setattr(chunks, "SIGNALS", 64 * 2**20)
+    monkeypatch.setattr(chunks, "COTANGENTS", 64 * 2**20)
     assert sweeps(monkeypatch, drawn(3)) == 1
 
 
 @pytest.mark.parametrize("options", [{"fisher": "exact"}, {"subsampling": [4, 1]}, {}], ids=str)
-def test_bites_change_no_number(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     expected = step(drawn(3, **options))
-    for signals in (64 * 2**20, 0):
+    for cotangents in (64 * 2**20, 0):
         for scratch in (8 * 2**20, 2000, 0):
-            monkeypatch.setattr(chunks, "SIGNALS", signals)
+            monkeypatch.setattr(chunks, "COTANGENTS", cotangents)
             monkeypatch.setattr(chunks, "SCRATCH", scratch)
             model = step(drawn(3, **options))
             for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-                assert_near(kronecker.dense(mine.ekfac), kronecker.dense(theirs.ekfac), f"{signals}, {scratch}")
+                assert_near(
+                    kronecker.dense(mine.ekfac), kronecker.dense(theirs.ekfac), f"{cotangents}, {scratch}"
+                )
 
 
 def test_the_first_pass_is_gone_when_the_hook_runs() -> None:
@@ -164,7 +166,7 @@ def test_no_pass_holds_a_gradient_for_each_sample() -> None:
     assert counted.peak < samples * width * width * 4 / 4
 
 
-def test_groups_are_mixed_in_bites() -> None:
+def test_groups_are_mixed_in_chunks() -> None:
     """A basis of all output channels mixes groups, so that rows are formed even at a single position."""
     torch.manual_seed(0)
     samples, channels = 512, 256

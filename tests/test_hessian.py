@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import packprop
 from packprop import extensions
 from packprop.curvature import routes
-from packprop.curvature.output_diagonals import Curvatures
+from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.shared_rows import SharedRows
 from packprop.engine import backward_pass
 from packprop.errors import PackpropError
@@ -95,7 +95,7 @@ def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(routes, "kind_of", lambda node, dependent: "nonlinear")
     else:
         monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
-    went, choose = set(), routes.choose_ways
+    went, choose = set(), routes.choose_routes
 
     def spy(graph: Any, *options: Any) -> Any:
         chosen = choose(graph, *options)
@@ -146,13 +146,13 @@ def piecewise() -> nn.Module:
 
 def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[int] = []
-    sweeping = backward_pass.Observation._columns
+    sweeping = backward_pass.BackwardPass._columns
 
     def count(self: Any, groups: Any, *options: Any) -> None:
         swept.append(sum(group.count for group in groups))
         sweeping(self, groups, *options)
 
-    monkeypatch.setattr(backward_pass.Observation, "_columns", count)
+    monkeypatch.setattr(backward_pass.BackwardPass, "_columns", count)
     torch.manual_seed(0)
     model, lossfunc = packprop.extend(piecewise()), packprop.extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.randn(4, 1, 12, 12)), torch.arange(4))
@@ -182,10 +182,10 @@ def test_columns_of_elementwise_functions_in_chunks(
     """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
     if at_once is not None:
         monkeypatch.setattr(
-            backward_pass.Observation, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
+            backward_pass.BackwardPass, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
         )
     taken: list[str] = []
-    for owner, name in ((SharedRows, "rows"), (Curvatures, "add_columns")):
+    for owner, name in ((SharedRows, "rows"), (OutputDiagonals, "add_columns")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, f=function, n=name: (taken.append(n), f(*given))[1])
     model, x = deep(kind)
@@ -242,9 +242,9 @@ class Sigmoid(torch.autograd.Function):
         return x * x.flip(1)
 
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return signals[0] * x.flip(1) + (signals[0] * x).flip(1)
+        return cotangents[0] * x.flip(1) + (cotangents[0] * x).flip(1)
 
 
 def test_names_of_ones_own_functions_mean_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Jacobians of the model's output, whole and in bites, under any reduction."""
+"""Jacobians of the model's output, whole and in chunks, under any reduction."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_any_reduction_gives_the_same(reduce: object) -> None:
         assert_near(parameter.jac_batch, known[name][[4, 0]][:, [1]], name)
 
 
-def test_bites_of_outputs() -> None:
+def test_chunks_of_outputs() -> None:
     problem = BY_NAME["linear-deep"].problem(3)
     backward(problem, extensions.BatchJacobian())
     whole = results(problem, "jac_batch")

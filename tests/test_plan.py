@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packprop
 from packprop import extensions
-from packprop.engine.backward_pass import Observation
-from packprop.engine.chunks import Bites, default_bites
+from packprop.dataset import compute
+from packprop.engine import chunks
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
@@ -224,7 +226,7 @@ def test_choices_take_less_one_after_the_other(device: str) -> None:
     assert len(set(tried)) == len(tried)
     for before, after in itertools.pairwise(tried):
         assert after.scratch <= before.scratch
-        assert after.signals <= before.signals
+        assert after.cotangents <= before.cotangents
         assert (before.held, after.held) in {(None, None), (None, 0), (0, 0)}
         assert (after.parameters or 10**9) <= (before.parameters or 10**9)
 
@@ -249,7 +251,7 @@ def labels() -> Tensor:
 MIXED = [
     (convolutions, (4, 2, 16, 16), torch.float64, extensions.BatchGrad, "2.weight", "gradients by groups"),
     (convolutions, (4, 2, 16, 16), torch.float64, extensions.Variance, "2.weight", "gradients by groups"),
-    (shared_weights, (4, 100, 256), torch.float32, extensions.BatchL2Grad, "0.weight", "signals and inputs"),
+    (shared_weights, (4, 100, 256), torch.float32, extensions.BatchL2Grad, "0.weight", "cotangents and inputs"),
 ]
 """Where one of two uses holds most: model, inputs, what is asked, that use, the algorithm that holds less."""
 
@@ -268,7 +270,7 @@ def test_only_the_use_that_holds_most_changes_its_algorithm(mixed: Any) -> None:
         packprop.plan(model, loss, batch, [make()], memory=1)
     budget = caught.value.floor
     plan = packprop.plan(model, loss, batch, [make()], memory=budget)
-    assert plan.bites.held not in (None, 0)
+    assert plan.chunk_sizes.held not in (None, 0)
     after = {line.parameter: line.algorithm for line in plan.lines}
     assert after.pop(large).startswith(algorithm)
     assert after == {name: before[name] for name in after}
@@ -304,39 +306,39 @@ def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: An
     build, shape, dtype, make, *_ = mixed
     model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
 
-    def peak(bites: Bites, *asked: Any) -> int:
-        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_: [bites])
+    def peak(chunk_sizes: ChunkSizes, *asked: Any) -> int:
+        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_: [chunk_sizes])
         return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, device=device).peak
 
     tried = choices(torch.device(device))
     held = [tried[0]._replace(held=size) for size in (None, 2**20, 2**18, 2**16, 2**14, 0)]
     for row, asked in ((tried, [make(), extensions.DiagGGNExact()]), (held, [make()])):
-        peaks = [peak(bites, *asked) for bites in row]
+        peaks = [peak(chunk_sizes, *asked) for chunk_sizes in row]
         assert all(after <= 1.001 * before for before, after in itertools.pairwise(peaks))
         assert peaks[-1] < peaks[0]
 
 
 def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
-    whole, least = Bites(2**23, 2**26), Bites(0, 2**20, 0)
-    scratch = [bites.scratch for bites in looser(least, whole, "scratch")]
+    whole, least = ChunkSizes(2**23, 2**26), ChunkSizes(0, 2**20, 0)
+    scratch = [chunk_sizes.scratch for chunk_sizes in looser(least, whole, "scratch")]
     assert scratch == sorted(set(scratch), reverse=True)
     assert (scratch[0], scratch[-1]) == (2**23, 0)
-    assert [bites.held for bites in looser(least, whole, "held")] == [None, *HELD, 0]
-    signals = [bites.signals for bites in looser(least, whole, "signals")]
-    assert signals == [2**power for power in range(26, 19, -1)]
+    assert [chunk_sizes.held for chunk_sizes in looser(least, whole, "held")] == [None, *HELD, 0]
+    cotangents = [chunk_sizes.cotangents for chunk_sizes in looser(least, whole, "cotangents")]
+    assert cotangents == [2**power for power in range(26, 19, -1)]
     assert looser(whole, whole, "scratch") == [whole]
 
 
-def test_an_accelerator_takes_larger_bites_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
+def test_an_accelerator_takes_larger_chunks_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
     cuda, free = torch.device("cuda"), [2**40]
-    monkeypatch.setattr(packprop.bites, "free_bytes", lambda device: free[0])
-    roomy, host = default_bites(cuda), default_bites(torch.device("cpu"))
+    monkeypatch.setattr(chunks, "free_bytes", lambda device: free[0])
+    roomy, host = default_chunk_sizes(cuda), default_chunk_sizes(torch.device("cpu"))
     assert roomy.scratch > host.scratch
-    assert roomy.signals > host.signals
+    assert roomy.cotangents > host.cotangents
     free[0] = 2**28
-    tight = default_bites(cuda)
+    tight = default_chunk_sizes(cuda)
     assert sum(tight[:2]) < 2**28 / 4
-    assert default_bites() == default_bites(torch.device("cpu")) == host
+    assert default_chunk_sizes() == default_chunk_sizes(torch.device("cpu")) == host
 
 
 def test_what_is_free_is_what_the_device_says(monkeypatch: Any) -> None:
@@ -389,8 +391,8 @@ def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> N
     tight = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2, freed=True)
     with pytest.raises(BudgetTooSmall):
         packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2)
-    assert least.bites.parameters is None
-    assert tight.bites.parameters is not None
+    assert least.chunk_sizes.parameters is None
+    assert tight.chunk_sizes.parameters is not None
     peaks, sums = zip(*(freed_step(memory) for memory in (None, tight)), strict=True)
     assert peaks[0] > results
     assert peaks[1] == pytest.approx(tight.peak, rel=0.05)
@@ -412,7 +414,7 @@ def test_parameters_in_turn_leave_reentrant_checkpoints_whole(monkeypatch: Any) 
     model, batch = Checkpointed(True), (torch.randn(4, 3), torch.randint(3, (4,)))
     step(model, batch, extensions.DiagGGNExact())
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, 0, 1))
+    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
     step(model, batch, extensions.DiagGGNExact())
     assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
 
@@ -459,7 +461,7 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     model = nn.Sequential(tied, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), tied, nn.Tanh(), nn.Linear(6, 6))
     batch = torch.randn(5, 6), torch.randint(6, (5,))
     swept: list[list[str]] = []
-    run = Observation._columns
+    run = BackwardPass._columns
 
     def watched(self: Any, groups: Any, tasks: Any, last: bool, uses: Any) -> None:
         swept.append([self.graph.name(site.leaf) for use in uses for site in use.sites])
@@ -468,8 +470,8 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     step(model, batch, extensions.DiagGGNExact())
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Observation, "_columns", watched)
-        patch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, 0, 1))
+        patch.setattr(BackwardPass, "_columns", watched)
+        patch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
         step(model, batch, extensions.DiagGGNExact())
     assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
     assert sorted({name for names in swept for name in names}) == sorted(expected)
@@ -677,7 +679,7 @@ ROW_BYTES = 20 * 30 * 4
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.attribute != "batch_dot"], ids=lambda r: r.name)
-def test_out_of_memory_halves_the_bite_and_goes_on(row: Row, monkeypatch: Any) -> None:
+def test_out_of_memory_halves_the_chunk_and_goes_on(row: Row, monkeypatch: Any) -> None:
     def run(limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
         model, x, y = positions()
         packprop.extend(model)
@@ -688,7 +690,7 @@ def test_out_of_memory_halves_the_bite_and_goes_on(row: Row, monkeypatch: Any) -
         flat = {f"{n}[{i}]": t for n, value in values.items() for i, t in enumerate(as_tensors(value))}
         return flat, {name: p.grad for name, p in model.named_parameters()}
 
-    monkeypatch.setattr(packprop.bites, "SIGNALS", 0)  # one column at a time, so that one sample is small
+    monkeypatch.setattr(chunks, "COTANGENTS", 0)  # one column at a time, so that one sample is small
     expected, gradients = run(10**9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -747,8 +749,8 @@ def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
     free = packprop.plan(model, loss, batches[1], [asked], gradients=False)
     budget = free.peak // 2
     planned: list[Any] = []
-    planning = packprop.dataset.bites_over_data
-    monkeypatch.setattr(packprop.dataset, "bites_over_data", lambda *a: planned.append(a) or planning(*a))
+    planning = compute.chunk_sizes_over_data
+    monkeypatch.setattr(compute, "chunk_sizes_over_data", lambda *a: planned.append(a) or planning(*a))
     live = LiveBytes()
     live.own([*model.parameters(), inputs, targets], "there before")
     with live:
@@ -858,7 +860,7 @@ def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(packprop.rules, "patches", refused)
     with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
         step(network(), data(), extensions.BatchGrad())
-    monkeypatch.setattr(packprop.context, "default_bites", lambda device: Bites(0, 0, held=0))
+    monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
     step(network(), data(), extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance())
 
 

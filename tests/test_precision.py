@@ -22,7 +22,7 @@ from tests.running import (
     results,
 )
 
-# Errors are over the largest entry of a tensor. Activations, signals and results were rounded several
+# Errors are over the largest entry of a tensor. Activations, cotangents and results were rounded several
 # times: some units in the last place of the precision.
 UNITS = 12
 LOW = {torch.bfloat16: UNITS * 2.0**-8, torch.float16: UNITS * 2.0**-11}
@@ -278,7 +278,7 @@ def test_a_pass_inside_of_autocast_sums_in_single_precision_all_the_same(kind: s
                 loss.backward()
                 assert torch.is_autocast_enabled("cpu") == inside
         top = model[2]
-        assert isinstance(top, nn.Linear)  # its signals come from the loss alone
+        assert isinstance(top, nn.Linear)  # its cotangents come from the loss alone
         found.append([t for e in asked for t in as_tensors(getattr(top.weight, e.savefield))])
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)

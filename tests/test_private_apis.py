@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import packprop
 from packprop.algebra import kernels
 from packprop.functions.nodes import is_once_differentiable
-from packprop.recording.marks import Use
+from packprop.recording.marks import RecordedUse
 from packprop.tensors.state import is_sole, version
 from tests.models import Cube
 
@@ -307,8 +307,8 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
 
 class Often(Cube):
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * signals[0]
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * cotangents[0]
 
 
 def test_functions_that_are_differentiable_once_are_known() -> None:
@@ -391,7 +391,7 @@ def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
         if node is not None:
             uses += [use for use, *_ in node.metadata.get("packprop.use", ())]
             stack += [upstream for upstream, _ in node.next_functions]
-    assert [type(use) for use in uses] == [Use]
+    assert [type(use) for use in uses] == [RecordedUse]
     alive = weakref.ref(uses[0])
     del uses, stack, node, loss
     gc.collect()

@@ -23,7 +23,7 @@ from packprop.algebra import cells
 from packprop.engine import chunks
 from packprop.errors import PackpropError
 from packprop.recording import regions
-from packprop.recording.marks import USE, Use, marks_of
+from packprop.recording.marks import USE, RecordedUse, marks_of
 from tests.running import ROWS, Row, as_tensors, generator
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
@@ -186,7 +186,7 @@ SMALL = Size(samples=256, width=128, blocks=6, layers=4)
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
-    # bites as small beside this network as the default ones beside a large one
+    # chunks as small beside this network as the default ones beside a large one
     monkeypatch.setattr(chunks, "SCRATCH", 2**16 if extension == "Variance" else 2**19)
     monkeypatch.setattr(cells, "IN_CACHE", 2**12)
     base, mine = Step(way, None, SMALL).bytes(), Step(way, extension, SMALL).bytes()
@@ -562,7 +562,7 @@ def test_a_training_loop_does_not_grow(way: str) -> None:
     """Without garbage collection: nothing of a pass refers to itself."""
 
     def living() -> int:
-        return sum(isinstance(obj, (Tensor, Use)) for obj in gc.get_objects())
+        return sum(isinstance(obj, (Tensor, RecordedUse)) for obj in gc.get_objects())
 
     torch.manual_seed(0)
     model, loss = packprop.extend(Net(WAYS[way])), packprop.extend(nn.CrossEntropyLoss())

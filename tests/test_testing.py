@@ -22,7 +22,7 @@ from packprop.algebra import cells
 from packprop.algebra.monoid import CAT
 from packprop.algebra.structures import Dense, Outer
 from packprop.dataset import state
-from packprop.functions.building import affine, choose, rowwise, scaled
+from packprop.functions.building import affine, rowwise, scaled, select_samples
 from packprop.functions.entry import Entry
 from packprop.functions.losses.description import LOSSES, Loss, Root
 from packprop.functions.losses.roots import bernoulli_root
@@ -92,7 +92,7 @@ def test_an_extension_of_ones_own() -> None:
     assert len(inspect.getsource(write_an_extension).splitlines()) < 10
     report = check_extension(write_an_extension(), lambda rows: rows[0].abs().mean(0))
     assert report.error < 1e-13
-    laws = {"bites of samples", "columns at once", "overwritten", "scales with the loss", "reference"}
+    laws = {"chunks of samples", "columns at once", "overwritten", "scales with the loss", "reference"}
     assert laws | {"batches of a data set", "differentiable"} <= set(report.laws)
 
 
@@ -171,16 +171,16 @@ def right_factor(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight.sigmoid() * (1 - weight.sigmoid())
 
 
-def entry(meet: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for `gate` from what it makes of a product of signal and factor ``[v, n, p]``."""
+def entry(structure_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule for `gate` from what it makes of a product of cotangent and factor ``[v, n, p]``."""
 
     def rule(call: Any, x: Tensor, weight: Tensor) -> list[Entry]:
-        def rows(signals: Any, where: Any, samples: Any) -> Dense:
-            if signals[0] is None:
+        def rows(cotangents: Any, where: Any, samples: Any) -> Dense:
+            if cotangents[0] is None:
                 return Dense(None)
-            product = where[0].to_front(signals[0] * right_factor(x, weight), 1)
+            product = where[0].to_front(cotangents[0] * right_factor(x, weight), 1)
             rows = product.reshape(*product.shape[:2], -1, 4).sum(2)
-            return Dense(meet(rows, samples))
+            return Dense(structure_of(rows, samples))
 
         return [Entry(weight, "Dense", rows)]
 
@@ -193,7 +193,7 @@ WRONG_RULES = {
         ("one sample at a time", "parameter 'weight'", "largest relative error"),
     ),
     "sums over columns": (
-        entry(lambda product, samples: choose(product, samples, 1).sum(0, keepdim=True)),
+        entry(lambda product, samples: select_samples(product, samples, 1).sum(0, keepdim=True)),
         ("one sample at a time", "v=2", "shapes are [1, 1, 4] and [2, 1, 4]"),
     ),
     "ignores the choice": (
@@ -202,7 +202,7 @@ WRONG_RULES = {
     ),
     "order of the choice": (
         entry(
-            lambda product, samples: choose(
+            lambda product, samples: select_samples(
                 product, samples if isinstance(samples, slice) else samples.sort().values, 1
             )
         ),
@@ -237,12 +237,12 @@ def test_a_wrong_rule_is_caught(name: str) -> None:
 def test_positions_folded_into_the_samples_are_tested() -> None:
     @packprop.register_use(gate)
     def rule(call, x, weight):
-        def meet(signals, where, samples):  # right wherever each row is a sample
-            if signals[0] is None:
+        def structure_of(cotangents, where, samples):  # right wherever each row is a sample
+            if cotangents[0] is None:
                 return Dense(None)
-            return Dense(choose(signals[0] * right_factor(x, weight), samples, 1))
+            return Dense(select_samples(cotangents[0] * right_factor(x, weight), samples, 1))
 
-        return [Entry(weight, "Dense", meet)]
+        return [Entry(weight, "Dense", structure_of)]
 
     with pytest.raises(CheckFailed, match="3 samples x 2 parts"):
         check_use(gate, gates)
@@ -256,11 +256,11 @@ def symmetric(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_fold_that_sums_breaks_fast_statistics() -> None:
     @packprop.register_use(symmetric)
     def rule(call, x, weight):
-        def build(signal, x):
-            if signal is not None:
-                signal = signal.reshape(*signal.shape[:2], -1, 1, 3)
+        def build(cotangent, x):
+            if cotangent is not None:
+                cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, 3)
             inputs = x.reshape(x.shape[0], -1, 1, 3)
-            return Outer(inputs, signal, lambda g: (g + g.mT).squeeze(-3))
+            return Outer(inputs, cotangent, lambda g: (g + g.mT).squeeze(-3))
 
         return [Entry(weight, "Outer", rowwise(build, "symmetric", x))]
 
@@ -275,13 +275,13 @@ def test_inputs_alone_are_tested() -> None:
     def rule(call, input, weight):
         right = affine(call, input, weight)
 
-        def meet(signals, where, samples):
-            structure = right.meet(signals, where, samples)
-            if signals[0] is None:
+        def structure_of(cotangents, where, samples):
+            structure = right.structure_of(cotangents, where, samples)
+            if cotangents[0] is None:
                 return Outer(2 * structure.x, None, structure.fold)
             return structure
 
-        return [Entry(weight, "Outer", meet)]
+        return [Entry(weight, "Outer", structure_of)]
 
     with pytest.raises(CheckFailed, match="inputs alone"):
         check_use(F.linear, lambda n: (R(n, 3), p(4, 3)))
@@ -416,22 +416,22 @@ class Forgetful(Extension):
 
 
 WRONG_EXTENSIONS: dict[str, tuple[Callable[[], Extension], Any, str, str]] = {
-    "mean over a bite": (
+    "mean over a chunk": (
         lambda: made(lambda s: s.rows.mean((0, 1))),
         None,
-        "bites of samples",
+        "chunks of samples",
         "1 of 4 at once",
     ),
     "needs all samples": (
         lambda: made(lambda s: s.rows[0].amax(0)),
         None,
-        "bites of samples",
+        "chunks of samples",
         "whole=True",
     ),
     "over_n": (
         lambda: made(lambda s: s.rows[0].flatten(1).norm(dim=1)),
         None,
-        "bites of samples",
+        "chunks of samples",
         "over_n",
     ),
     "over_v": (
@@ -642,7 +642,7 @@ def test_chosen_extensions_and_those_without_a_loop() -> None:
     chosen = [extensions.BatchGrad(subsampling=[2, 0]), extensions.KFAC(), write_an_extension()]
     report = check_model(*classifier(), chosen)
     assert report.laws["BatchGrad"] == 4
-    assert report.laws["bites of samples"] > 0
+    assert report.laws["chunks of samples"] > 0
     assert {note.split(":")[0] for note in report.notes} == {"KFAC", "MeanAbsolute"}
     with pytest.raises(packprop.BadInput):
         check_model(*classifier(), [extensions.BatchGrad])  # type: ignore[list-item]
@@ -653,8 +653,8 @@ def wrong_linear(call: Any, input: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def wrong_cell(structure: Outer) -> Tensor:
-    assert structure.signal is not None
-    return structure.fold(structure.signal.sum((0, 1, 2))[..., None] * structure.x.sum((0, 1))[:, None])
+    assert structure.cotangent is not None
+    return structure.fold(structure.cotangent.sum((0, 1, 2))[..., None] * structure.x.sum((0, 1))[:, None])
 
 
 def wrong_draw(outputs: Tensor, scale: Tensor) -> Root:

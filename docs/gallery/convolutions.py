@@ -149,7 +149,7 @@ for name, way in ways.items():
 
 # %% [markdown]
 # The switch changes next to nothing: packprop never unfolds a whole batch of images at once. It
-# takes samples in bites that fit a cache, by an algorithm chosen for each layer and its shapes.
+# takes samples in chunks that fit a cache, by an algorithm chosen for each layer and its shapes.
 #
 # ## What nobody has to do any more
 #

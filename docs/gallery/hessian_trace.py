@@ -223,4 +223,4 @@ plt.show()
 # tensor only if nothing else holds it, so that a hook that collects views of the rows frees nothing.
 #
 # For what *is* accumulated over samples no hook is needed: `BatchL2Grad`, `SumGradSquared`,
-# `Variance` and the curvature diagonals go through the samples in bites and never hold all rows.
+# `Variance` and the curvature diagonals go through the samples in chunks and never hold all rows.

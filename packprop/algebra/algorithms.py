@@ -34,7 +34,7 @@ def algorithms(
         norms: Of per-sample gradients of weights shared over positions: from the ``"gradients"`` themselves
             (``s i o`` multiplications for each sample), or from ``"products"`` between pairs of positions
             (``s^2 (i + o)``).
-        products: Per-sample gradients of a bite in one ``"batched"`` product, or each as a ``"single"`` one.
+        products: Per-sample gradients of a chunk in one ``"batched"`` product, or each as a ``"single"`` one.
         factors: Input factors of convolutions from unfolded ``"patches"``, or from ``"shifts"`` of the input.
         convolutions: Per-sample gradients of convolutions from unfolded ``"patches"``, or by one convolution
             with ``"groups"`` for every sample, which unfolds nothing.
@@ -59,13 +59,13 @@ def algorithms(
         _FORCED.reset(token)
 
 
-def forced(kind: str) -> str | None:
+def forced_algorithm(kind: str) -> str | None:
     """The name of the algorithm that is forced, if one is."""
     chosen = _FORCED.get()
     return None if chosen is None else chosen.get(kind)
 
 
-def chosen(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
+def choose_algorithm(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
     """The name of an algorithm for one use.
 
     Args:
@@ -77,7 +77,7 @@ def chosen(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) 
     Returns:
         The one that is forced, if one is; the fastest, if what it holds may be held; what holds least, if not.
     """
-    by_name = forced(kind)
+    by_name = forced_algorithm(kind)
     if by_name is not None:
         return by_name
     if held is None or holds[fastest] <= held:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.algorithms import chosen
+from packprop.algebra.algorithms import choose_algorithm
 from packprop.algebra.kernels import (
     Extents,
     convolved_by_groups,
@@ -21,7 +21,7 @@ from packprop.algebra.structures import (
     Outer,
 )
 from packprop.tensors.device import device_kind
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 
 Cell = Callable[..., Any]
 
@@ -59,20 +59,20 @@ def norms_by_products(extents: Extents) -> bool:
         "gradients": size * (groups * fan_in * fan_out + inputs),
         "products": size * (2 * groups * positions**2 + extents.unfolded),
     }
-    return chosen("norms", "products" if few else "gradients", holds, extents.held) == "products"
+    return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
 
 
 @fast_cell("sum_sq", Outer)
 def _outer_sum_sq(structure: Outer) -> Tensor | None:
     """Without shared positions the square of a product is the product of squares: one matrix product."""
-    assert structure.signal is not None
-    columns, _, positions, groups, fan_out = structure.signal.shape
+    assert structure.cotangent is not None
+    columns, _, positions, groups, fan_out = structure.cotangent.shape
     if positions != 1:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
         return _to_parameter(structure, total)
-    squares = structure.signal.squeeze(2).square().sum(0)
+    squares = structure.cotangent.squeeze(2).square().sum(0)
     return structure.fold(_summed_products(squares, structure.x.squeeze(1).square()))
 
 
@@ -84,27 +84,27 @@ def _summed_products(left: Tensor, right: Tensor) -> Tensor:
 @fast_cell("batch_sq", Outer)
 def _outer_batch_sq(structure: Outer) -> Tensor | None:
     """As in ``sum_sq``: columns are summed before the products are formed."""
-    assert structure.signal is not None
-    if structure.signal.shape[2] != 1:
+    assert structure.cotangent is not None
+    if structure.cotangent.shape[2] != 1:
         return None
-    squares = structure.signal[:, :, 0].square().sum(0)
+    squares = structure.cotangent[:, :, 0].square().sum(0)
     return structure.fold(squares[..., None] * structure.x[:, 0, :, None, :].square())
 
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
     """Inner products over positions, where these are few (Goodfellow 2015)."""
-    signal = structure.signal
-    assert signal is not None
-    positions = signal.shape[2]
+    cotangent = structure.cotangent
+    assert cotangent is not None
+    positions = cotangent.shape[2]
     if structure.formed or not norms_by_products(structure.extents):
         return None
     x = structure.x
     if positions == 1:
-        return (square_norms(signal.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
+        return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
     inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
-    signals = torch.einsum("vnsgo,vntgo->ngst", signal, signal)
-    return torch.einsum("ngst,ngst->n", inputs, signals)
+    cotangents = torch.einsum("vnsgo,vntgo->ngst", cotangent, cotangent)
+    return torch.einsum("ngst,ngst->n", inputs, cotangents)
 
 
 @fast_cell("moments", Outer)
@@ -115,15 +115,15 @@ def _outer_moments(structure: Outer) -> Moments | None:
     single samples would not have had: rounding these to ``dtype`` is off by more than the sum in double
     precision.
     """
-    signal = structure.signal
-    assert signal is not None
-    _, samples, positions, groups, fan_out = signal.shape
-    wide = _wider(signal.dtype, device_kind(signal))
+    cotangent = structure.cotangent
+    assert cotangent is not None
+    _, samples, positions, groups, fan_out = cotangent.shape
+    wide = _wider(cotangent.dtype, device_kind(cotangent))
     if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
         return None
-    left, right = signal[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
+    left, right = cotangent[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
     squares = right.square()
-    mean = signal.new_empty(groups, fan_out, right.shape[2])
+    mean = cotangent.new_empty(groups, fan_out, right.shape[2])
     deviation = torch.empty_like(mean)
     for some in _blocks(fan_out, groups * right.shape[2]):
         part = left[:, some].to(wide)
@@ -142,28 +142,28 @@ def _blocks(count: int, width: int) -> list[slice]:
     """Parts of an axis, such that ``width`` entries for each of a part stay in a processor's cache."""
     step = max(1, IN_CACHE // width)
     blocks = [slice(start, start + step) for start in range(0, count, step)]
-    return blocks[:3] if is_dry() else blocks
+    return blocks[:3] if is_dry_run() else blocks
 
 
 @fast_cell("gram", Outer)
 def _outer_gram(structure: Outer) -> Tensor | None:
     """The Gram matrix of outer products is the product of two Gram matrices."""
-    signal, x = structure.signal, structure.x
-    assert signal is not None
-    if signal.shape[2] != 1:
+    cotangent, x = structure.cotangent, structure.x
+    assert cotangent is not None
+    if cotangent.shape[2] != 1:
         return None
-    signals = torch.einsum("vngo,vmgo->gnm", signal[:, :, 0], signal[:, :, 0])
+    cotangents = torch.einsum("vngo,vmgo->gnm", cotangent[:, :, 0], cotangent[:, :, 0])
     inputs = torch.einsum("ngi,mgi->gnm", x[:, 0], x[:, 0])
-    return (signals * inputs).sum(0)
+    return (cotangents * inputs).sum(0)
 
 
 @fast_cell("sq_norm", Lookup)
 def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     """Only positions that looked up the same row meet: no table of size ``rows`` for each sample."""
-    signal = structure.signal
-    assert signal is not None
+    cotangent = structure.cotangent
+    assert cotangent is not None
     same = structure.index[:, :, None] == structure.index[:, None, :]
-    products = torch.einsum("vnso,vnto->nst", signal, signal)
+    products = torch.einsum("vnso,vnto->nst", cotangent, cotangent)
     return (products * same).sum((1, 2))
 
 

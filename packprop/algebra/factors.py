@@ -29,21 +29,21 @@ LARGEST_FACTOR = 2**14
 """Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
 
 
-def signal_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
+def cotangent_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
     """Second moment of what multiplies the inputs, summed over columns and samples.
 
-    ``[g*o, g*o]`` for an affine use (of signals summed over positions, or of every position for
+    ``[g*o, g*o]`` for an affine use (of cotangents summed over positions, or of every position for
     ``"expand"``), ``[o, o]`` for a table, ``[p, p]`` (the exact block) for anything else.
     """
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
     else:
-        assert structure.signal is not None
-        signal = structure.signal
+        assert structure.cotangent is not None
+        cotangent = structure.cotangent
         if approximation == "expand":
-            flat = signal.flatten(3).flatten(1, 2)
+            flat = cotangent.flatten(3).flatten(1, 2)
         else:
-            flat = (signal[:, :, 0] if signal.shape[2] == 1 else signal.sum(2)).flatten(2)
+            flat = (cotangent[:, :, 0] if cotangent.shape[2] == 1 else cotangent.sum(2)).flatten(2)
     _require_room(flat.shape[-1])
     return second_moment(flat.reshape(-1, flat.shape[-1]))
 
@@ -100,16 +100,16 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     left, right = first[:2]
     if isinstance(structure, Dense):
         return sum_of_squares((flat_rows(structure) @ left).flatten(0, 1))
-    signal = structure.signal
-    assert signal is not None
+    cotangent = structure.cotangent
+    assert cotangent is not None
     if isinstance(structure, Lookup):
         inputs = right[structure.index].unsqueeze(2)  # one-hot inputs choose rows
-        return sum_sq(Outer(inputs, (signal @ left).unsqueeze(3), _matrix))
-    columns, _, positions, groups, fan_out = signal.shape
+        return sum_sq(Outer(inputs, (cotangent @ left).unsqueeze(3), _matrix))
+    columns, _, positions, groups, fan_out = cotangent.shape
     fan_in = structure.shape[3]
     factors_first = positions * (fan_in**2 + columns * fan_out**2)
     if groups == 1 and (positions == 1 or factors_first <= columns * fan_out * fan_in * (fan_out + fan_in)):
-        return sum_sq(Outer(structure.x @ right, signal @ left, _matrix))
+        return sum_sq(Outer(structure.x @ right, cotangent @ left, _matrix))
     products = outer_products(*structure.matrices).reshape(-1, groups, columns, fan_out, fan_in)
     products = products.transpose(1, 2).reshape(-1, groups * fan_out, fan_in)
     return sum_of_squares(left.mT @ products @ right)

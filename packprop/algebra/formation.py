@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from packprop.algebra.cells import _wider, norms_by_products
-from packprop.algebra.factors import input_gram, input_sum, rotated_sum_sq, signal_gram
+from packprop.algebra.factors import cotangent_gram, input_gram, input_sum, rotated_sum_sq
 from packprop.algebra.kernels import (
     Extents,
 )
@@ -20,7 +20,7 @@ from packprop.algebra.statistics import (
     summed_grad,
 )
 from packprop.algebra.structures import (
-    order_of,
+    entry_order_of,
 )
 from packprop.tensors.device import device_kind
 from packprop.tensors.precision import accumulation_dtype
@@ -35,7 +35,17 @@ def forms_rows(statistic: Statistic, extents: Extents) -> bool:
     return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
 
 
-FACTORED = (sum_sq, batch_sq, sq_norm, moments, signal_gram, input_gram, input_sum, rotated_sum_sq, order_of)
+FACTORED = (
+    sum_sq,
+    batch_sq,
+    sq_norm,
+    moments,
+    cotangent_gram,
+    input_gram,
+    input_sum,
+    rotated_sum_sq,
+    entry_order_of,
+)
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from packprop.algebra.algorithms import chosen, forced
+from packprop.algebra.algorithms import choose_algorithm, forced_algorithm
 from packprop.tensors.device import device_kind
 
 WORTH_A_CALL = 3 * 2**20
@@ -44,7 +44,7 @@ class Extents(NamedTuple):
         fan_in: Entries of a group that go in at a position.
         fan_out: Entries that come out.
         unfolds: Whether inputs are unfolded to positions, and gradients can be had without that.
-        dtype: Of inputs and signals.
+        dtype: Of inputs and cotangents.
         device: The type of the device.
         held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
     """
@@ -66,7 +66,7 @@ class Extents(NamedTuple):
 
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, into ``out`` if it is given."""
-    products = products_in_turn(left, right)
+    products = products_one_by_one(left, right)
     if products is None:
         return torch.bmm(left, right.mT) if out is None else torch.bmm(left, right.mT, out=out)
     if out is None:
@@ -76,7 +76,7 @@ def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     return out
 
 
-def products_in_turn(left: Tensor, right: Tensor) -> Iterator[Tensor] | None:
+def products_one_by_one(left: Tensor, right: Tensor) -> Iterator[Tensor] | None:
     """The products of ``outer_products`` one after the other; ``None`` where all at once are faster."""
     kernel = _kernel_for(left, right)
     return None if kernel is None else map(kernel, _plain(left), _plain(right))
@@ -87,7 +87,7 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
 
     For several columns at once; those of one are given to all statistics together.
     """
-    products = products_in_turn(left, right)
+    products = products_one_by_one(left, right)
     if products is None:
         return sum_of_squares(torch.bmm(left, right.mT))
     total = left.new_zeros(left.shape[1], right.shape[1])
@@ -149,12 +149,12 @@ def convolved_by_groups(extents: Extents) -> bool:
     onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
     many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
     holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
-    return chosen("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"
+    return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"
 
 
 def grouped_gradients(
     images: Tensor,
-    signal: Tensor,
+    cotangent: Tensor,
     shape: torch.Size,
     stride: Sequence[int],
     padding: Sequence[int],
@@ -167,7 +167,7 @@ def grouped_gradients(
 
     Args:
         images: Inputs ``[n, g*c, *space]``.
-        signal: What arrived at the outputs ``[n, g*o, *space]``.
+        cotangent: What arrived at the outputs ``[n, g*o, *space]``.
         shape: Shape of the weight.
         stride: For each spatial axis, as the rest.
         padding: The same on both sides.
@@ -179,7 +179,7 @@ def grouped_gradients(
     merged: Tensor = gradient(  # type: ignore[no-untyped-call]  # torch's own
         images.reshape(1, -1, *images.shape[2:]),
         (samples * shape[0], *shape[1:]),
-        signal.reshape(1, -1, *signal.shape[2:]),
+        cotangent.reshape(1, -1, *cotangent.shape[2:]),
         list(stride),
         list(padding),
         list(dilation),
@@ -216,6 +216,6 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
     """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
     large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
-    by_name = forced("products")
+    by_name = forced_algorithm("products")
     fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return fits and (large if by_name is None else by_name == "single")

@@ -14,9 +14,9 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from packprop.algebra.order import Order
+from packprop.algebra.order import EntryOrder
 from packprop.errors import BadInput
-from packprop.tensors.dry import found_fault, is_dry
+from packprop.tensors.dry import has_fault, is_dry_run
 from packprop.tensors.precision import accumulation_dtype, precision
 
 Factors = Sequence[Tensor]
@@ -33,7 +33,7 @@ class Eigen(NamedTuple):
 
     values: Tensor
     vectors: list[Tensor]
-    order: Order | None = None
+    order: EntryOrder | None = None
 
 
 Block = Factors | Eigen
@@ -62,13 +62,13 @@ def eigenvectors(factor: Tensor) -> Tensor:
     where the matrix is not finite: what is rotated by them shows it.
     """
     factor = factor.detach()
-    if found_fault(~factor.isfinite().all()):
+    if has_fault(~factor.isfinite().all()):
         return torch.full_like(factor, math.nan)
     vectors: Tensor
     values, vectors = torch.linalg.eigh(factor)
     size = len(values)
     null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
-    count = size if is_dry() else int(null.sum())
+    count = size if is_dry_run() else int(null.sum())
     if count > 1:  # eigenvalues ascend
         zero = vectors[:, :count]
         weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)

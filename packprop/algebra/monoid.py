@@ -1,4 +1,4 @@
-"""How partial results merge: associative, so that bites, batches and resumed runs are one thing."""
+"""How partial results merge: associative, so that chunks, batches and resumed runs are one thing."""
 
 from __future__ import annotations
 

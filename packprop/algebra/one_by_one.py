@@ -14,7 +14,7 @@ from packprop.algebra.formation import forms_rows
 from packprop.algebra.kernels import (
     Extents,
     convolved_by_groups,
-    products_in_turn,
+    products_one_by_one,
     worth_a_call,
 )
 from packprop.algebra.monoid import Moments
@@ -23,7 +23,7 @@ from packprop.algebra.structures import (
     Outer,
     Quadratic,
 )
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 
 # NOTE [In turn]
 #
@@ -39,38 +39,38 @@ Tally = tuple[Add, Callable[[], Any]]
 """Adds up gradients of single samples, and returns their statistic."""
 
 
-IN_TURN: dict[Statistic, Callable[[Outer], Tally]] = {}
+TALLIES: dict[Statistic, Callable[[Outer], Tally]] = {}
 
 
 def together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
     """Values of several statistics of one structure; see NOTE [In turn]."""
-    gradients = _gradients_in_turn(structure, statistics)
+    gradients = _gradients_one_by_one(structure, statistics)
     if gradients is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
-    tallies = [IN_TURN[statistic](structure) for statistic in statistics]
-    for count, gradient in enumerate(islice(gradients, 3) if is_dry() else gradients, 1):
+    tallies = [TALLIES[statistic](structure) for statistic in statistics]
+    for count, gradient in enumerate(islice(gradients, 3) if is_dry_run() else gradients, 1):
         for add, _ in tallies:
             add(gradient, count)
     return [value() for _, value in tallies]
 
 
-def _gradients_in_turn(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
+def _gradients_one_by_one(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
     """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
-    if not isinstance(structure, Outer) or structure.signal is None or len(structure.signal) > 1:
+    if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
         return None
-    if structure.room is None and per_sample_grad in statistics:
+    if structure.out is None and per_sample_grad in statistics:
         return None
-    return products_in_turn(*structure.matrices) if goes_in_turn(statistics, structure.extents) else None
+    return products_one_by_one(*structure.matrices) if goes_one_by_one(statistics, structure.extents) else None
 
 
-def goes_in_turn(statistics: Sequence[Statistic], extents: Extents) -> bool:
+def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     """Whether statistics of one column of an affine use are best had from one gradient after the other."""
     positions, groups, fan_in, fan_out = extents[:4]
     return (
         groups == 1
         and worth_a_call(positions, fan_in * fan_out, extents.dtype, extents.device)
-        and all(statistic in IN_TURN for statistic in statistics)
+        and all(statistic in TALLIES for statistic in statistics)
         and any(forms_rows(statistic, extents) for statistic in statistics)
         and not convolved_by_groups(extents)
     )
@@ -78,7 +78,7 @@ def goes_in_turn(statistics: Sequence[Statistic], extents: Extents) -> bool:
 
 def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Callable[[Outer], Tally]]:
     def register(tally: Callable[[Outer], Tally]) -> Callable[[Outer], Tally]:
-        IN_TURN[statistic] = tally
+        TALLIES[statistic] = tally
         return tally
 
     return register
@@ -86,34 +86,34 @@ def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Call
 
 def _zeros(structure: Outer) -> Tensor:
     """``[o, i]``."""
-    assert structure.signal is not None
-    return structure.signal.new_zeros(structure.signal.shape[4], structure.shape[3])
+    assert structure.cotangent is not None
+    return structure.cotangent.new_zeros(structure.cotangent.shape[4], structure.shape[3])
 
 
 @_tally_of(per_sample_grad)
-def _rows_in_turn(structure: Outer) -> Tally:
-    room = structure.room
+def _tally_rows(structure: Outer) -> Tally:
+    room = structure.out
     assert room is not None
     places = room.view(room.shape[1], -1, structure.shape[3])
     return lambda gradient, count: places[count - 1].copy_(gradient), lambda: room
 
 
 @_tally_of(summed_grad)
-def _sum_in_turn(structure: Outer) -> Tally:
+def _tally_sum(structure: Outer) -> Tally:
     total = _zeros(structure)
     return lambda gradient, count: total.add_(gradient), lambda: _to_parameter(structure, total)
 
 
 @_tally_of(sum_sq)
-def _squares_in_turn(structure: Outer) -> Tally:
+def _tally_squares(structure: Outer) -> Tally:
     total = _zeros(structure)
     return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: _to_parameter(structure, total)
 
 
 @_tally_of(sq_norm)
-def _norms_in_turn(structure: Outer) -> Tally:
-    assert structure.signal is not None
-    norms = structure.signal.new_empty(structure.shape[0])
+def _tally_norms(structure: Outer) -> Tally:
+    assert structure.cotangent is not None
+    norms = structure.cotangent.new_empty(structure.shape[0])
 
     def add(gradient: Tensor, count: int) -> None:
         torch.linalg.vector_norm(gradient, out=norms[count - 1])
@@ -122,7 +122,7 @@ def _norms_in_turn(structure: Outer) -> Tally:
 
 
 @_tally_of(moments)
-def _moments_in_turn(structure: Outer) -> Tally:
+def _tally_moments(structure: Outer) -> Tally:
     """Mean and squared deviation by Welford (1962)."""
     mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
 

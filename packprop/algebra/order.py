@@ -13,7 +13,7 @@ Fold = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Order:
+class EntryOrder:
     """Where a parameter keeps the entries of its matrix ``[g*o, i]``.
 
     Args:

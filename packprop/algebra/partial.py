@@ -30,9 +30,9 @@ ONE = Extent(0, 1, 1)
 
 
 class Partial:
-    """What is there of a result while bites arrive: any columns, and for each of them all samples in order.
+    """What is there of a result while chunks arrive: any columns, and for each of them all samples in order.
 
-    A result that grows is allocated once and filled, and sums are added up in place, so that no bite leaves
+    A result that grows is allocated once and filled, and sums are added up in place, so that no chunk leaves
     behind anything larger than the result.
 
     Args:
@@ -44,12 +44,12 @@ class Partial:
     def __init__(self, over_v: Monoid, over_n: Monoid, spare: Tensor | None = None) -> None:
         self._over_v, self._over_n, self._spare = over_v, over_n, spare
         self._filled: Tensor | None = None
-        self._room: Tensor | None = None
+        self._out: Tensor | None = None
         self._of_column, self._total = _Running(over_n), _Running(over_v)
 
     def put(self, value: Any, columns: Extent, samples: Extent) -> None:
         """Merge the value of some columns and samples."""
-        if value is not None and value is self._room:  # it was written where it belongs
+        if value is not None and value is self._out:  # it was written where it belongs
             return
         axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
         grown = [(axis, extent) for axis, extent in axes if axis is not None]
@@ -62,13 +62,13 @@ class Partial:
         if samples.stop == samples.total:
             self._total.add(lift(self._over_v, self._of_column.take()))
 
-    def room(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
+    def out(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
         """Where a value ``[v, n, *p]`` of some columns and samples can be written, if it is only kept."""
         if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None
         size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
-        self._room = self._place(like.expand(size), [(0, columns), (1, samples)])
-        return self._room
+        self._out = self._place(like.expand(size), [(0, columns), (1, samples)])
+        return self._out
 
     def result(self) -> Any:
         """The value, once everything has arrived."""

@@ -16,18 +16,18 @@ from packprop.algebra.structures import (
 
 def _row_sum(structure: Structure) -> Tensor:
     """Rows summed over columns and samples, which an affine use need not form ``[*p]``."""
-    if isinstance(structure, Outer) and structure.signal is not None:
-        return structure.fold(torch.einsum("vnsgo,nsgi->goi", structure.signal, structure.x))
+    if isinstance(structure, Outer) and structure.cotangent is not None:
+        return structure.fold(torch.einsum("vnsgo,nsgi->goi", structure.cotangent, structure.x))
     return rows(structure).sum((0, 1))
 
 
 def _product_sum(structure: Product) -> Tensor:
-    signals = _signal_products(structure)
-    if signals is None:
+    cotangents = _cotangent_products(structure)
+    if cotangents is None:
         return _row_product_sum(structure)
     outer = structure.left
     assert isinstance(outer, Outer)
-    return outer.fold(_summed_products(signals, outer.x.squeeze(1).square()))
+    return outer.fold(_summed_products(cotangents, outer.x.squeeze(1).square()))
 
 
 def _row_product_sum(structure: Product) -> Tensor:
@@ -39,26 +39,26 @@ def _row_product_sum(structure: Product) -> Tensor:
 
 
 def _product_batch_sum(structure: Product) -> Tensor:
-    signals = _signal_products(structure)
-    if signals is None:
+    cotangents = _cotangent_products(structure)
+    if cotangents is None:
         return structure.products.sum(0)
     outer = structure.left
     assert isinstance(outer, Outer)
-    return outer.fold(signals[..., None] * outer.x[:, 0, :, None, :].square())
+    return outer.fold(cotangents[..., None] * outer.x[:, 0, :, None, :].square())
 
 
-def _signal_products(structure: Product) -> Tensor | None:
-    """Products of the signals of an affine use without shared positions, summed over columns ``[n, g, o]``."""
+def _cotangent_products(structure: Product) -> Tensor | None:
+    """Products of cotangents where no positions are shared, summed over columns ``[n, g, o]``."""
     left, right = structure.left, structure.left if structure.right is None else structure.right
     if not isinstance(left, Outer) or not isinstance(right, Outer):
         return None
-    assert left.signal is not None
-    assert right.signal is not None
-    if left.signal.shape[2] != 1:
+    assert left.cotangent is not None
+    assert right.cotangent is not None
+    if left.cotangent.shape[2] != 1:
         return None
-    signals = left.signal[:, :, 0] * right.signal[:, :, 0]
+    cotangents = left.cotangent[:, :, 0] * right.cotangent[:, :, 0]
     return (
-        signals.sum(0)
+        cotangents.sum(0)
         if structure.weights is None
-        else torch.einsum("vngo,vn->ngo", signals, structure.weights)
+        else torch.einsum("vngo,vn->ngo", cotangents, structure.weights)
     )

@@ -1,4 +1,4 @@
-"""How a parameter meets a signal: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
+"""How a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
 
 A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
 ``v n s g o`` and ``n s g i``. It knows nothing of where they came from.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.kernels import Extents, convolved_by_groups, outer_products
-from packprop.algebra.order import Fold, Order
+from packprop.algebra.order import EntryOrder, Fold
 from packprop.tensors.device import device_kind
 
 
-class Later(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that is made when it is needed, and its shape."""
 
     shape: Sequence[int]
@@ -32,19 +32,19 @@ class Outer:
 
     Args:
         given: Inputs ``[n, s, g, i]``, there already or made when they are needed.
-        signal: Signal at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
+        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
         moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
-        room: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
+        out: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
         direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where there is such a way.
         held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
     """
 
-    given: Tensor | Later
-    signal: Tensor | None
+    given: Tensor | LazyTensor
+    cotangent: Tensor | None
     fold: Fold
     moment: Callable[[], Tensor] | None = None
-    room: Tensor | None = None
+    out: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
     held: int | None = None
 
@@ -61,11 +61,11 @@ class Outer:
     @property
     def extents(self) -> Extents:
         """What algorithms are chosen by."""
-        signal = self.signal
-        assert signal is not None
+        cotangent = self.cotangent
+        assert cotangent is not None
         _, positions, groups, fan_in = self.shape
-        fans = groups, fan_in, signal.shape[4], self.direct is not None
-        return Extents(positions, *fans, signal.dtype, device_kind(signal), self.held)
+        fans = groups, fan_in, cotangent.shape[4], self.direct is not None
+        return Extents(positions, *fans, cotangent.dtype, device_kind(cotangent), self.held)
 
     @property
     def formed(self) -> bool:
@@ -75,28 +75,28 @@ class Outer:
     @cached_property
     def by_groups(self) -> bool:
         """Whether per-sample gradients are made of inputs as they are."""
-        return self.signal is not None and self.direct is not None and convolved_by_groups(self.extents)
+        return self.cotangent is not None and self.direct is not None and convolved_by_groups(self.extents)
 
     @cached_property
     def rows(self) -> Tensor | None:
         """Per-sample gradients ``[v, n, *p]``: products summed over positions."""
-        signal = self.signal
-        if signal is None:
+        cotangent = self.cotangent
+        if cotangent is None:
             return None
         if self.direct is not None and self.by_groups:
             made = self.direct()
-            return made if self.room is None else self.room.copy_(made)
+            return made if self.out is None else self.out.copy_(made)
         x = self.x
-        columns, samples, positions, groups, fan_out = signal.shape
+        columns, samples, positions, groups, fan_out = cotangent.shape
         if positions == 1:
-            left, right = signal[:, :, 0, ..., None], x[:, 0, :, None, :]
-            if self.room is None:
+            left, right = cotangent[:, :, 0, ..., None], x[:, 0, :, None, :]
+            if self.out is None:
                 return self.fold(left * right)
-            torch.mul(left, right, out=self.room.view(1, samples, groups, fan_out, -1))
-            return self.room
-        if self.room is not None:
-            outer_products(*self.matrices, out=self.room.view(samples * groups, fan_out, -1))
-            return self.room
+            torch.mul(left, right, out=self.out.view(1, samples, groups, fan_out, -1))
+            return self.out
+        if self.out is not None:
+            outer_products(*self.matrices, out=self.out.view(samples * groups, fan_out, -1))
+            return self.out
         products = outer_products(*self.matrices)
         return self.fold(products.reshape(samples, groups, columns, fan_out, -1).permute(2, 0, 1, 3, 4))
 
@@ -107,10 +107,10 @@ class Outer:
 
     @cached_property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Signals ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
-        assert self.signal is not None
-        columns, samples, positions, groups, fan_out = self.signal.shape
-        left = self.signal.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
+        """Cotangents ``[n*g, v*o, s]`` and inputs ``[n*g, i, s]``."""
+        assert self.cotangent is not None
+        columns, samples, positions, groups, fan_out = self.cotangent.shape
+        left = self.cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
         return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, -1, positions)
 
 
@@ -120,13 +120,13 @@ class Lookup:
 
     Args:
         index: Rows that were looked up ``[n, s]``.
-        signal: Signal at the output ``[v, n, s, o]``; ``None`` where only inputs are asked for.
+        cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` where only inputs are asked for.
         entries: Number of rows of the table.
         dtype: Precision of the table.
     """
 
     index: Tensor
-    signal: Tensor | None
+    cotangent: Tensor | None
     entries: int
     dtype: torch.dtype
 
@@ -137,13 +137,13 @@ class Lookup:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """Per-sample gradients ``[v, n, *p]``: signals added up where they were looked up."""
-        if self.signal is None:
+        """Per-sample gradients ``[v, n, *p]``: cotangents added up where they were looked up."""
+        if self.cotangent is None:
             return None
-        columns, samples, _, width = self.signal.shape
-        table = self.signal.new_zeros(columns, samples, self.entries, width)
-        index = self.index[None, :, :, None].expand_as(self.signal)
-        return table.scatter_add(2, index, self.signal)
+        columns, samples, _, width = self.cotangent.shape
+        table = self.cotangent.new_zeros(columns, samples, self.entries, width)
+        index = self.index[None, :, :, None].expand_as(self.cotangent)
+        return table.scatter_add(2, index, self.cotangent)
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ Quadratic = Structure | Product | Diagonal
 
 
 def rows(structure: Structure) -> Tensor:
-    """Per-sample gradients ``[v, n, *p]`` of any structure that has a signal; computed once for each."""
+    """Per-sample gradients ``[v, n, *p]`` of any structure that has a cotangent; computed once for each."""
     gradients = structure.rows
-    assert gradients is not None, "this structure was built without a signal"
+    assert gradients is not None, "this structure was built without a cotangent"
     return gradients
 
 
@@ -211,18 +211,18 @@ def fold_table(gradient: Tensor) -> Tensor:
     return gradient.squeeze(-3).mT
 
 
-def order_of(structure: Structure) -> Order | None:
+def entry_order_of(structure: Structure) -> EntryOrder | None:
     """Where the parameter keeps entries ``[g, o, i]``; ``None`` for one that no input multiplies."""
     if isinstance(structure, Dense):
         return None
-    assert structure.signal is not None
+    assert structure.cotangent is not None
     if isinstance(structure, Lookup):
-        return Order(fold_table, (1, structure.signal.shape[3], structure.entries))
-    return Order(structure.fold, (*structure.signal.shape[3:], structure.shape[3]))
+        return EntryOrder(fold_table, (1, structure.cotangent.shape[3], structure.entries))
+    return EntryOrder(structure.fold, (*structure.cotangent.shape[3:], structure.shape[3]))
 
 
 def with_squares(structure: Structure) -> Structure | None:
-    """The same with squares of the inputs; ``None`` where these cannot be told from the signals.
+    """The same with squares of the inputs; ``None`` where these cannot be told from the cotangents.
 
     Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
     """
@@ -240,19 +240,19 @@ def join(parts: Sequence[Structure]) -> Structure:
     if len(outers) == len(parts):
         same = all(part.fold is outers[0].fold and part.shape[2:] == outers[0].shape[2:] for part in outers)
         if same:
-            signals = [part.signal for part in outers if part.signal is not None]
+            cotangents = [part.cotangent for part in outers if part.cotangent is not None]
             return Outer(
                 torch.cat([part.x for part in outers], 1),
-                torch.cat(signals, 2) if signals else None,
+                torch.cat(cotangents, 2) if cotangents else None,
                 outers[0].fold,
                 held=outers[0].held,
             )
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(lookups) == len(parts):
-        signals = [part.signal for part in lookups if part.signal is not None]
+        cotangents = [part.cotangent for part in lookups if part.cotangent is not None]
         return Lookup(
             torch.cat([part.index for part in lookups], 1),
-            torch.cat(signals, 2) if signals else None,
+            torch.cat(cotangents, 2) if cotangents else None,
             lookups[0].entries,
             lookups[0].dtype,
         )

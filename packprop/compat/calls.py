@@ -30,9 +30,9 @@ from torch.nn.modules import loss
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.errors import PackpropError
-from packprop.functions.building import Saved
-from packprop.graph.graph import Found
-from packprop.recording.marks import Forward, Use, marks_of
+from packprop.functions.building import SavedTensor
+from packprop.graph.graph import ReachedUse
+from packprop.recording.marks import ForwardCall, RecordedUse, marks_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.nesting import tensors_in
 
@@ -63,7 +63,7 @@ def are_calls_kept() -> bool:
 
 
 @dataclass(eq=False)
-class ModuleCall(Use):
+class ModuleCall(RecordedUse):
     """One call of an extended module, hung on the nodes that made its outputs.
 
     Args:
@@ -101,7 +101,7 @@ class _Kept:
 
     call: ModuleCall
     names: list[str]
-    saved: list[Saved]
+    saved: list[SavedTensor]
 
 
 def watch_calls(module: nn.Module) -> None:
@@ -137,11 +137,13 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     attributes = {f"input{place}": given for place, given in enumerate(args)} | {"output": outputs[0]}
     taken = next((name for name in attributes if hasattr(module, name)), None)
     shapes = [tensor.shape for tensor in outputs]
-    forward = Forward(weakref.ref(module))
+    forward = ForwardCall(weakref.ref(module))
     kind = type(module)
     call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
     if taken is None:
-        saved = [Saved(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)]
+        saved = [
+            SavedTensor(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)
+        ]
         module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn
@@ -151,14 +153,14 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     _latest[:] = [module]
 
 
-def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, Found]:
+def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     """Every marked call between the roots of a backward pass and the leaves, the last one first."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, found = set(stack), dict[ModuleCall, Found]()
+    seen, found = set(stack), dict[ModuleCall, ReachedUse]()
     while stack:
         node = stack.pop()
         for call, index, output in marks_of(node).get(CALL, ()):
-            found.setdefault(call, Found(call, first=True)).nodes[index] = (node, output)
+            found.setdefault(call, ReachedUse(call, first=True)).nodes[index] = (node, output)
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)

@@ -18,7 +18,7 @@ from packprop.compat.calls import (
 from packprop.compat.own import BackpropExtension, Catalogued, Overrides, SavedQuantities, Unsupported
 from packprop.curvature.seeds import columns
 from packprop.errors import PackpropError
-from packprop.graph.graph import Found
+from packprop.graph.graph import ReachedUse
 from packprop.graph.samples import check_graph
 from packprop.graph.sweep import sweep
 from packprop.graph.walk import walk
@@ -58,7 +58,7 @@ def run_on_modules(
             "define the classes of extensions first, then extend the model and the loss, then run the forward "
             "pass, outside of disable()",
         )
-    arrived: dict[Found, list[Tensor | None]] = {}
+    arrived: dict[ReachedUse, list[Tensor | None]] = {}
     starts = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
     ones = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
     sweep(starts, ones, found, arrived.__setitem__, create_graph=create_graph)
@@ -74,7 +74,7 @@ def run_on_modules(
                     _require_unneeded(call, extensions)
                 if module is None or each not in arrived:
                     continue
-                g_out = tuple(None if signal is None else signal[0] for signal in arrived.pop(each))
+                g_out = tuple(None if cotangent is None else cotangent[0] for cotangent in arrived.pop(each))
                 g_inp = InputGradients(call, g_out)
                 for extension in extensions:
                     if type(extension).__call__ is not BackpropExtension.__call__:
@@ -108,7 +108,7 @@ def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension])
 
 def _columns_for(
     extension: BackpropExtension,
-    found: Sequence[Found],
+    found: Sequence[ReachedUse],
     roots: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     create_graph: bool,
@@ -120,23 +120,23 @@ def _columns_for(
     if not extension.expects_backpropagation_quantities():
         return None
     known = extension.module_extensions
-    modules = {each: each.use.forward.module() for each in found}
+    modules = {each: each.recorded.forward.module() for each in found}
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
     meant = [each for each, module in modules.items() if type(module) in known and 0 in each.nodes]
     graph = walk(roots, gradients, None)
     check_graph(graph)
     seed = extension.seed if isinstance(extension, Catalogued) else EXACT
-    pieces: dict[Found, list[Tensor]] = {each: [] for each in meant}
+    pieces: dict[ReachedUse, list[Tensor]] = {each: [] for each in meant}
     for group in columns(graph, seed, create_graph):
         for place in range(group.count):
             seeds = [chunk[0] for chunk in group.chunk(place, place + 1)]
-            at: dict[Found, list[Tensor | None]] = {}
+            at: dict[ReachedUse, list[Tensor | None]] = {}
             sweep(group.edges, seeds, meant, at.__setitem__, create_graph=create_graph)
             for each in meant:
-                signal = at.get(each, [None])[0]
-                zeros = roots[0].new_zeros(1, *each.use.shapes[0])
-                pieces[each].append(zeros if signal is None else signal)
+                cotangent = at.get(each, [None])[0]
+                zeros = roots[0].new_zeros(1, *each.recorded.shapes[0])
+                pieces[each].append(zeros if cotangent is None else cotangent)
     chosen = extension.get_subsampling()
     result: dict[Any, Tensor] = {}
     for each, columns_of in pieces.items():
@@ -146,7 +146,7 @@ def _columns_for(
             if stacked.shape[1] != graph.samples:
                 raise Unsupported(
                     f"{type(extension).__name__}(subsampling=...) was to run a module extension.",
-                    f"a module of type {each.use.name}",
+                    f"a module of type {each.recorded.name}",
                     f"the leading axis of its output has {stacked.shape[1]} entries, the batch {graph.samples}",
                     "keep samples on the leading axis, or leave subsampling out",
                 )

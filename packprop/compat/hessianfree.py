@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from packprop.curvature.linear import ASKED, INSTEAD, filled, pulled, pushed, require_vectors, slopes
 from packprop.curvature.products import ggnvp, shown
-from packprop.curvature.second_order import require_second_derivatives, twice
+from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 
 Vectors = Tensor | Iterable[Tensor]
 
@@ -47,7 +47,7 @@ def hessian_vector_product(
     inputs, vectors = _listed(params), _listed(v)
     require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
     require_second_derivatives([f], inputs, shown, ASKED)
-    with twice(WHERE, ASKED, INSTEAD):
+    with differentiating_twice(WHERE, ASKED, INSTEAD):
         slope: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
         if not any(own is not None and own.requires_grad for own in slope):  # perhaps made without a graph
             slope = slopes(f, inputs)
@@ -118,7 +118,7 @@ def L_op(  # noqa: N802  # the name in the literature
     """
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
     require_vectors("L_op(ys, xs, ws)", outputs, vectors)
-    with twice(WHERE, ASKED, INSTEAD):
+    with differentiating_twice(WHERE, ASKED, INSTEAD):
         found = pulled(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
@@ -147,7 +147,7 @@ def R_op(  # noqa: N802
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(vs)
     require_vectors("R_op(ys, xs, vs)", inputs, vectors)
     require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
-    with twice(WHERE, ASKED, INSTEAD):
+    with differentiating_twice(WHERE, ASKED, INSTEAD):
         found = pushed(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )

@@ -42,7 +42,7 @@ class SavedQuantities:
     """What an extension propagates back, by the tensor that it has arrived at.
 
     Args:
-        columns: Columns of the signal at tensors, where packprop has propagated them and nothing is saved.
+        columns: Columns of the cotangent at tensors, where packprop has propagated them and nothing is saved.
     """
 
     def __init__(self, columns: dict[Any, Tensor] | None = None) -> None:

@@ -13,12 +13,12 @@ from torch.autograd.graph import GradientEdge
 from packprop.curvature.generic_loss import loss_hessian_products
 from packprop.curvature.linear import ASKED, INSTEAD, pulled, pushed
 from packprop.curvature.nonlinearities import residuals
-from packprop.curvature.routes import Ways, choose_ways
-from packprop.curvature.second_order import require_second_derivatives, slopes_at, twice
+from packprop.curvature.routes import Routes, choose_routes
+from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
 from packprop.curvature.seeds import columns
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
-from packprop.tensors.dry import found_fault, is_dry
+from packprop.tensors.dry import has_fault, is_dry_run
 from packprop.tensors.precision import precision
 from packprop.tensors.state import version
 from packprop.types import EXACT
@@ -106,7 +106,7 @@ class State(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> State:
         """The tensor as it is now."""
-        return cls(tensor, 0 if is_dry() else tensor.data_ptr(), version(tensor), _sample(tensor).clone())
+        return cls(tensor, 0 if is_dry_run() else tensor.data_ptr(), version(tensor), _sample(tensor).clone())
 
     @property
     def is_past(self) -> bool:
@@ -115,7 +115,7 @@ class State(NamedTuple):
         if (now.storage, now.version) != (self.storage, self.version):
             return True
         equal = (now.sample == self.sample) | (now.sample.isnan() & self.sample.isnan())
-        return found_fault(~equal.all())
+        return has_fault(~equal.all())
 
 
 def _sample(tensor: Tensor, most: int = 64) -> Tensor:
@@ -141,7 +141,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     """The product with each leaf's block.
 
     Args:
-        graph: With its samples settled; kept alive by the products.
+        graph: With its samples located; kept alive by the products.
         matrix: The Hessian, the GGN, or the positive-curvature Hessian.
         modify: What the last one does with negative curvature of elementwise nonlinearities.
 
@@ -159,18 +159,18 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     targets: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
     shares: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]
     if matrix == "positive":
-        way = choose_ways(graph, known_losses=True, per_sample=True)
-        _require_swept(graph, way)
-        for (curve, _), weight in zip(way.curves, residuals(graph, way), strict=True):
-            targets.append(curve.input)
+        route = choose_routes(graph, known_losses=True, per_sample=True)
+        _require_swept(graph, route)
+        for (nonlinearity, _), weight in zip(route.nonlinearities, residuals(graph, route), strict=True):
+            targets.append(nonlinearity.input)
             shares.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
     for leaf in leaves:
         yield leaf, BlockProduct(leaf, _RootBlock(graph, leaf, targets, shares), states, graph.name(leaf))
 
 
-def _require_swept(graph: Graph, way: Ways) -> None:
+def _require_swept(graph: Graph, route: Routes) -> None:
     for leaf in graph.leaves():
-        if way.way(leaf) != "swept":
+        if route.route(leaf) != "swept":
             raise PackpropError(
                 "A positive-curvature Hessian was asked for.",
                 f"parameter {graph.name(leaf)!r}",
@@ -197,12 +197,12 @@ class _HessianBlock:
     _slope: list[Tensor | None] = field(default_factory=list)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        with twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
+        with differentiating_twice(f"parameter {self.graph.name(self.leaf)!r}", ASKED, INSTEAD):
             if not self._slope:
                 own = f"parameter {self.graph.name(self.leaf)!r}"
                 require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED)
                 with torch.enable_grad():
-                    self._slope += slopes_at(self.graph, [self.leaf], create_graph=True)
+                    self._slope += gradients_at(self.graph, [self.leaf], create_graph=True)
             slope = self._slope[0]
             slope = slope.to_dense() if slope is not None and slope.is_sparse else slope
             (found,) = pulled([slope], [self.leaf], [vectors])
@@ -224,7 +224,7 @@ class _RootBlock:
         if not self._checked:  # the graph stays what it is
             require_second_derivatives(self.graph.roots, [self.leaf], lambda leaf: own, ASKED, linear=True)
             self._checked = True
-        with twice(own, ASKED, INSTEAD):
+        with differentiating_twice(own, ASKED, INSTEAD):
             pushed_on = pushed(self.targets, [self.leaf], [vectors])
             curved = [share(each) for share, each in zip(self.shares, pushed_on, strict=True)]
             (found,) = pulled(self.targets, [self.leaf], curved)

@@ -8,16 +8,16 @@ from torch.autograd.graph import Node
 
 from packprop.curvature.second_order import ASKED
 from packprop.errors import PackpropError
-from packprop.graph.graph import EAGER, Found, Graph
+from packprop.graph.graph import EAGER, Graph, ReachedUse
 
 
 def dependence(graph: Graph) -> dict[Node, int]:
     """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
-    found = {f: 1 << place for place, f in enumerate(graph.found)}
+    found = {f: 1 << place for place, f in enumerate(graph.uses)}
     return _masks([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
 
 
-def _masks(starts: Sequence[Node], found: dict[Found, int]) -> dict[Node, int]:
+def _masks(starts: Sequence[Node], found: dict[ReachedUse, int]) -> dict[Node, int]:
     """Bits of the uses that lie upstream of each node, itself included."""
     own: dict[Node, int] = {}
     for f, bit in found.items():

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 from packprop.algebra.structures import join, rows
 from packprop.curvature.columns import unit_columns
 from packprop.curvature.routes import named, require_third_derivatives
-from packprop.curvature.second_order import require_second_derivatives, slopes_at, twice
-from packprop.graph.graph import Found, Graph
+from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import pull_columns, sweep
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
@@ -23,12 +23,12 @@ BATCHED_ENTRIES = 2**23
 
 
 def output_columns(
-    graph: Graph, uses: Sequence[Found], create_graph: bool, at_once: int | None = None
+    graph: Graph, uses: Sequence[ReachedUse], create_graph: bool, at_once: int | None = None
 ) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
     """Unit columns u at the outputs of some uses, and ``H u`` with the Hessian of the roots in them.
 
     Args:
-        graph: With its samples settled.
+        graph: With its samples located.
         uses: Their outputs are taken together.
         create_graph: Whether columns shall be differentiable.
         at_once: Number of columns; by default as many as ``BATCHED_ENTRIES`` says.
@@ -39,10 +39,10 @@ def output_columns(
     require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], named(graph))
     places = [(f, index) for f in uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    with twice(graph.label(uses[0])), torch.enable_grad():
-        slopes = slopes_at(graph, edges, create_graph=True)
+    with differentiating_twice(graph.label(uses[0])), torch.enable_grad():
+        slopes = gradients_at(graph, edges, create_graph=True)
     slopes = [
-        torch.zeros(f.use.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
+        torch.zeros(f.recorded.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
         for (f, index), slope in zip(places, slopes, strict=True)
     ]
     total = sum(slope.numel() for slope in slopes if slope is not None)
@@ -56,21 +56,21 @@ def output_columns(
             stop = min(entries, start + step)
             unit = unit_columns(slope.shape, layout, slope, start, stop)
             columns = _hessian_columns(graph.label(f), slope, edges, unit, create_graph)
-            vectors: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
-            products: list[list[Tensor | None]] = [[None] * len(other.use.shapes) for other in uses]
+            vectors: list[list[Tensor | None]] = [[None] * len(other.recorded.shapes) for other in uses]
+            products: list[list[Tensor | None]] = [[None] * len(other.recorded.shapes) for other in uses]
             for place, (other, output) in enumerate(places):
                 found = columns[place]
-                zeros = unit.new_zeros(stop - start, *other.use.shapes[output])
+                zeros = unit.new_zeros(stop - start, *other.recorded.shapes[output])
                 vectors[uses.index(other)][output] = unit if place == active else zeros
                 products[uses.index(other)][output] = zeros if found is None else found
             yield vectors, products
 
 
-def _device(found: Found) -> torch.device:
+def _device(found: ReachedUse) -> torch.device:
     return found.sites[0].leaf.device
 
 
-def _dtype(found: Found) -> torch.dtype:
+def _dtype(found: ReachedUse) -> torch.dtype:
     return found.sites[0].leaf.dtype
 
 
@@ -80,7 +80,7 @@ def _hessian_columns(
     """Derivatives of ``slope`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
     if not slope.requires_grad:
         return [None] * len(ends)
-    with twice(where):
+    with differentiating_twice(where):
         return pull_columns([slope], ends, [vectors], create_graph=create_graph)
 
 
@@ -91,14 +91,14 @@ def parameter_diagonals(
     if not leaves:
         return
     require_second_derivatives(graph.roots, leaves, named(graph))
-    with twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
+    with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, slope in zip(leaves, slopes, strict=True):
         yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, slope, create_graph)
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    found = slopes_at(graph, leaves, create_graph=True)
+    found = gradients_at(graph, leaves, create_graph=True)
     found = [t.to_dense() if t is not None and t.is_sparse else t for t in found]
     pairs = zip(leaves, found, strict=True)
     return [torch.zeros_like(leaf)[None] if slope is None else slope[None] for leaf, slope in pairs]
@@ -109,13 +109,15 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
     wanted = {id(leaf) for leaf in leaves}
     parts: dict[int, list[Any]] = {}
 
-    def visit(found: Found, signals: list[Tensor | None]) -> None:
+    def visit(found: ReachedUse, cotangents: list[Tensor | None]) -> None:
         for site in found.sites:
             if id(site.leaf) in wanted:
-                parts.setdefault(id(site.leaf), []).append(site.meet(signals, found.layouts, slice(None)))
+                parts.setdefault(id(site.leaf), []).append(
+                    site.structure_of(cotangents, found.layouts, slice(None))
+                )
 
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-    sweep(edges, graph.root_gradients(), graph.found, visit, create_graph=True)
+    sweep(edges, graph.root_gradients(), graph.uses, visit, create_graph=True)
     return [
         rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
         for leaf in leaves
@@ -156,7 +158,7 @@ def estimated_diagonals(
         require_third_derivatives(graph, leaves)
     require_second_derivatives(graph.roots, leaves, named(graph))
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
-    with twice(where):
+    with differentiating_twice(where):
         with torch.enable_grad():
             slopes = _whole_gradients(graph, leaves)
         totals: list[Tensor | float] = [0.0] * len(leaves)

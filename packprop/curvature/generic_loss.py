@@ -16,13 +16,13 @@ from packprop.functions.losses.description import (
 )
 from packprop.functions.losses.roots import matrix_root
 from packprop.functions.nodes import is_once_differentiable
-from packprop.graph.graph import FoundLoss, Graph
+from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.search import nodes_above
-from packprop.tensors.dry import found_fault
+from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 
 
-def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
+def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     """The gradient of the roots with respect to what the loss function returned.
 
     Raises:
@@ -39,7 +39,7 @@ def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
         curved = None
         if arriving.requires_grad:
             (curved,) = torch.autograd.grad(arriving.sum(), edge, retain_graph=True, allow_unused=True)
-    if curved is not None and found_fault((curved != 0).any()):
+    if curved is not None and has_fault((curved != 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "what was made of the loss after the loss function",
@@ -47,7 +47,7 @@ def _arriving(graph: Graph, loss: FoundLoss) -> Tensor:
             "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
             "module",
         )
-    if found_fault((arriving < 0).any()):
+    if has_fault((arriving < 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "what the loss was multiplied by",
@@ -101,11 +101,11 @@ def generic_root(
     return matrix_root(0.5 * (hessian + hessian.mT))
 
 
-def loss_hessian_products(graph: Graph, loss: FoundLoss) -> Callable[[Tensor], Tensor]:
+def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:
     """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
     call = loss.call
     with torch.no_grad():
-        arriving = _arriving(graph, loss)
+        arriving = loss_factor(graph, loss)
         outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
     _require_twice(call.function, value)
     with torch.enable_grad():
@@ -152,7 +152,7 @@ def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> Non
         return
     leaked = product(half[:, None].to(front.dtype))[1::2]
     scale = product(torch.ones_like(front[:1])).abs().amax()
-    if found_fault(leaked.abs().amax() > 1e-6 * scale):
+    if has_fault(leaked.abs().amax() > 1e-6 * scale):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "the loss function",

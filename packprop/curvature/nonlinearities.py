@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.curvature.columns import Columns, unit_columns
-from packprop.curvature.output_diagonals import Curvatures
-from packprop.curvature.routes import Curve, Ways, subset_of
-from packprop.curvature.second_order import slopes_at, twice
+from packprop.curvature.output_diagonals import OutputDiagonals
+from packprop.curvature.routes import Nonlinearity, Routes, subset_of
+from packprop.curvature.second_order import differentiating_twice, gradients_at
 from packprop.curvature.shared_rows import SharedRows, _shared_rows
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
-class Bend:
+class CurvatureTerm:
     """What one input of elementwise nonlinearities adds to the Hessian.
 
     Args:
@@ -31,56 +31,60 @@ class Bend:
     """
 
     columns: Columns
-    found: list[Found]
+    uses: list[ReachedUse]
 
 
-def bends(
-    graph: Graph, ways: Ways, found: Sequence[Found], curvatures: Curvatures, create_graph: bool
-) -> Iterator[Bend]:
-    """What elementwise nonlinearities add, input by input; ``curvatures`` gets what needs no sweep."""
-    if not ways.curves:
+def nonlinearity_terms(
+    graph: Graph, routes: Routes, found: Sequence[ReachedUse], diagonals: OutputDiagonals, create_graph: bool
+) -> Iterator[CurvatureTerm]:
+    """What elementwise nonlinearities add, input by input; ``diagonals`` gets what needs no sweep."""
+    if not routes.nonlinearities:
         return
-    weights = residuals(graph, ways, create_graph)
-    merged: dict[tuple[Node, int], tuple[Tensor, Layout, Curve]] = {}
-    for (curve, layout), weight in zip(ways.curves, weights, strict=True):
-        key = (curve.input.node, curve.input.output_nr)
+    weights = residuals(graph, routes, create_graph)
+    merged: dict[tuple[Node, int], tuple[Tensor, Layout, Nonlinearity]] = {}
+    for (nonlinearity, layout), weight in zip(routes.nonlinearities, weights, strict=True):
+        key = (nonlinearity.input.node, nonlinearity.input.output_nr)
         before = merged.get(key)
-        merged[key] = (weight if before is None else weight + before[0], layout, curve)
-    for (node, output), (weight, layout, curve) in merged.items():
-        here = [f for f in found if curvatures.starts_at(f, node, output)]
+        merged[key] = (weight if before is None else weight + before[0], layout, nonlinearity)
+    for (node, output), (weight, layout, nonlinearity) in merged.items():
+        here = [f for f in found if diagonals.starts_at(f, node, output)]
         for f in here:
-            curvatures.add(f, weight.to(accumulation_dtype(weight.dtype)))
-        reached = subset_of([f for f in found if ways.bits[f] & curve.upstream and f not in here], ways)
+            diagonals.add(f, weight.to(accumulation_dtype(weight.dtype)))
+        reached = subset_of(
+            [f for f in found if routes.bits[f] & nonlinearity.upstream and f not in here], routes
+        )
         if reached:
-            start = _shared_rows(graph, curve, layout, reached, ways.masks, create_graph)
-            yield Bend(_unit_columns(weight, layout, start or curve.input), reached)
+            start = _shared_rows(graph, nonlinearity, layout, reached, routes.masks, create_graph)
+            yield CurvatureTerm(_unit_columns(weight, layout, start or nonlinearity.input), reached)
 
 
-def residuals(graph: Graph, ways: Ways, create_graph: bool = False) -> list[Tensor]:
+def residuals(graph: Graph, routes: Routes, create_graph: bool = False) -> list[Tensor]:
     """``phi''(z) dL/dphi(z)`` at the input z of each elementwise nonlinearity, of its shape."""
-    if not ways.curves:
+    if not routes.nonlinearities:
         return []
-    slopes = slopes_at(graph, [GradientEdge(curve.node, 0) for curve, _ in ways.curves], create_graph)
-    pairs = zip(ways.curves, slopes, strict=True)
-    return [residual(curve, slope, create_graph) for (curve, _), slope in pairs]
+    slopes = gradients_at(
+        graph, [GradientEdge(nonlinearity.node, 0) for nonlinearity, _ in routes.nonlinearities], create_graph
+    )
+    pairs = zip(routes.nonlinearities, slopes, strict=True)
+    return [residual(nonlinearity, slope, create_graph) for (nonlinearity, _), slope in pairs]
 
 
-def residual(curve: Curve, slope: Tensor | None, create_graph: bool) -> Tensor:
+def residual(nonlinearity: Nonlinearity, slope: Tensor | None, create_graph: bool) -> Tensor:
     """``phi''(z) dL/dphi(z)`` of the shape of z.
 
     A node called by itself gives phi' of what it saved, whose derivative in z is found as any other.
     """
-    made = made_by(curve.node)[0]
+    made = made_by(nonlinearity.node)[0]
     if slope is None:
-        return torch.zeros(curve.shape, dtype=made.dtype, device=made.device)
-    node: Any = curve.node  # nodes can be called, which torch's annotations leave out
-    with twice(curve.node.name()), torch.enable_grad():
+        return torch.zeros(nonlinearity.shape, dtype=made.dtype, device=made.device)
+    node: Any = nonlinearity.node  # nodes can be called, which torch's annotations leave out
+    with differentiating_twice(nonlinearity.node.name()), torch.enable_grad():
         first: Any = node(torch.ones_like(slope))
         first = first[0] if isinstance(first, tuple) else first
         second = None
         if first.requires_grad:
             (second,) = torch.autograd.grad(
-                first.sum(), curve.input, retain_graph=True, create_graph=create_graph, allow_unused=True
+                first.sum(), nonlinearity.input, retain_graph=True, create_graph=create_graph, allow_unused=True
             )
     with torch.set_grad_enabled(create_graph):
         return torch.zeros_like(slope) if second is None else second * slope

@@ -20,7 +20,7 @@ from packprop.curvature.linear import (
     require_vectors,
     slopes,
 )
-from packprop.curvature.second_order import require_second_derivatives, twice
+from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 from packprop.errors import BadInput
 
 
@@ -53,7 +53,7 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     """
     bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
-    with twice("the outputs given to jvp", ASKED, INSTEAD):
+    with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD):
         (found,) = pushed([outputs], parameters, _many(vectors, bare))
     return found[0] if bare else found
 
@@ -104,11 +104,11 @@ def hessian_product(
         )
     require_second_derivatives([value], parameters, shown, ASKED)
     where = f"the loss given to {asked}"
-    with twice(where, ASKED, INSTEAD):
+    with differentiating_twice(where, ASKED, INSTEAD):
         slope = slopes(value, parameters)
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with twice(where, ASKED, INSTEAD):
+        with differentiating_twice(where, ASKED, INSTEAD):
             return filled(pulled(slope, parameters, vectors), parameters, len(vectors[0]))
 
     return product, value
@@ -152,11 +152,11 @@ def ggn_product(
     outputs, loss = _evaluated(graph)
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where = f"the graph given to {asked}"
-    with twice(where, ASKED, INSTEAD):
+    with differentiating_twice(where, ASKED, INSTEAD):
         push, slope = pushing([outputs], parameters), slopes(loss, [outputs])
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with twice(where, ASKED, INSTEAD):
+        with differentiating_twice(where, ASKED, INSTEAD):
             forward = push(vectors)
             curved = filled(pulled(slope, [outputs], forward), [outputs], len(forward[0]))
             return filled(pulled([outputs], parameters, curved), parameters, len(vectors[0]))

@@ -24,17 +24,17 @@ from packprop.curvature.columns import unit_columns
 from packprop.curvature.dependence import dependence
 from packprop.curvature.nonlinearities import residual
 from packprop.curvature.output_diagonals import flat
-from packprop.curvature.routes import Curve
-from packprop.curvature.second_order import slopes_at
+from packprop.curvature.routes import Nonlinearity
+from packprop.curvature.second_order import gradients_at
 from packprop.curvature.seeds import columns
 from packprop.curvature.shared_rows import SharedRows, is_shared
 from packprop.errors import PackpropError
 from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import layouts_at
 from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
-from packprop.tensors.dry import found_fault
+from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
@@ -60,7 +60,7 @@ def averaged_factors(
     """Each leaf with the factor B of its block, ``[o, o]`` or ``[p, p]``.
 
     Args:
-        graph: With its samples settled.
+        graph: With its samples located.
         seed: How the Hessian of the loss is taken, exact or sampled.
         curvature: Whether elementwise functions add their curvature, and what is done with its sign.
         average_jacobians: Whether Jacobians of elementwise functions are averaged, not their products.
@@ -73,7 +73,7 @@ def averaged_factors(
     fed = flat(places[0].layout.to_front(group.chunk(0, group.count)[0], 1), 2)
     fed = fed.to(accumulation_dtype(fed.dtype))
     matrix = torch.einsum("vni,vnj->ij", fed, fed)
-    here = {(node, output): f for f in graph.found for node, output in f.nodes.values()}
+    here = {(node, output): f for f in graph.uses for node, output in f.nodes.values()}
     for place, below in zip(places, [*places[1:], None], strict=True):
         found = here.get((place.edge.node, place.edge.output_nr))
         if found is not None:
@@ -92,7 +92,7 @@ def _chain(graph: Graph) -> list[_Place]:
     if len(graph.losses) != 1:
         raise _refused(f"{len(graph.losses)} losses", "the recursion starts from one loss")
     for leaf in graph.leaves():
-        sites = [site for f in graph.found for site in f.sites if site.leaf is leaf]
+        sites = [site for f in graph.uses for site in f.sites if site.leaf is leaf]
         if len(sites) > 1 or not sites[0].direct or not sites[0].entry.linear:
             raise _refused(
                 f"parameter {graph.name(leaf)!r}",
@@ -161,9 +161,9 @@ def _averaged(
         result = matrix * (each.mT @ each) / samples
     if curvature == "ggn" or kind_of(node, [0]) != "elementwise":
         return result
-    (arriving,) = slopes_at(graph, [place.edge])
-    curve = Curve(node, below.edge, below.shape, 0)
-    own = residual(curve, arriving, torch.is_grad_enabled())
+    (arriving,) = gradients_at(graph, [place.edge])
+    nonlinearity = Nonlinearity(node, below.edge, below.shape, 0)
+    own = residual(nonlinearity, arriving, torch.is_grad_enabled())
     diagonal = below.layout.to_front(own).sum(0).flatten().to(matrix.dtype)
     if curvature != "hessian":
         diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
@@ -174,7 +174,7 @@ def _in_order(layout: Layout) -> bool:
     return layout.axis is None or (layout.axis == 0 and layout.parts == 1)
 
 
-def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
+def _factor(found: ReachedUse, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     """The matrix at the output of a use, in what multiplies its inputs, or in the leaf."""
     fans = site.entry.fans
     entries = len(matrix)
@@ -183,19 +183,19 @@ def _factor(found: Found, site: Any, place: _Place, matrix: Tensor) -> Tensor:
     alone = site.entry.structure == "Scale" and site.entry.constant
     if alone and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
         ones = matrix.new_ones(()).expand(1, *place.shape)
-        slope = rows(site.meet([ones], found.layouts, slice(0, 1))).flatten().to(matrix.dtype)
+        slope = rows(site.structure_of([ones], found.layouts, slice(0, 1))).flatten().to(matrix.dtype)
         return matrix * torch.outer(slope, slope)
     units = unit_columns(place.shape, place.layout, matrix)
-    one = site.meet([units], found.layouts, slice(0, 1))
-    if not isinstance(one, Dense) and one.signal is not None:
-        to_signal = one.signal[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
-        factor: Tensor = to_signal.mT @ matrix @ to_signal
+    one = site.structure_of([units], found.layouts, slice(0, 1))
+    if not isinstance(one, Dense) and one.cotangent is not None:
+        to_cotangent = one.cotangent[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
+        factor: Tensor = to_cotangent.mT @ matrix @ to_cotangent
         return factor
     known = one
-    last = site.meet([units], found.layouts, slice(place.layout.samples - 1, None))
-    same = site.entry.constant and not found_fault((rows(one) != rows(last)).any())
+    last = site.structure_of([units], found.layouts, slice(place.layout.samples - 1, None))
+    same = site.entry.constant and not has_fault((rows(one) != rows(last)).any())
     if not same:  # entries of one sample alone
-        known = site.meet([units], found.layouts, slice(None))
+        known = site.structure_of([units], found.layouts, slice(None))
     jacobian = flat_rows(known).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)
 

@@ -1,4 +1,4 @@
-"""Which way each parameter's diagonal of the Hessian is taken: see NOTE [Hessian diagonal], ``hessian.py``."""
+"""By which route each parameter's diagonal of the Hessian is computed: see NOTE [Hessian diagonal]."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.curvature.dependence import _masks, _upstream_first, dependence
-from packprop.curvature.second_order import require_second_derivatives, slopes_at, twice
+from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
 from packprop.errors import PackpropError
 from packprop.functions.nodes import is_wrong_in_third_order, kind_of
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import layouts_at
 from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 
-Way = Literal["swept", "output", "parameter"]
+Route = Literal["swept", "output", "parameter"]
 
 
 @dataclass(frozen=True)
-class Curve:
+class Nonlinearity:
     """An elementwise nonlinearity between a loss and some uses.
 
     Args:
@@ -42,8 +42,8 @@ class Curve:
 
 
 @dataclass
-class Ways:
-    """Which way the diagonal of each leaf is taken.
+class Routes:
+    """Which route the diagonal of each leaf is taken.
 
     Args:
         swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
@@ -55,18 +55,18 @@ class Ways:
     """
 
     swept: list[Tensor] = field(default_factory=list)
-    curves: list[tuple[Curve, Layout]] = field(default_factory=list)
-    output: list[tuple[list[Found], list[Tensor]]] = field(default_factory=list)
+    nonlinearities: list[tuple[Nonlinearity, Layout]] = field(default_factory=list)
+    output: list[tuple[list[ReachedUse], list[Tensor]]] = field(default_factory=list)
     parameter: list[Tensor] = field(default_factory=list)
-    bits: dict[Found, int] = field(default_factory=dict)
+    bits: dict[ReachedUse, int] = field(default_factory=dict)
     masks: dict[Node, int] = field(default_factory=dict)
 
     @property
     def is_gauss_newton(self) -> bool:
         """Whether nothing curves but the losses: the Hessian is the generalized Gauss-Newton matrix."""
-        return not (self.curves or self.output or self.parameter)
+        return not (self.nonlinearities or self.output or self.parameter)
 
-    def way(self, leaf: Tensor) -> Way:
+    def route(self, leaf: Tensor) -> Route:
         """How one leaf goes."""
         if any(leaf is other for other in self.swept):
             return "swept"
@@ -80,7 +80,7 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
         PackpropError: If a node between the roots and one of the leaves gets it wrong.
     """
     wanted = {id(leaf) for leaf in leaves}
-    bits = {f: 1 << place for place, f in enumerate(graph.found)}
+    bits = {f: 1 << place for place, f in enumerate(graph.uses)}
     own = sum(bit for f, bit in bits.items() if any(id(site.leaf) in wanted for site in f.sites))
     for node, mask in dependence(graph).items():
         if mask & own and is_wrong_in_third_order(node):
@@ -93,11 +93,11 @@ def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
             )
 
 
-def choose_ways(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Ways:
-    """Choose a way for every leaf.
+def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Routes:
+    """Choose a route for every leaf.
 
     Args:
-        graph: With its samples settled.
+        graph: With its samples located.
         known_losses: Whether the losses have roots of their Hessians, and enter linearly.
         per_sample: Whether diagonals of single samples are asked for.
         create_graph: Whether they shall be differentiable.
@@ -105,15 +105,15 @@ def choose_ways(graph: Graph, known_losses: bool, per_sample: bool, create_graph
     Raises:
         PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
     """
-    found = {f: 1 << place for place, f in enumerate(graph.found)}
+    found = {f: 1 << place for place, f in enumerate(graph.uses)}
     masks = dependence(graph)
-    bad, curves, products = -1, list[Curve](), set[tuple[int, ...]]()
+    bad, nonlinearities, products = -1, list[Nonlinearity](), set[tuple[int, ...]]()
     layouts: list[Layout] = []
-    if known_losses and not graph.unlosed:
-        bad, curves, products = _curves([loss.call.edge.node for loss in graph.losses], masks)
-        layouts, without = _layouts(graph, curves)
+    if known_losses and not graph.without_loss:
+        bad, nonlinearities, products = _nonlinearities([loss.call.edge.node for loss in graph.losses], masks)
+        layouts, without = _layouts(graph, nonlinearities)
         bad |= without
-    coupled = (not known_losses or bool(graph.unlosed)) and _couples_samples(graph)
+    coupled = (not known_losses or bool(graph.without_loss)) and _couples_samples(graph)
     if coupled and per_sample:
         raise PackpropError(
             "A diagonal of the Hessian of each sample was asked for.",
@@ -121,10 +121,10 @@ def choose_ways(graph: Graph, known_losses: bool, per_sample: bool, create_graph
             "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
-    chosen = Ways(bits=found, masks=masks)
-    outputs: dict[tuple[Found, ...], list[Tensor]] = {}
+    chosen = Routes(bits=found, masks=masks)
+    outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
-        own = [f for f in graph.found if any(site.leaf is leaf for site in f.sites)]
+        own = [f for f in graph.uses if any(site.leaf is leaf for site in f.sites)]
         bits = functools.reduce(int.__or__, (found[f] for f in own))
         if coupled or not _is_affine(leaf, own, bits, masks):
             chosen.parameter.append(leaf)
@@ -133,7 +133,7 @@ def choose_ways(graph: Graph, known_losses: bool, per_sample: bool, create_graph
         else:
             chosen.swept.append(leaf)
     for uses, leaves in outputs.items():
-        columns = sum(shape.numel() for f in uses for shape in f.use.shapes) // max(graph.samples, 1)
+        columns = sum(shape.numel() for f in uses for shape in f.recorded.shapes) // max(graph.samples, 1)
         if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
             chosen.parameter += leaves
         else:
@@ -143,8 +143,10 @@ def choose_ways(graph: Graph, known_losses: bool, per_sample: bool, create_graph
         require_third_derivatives(graph, twice)
     kept = {id(leaf) for leaf in chosen.swept}
     reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
-    pairs = zip(curves, layouts, strict=True)
-    chosen.curves = [(curve, layout) for curve, layout in pairs if curve.upstream & reached]
+    pairs = zip(nonlinearities, layouts, strict=True)
+    chosen.nonlinearities = [
+        (nonlinearity, layout) for nonlinearity, layout in pairs if nonlinearity.upstream & reached
+    ]
     return chosen
 
 
@@ -158,11 +160,11 @@ def _couples_samples(graph: Graph) -> bool:
     if graph.samples == 1:
         return False
     require_second_derivatives(graph.roots, graph.leaves(), named(graph), linear=True)
-    places = [(f, index) for f in graph.found for index in f.nodes]
+    places = [(f, index) for f in graph.uses for index in f.nodes]
     edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    label = graph.label(graph.found[0])
-    with twice(label), torch.enable_grad():
-        slopes = slopes_at(graph, edges, create_graph=True)
+    label = graph.label(graph.uses[0])
+    with differentiating_twice(label), torch.enable_grad():
+        slopes = gradients_at(graph, edges, create_graph=True)
     generator = torch.Generator().manual_seed(0)
     fed: list[tuple[Tensor, Tensor]] = []
     for (f, index), slope in zip(places, slopes, strict=True):
@@ -171,7 +173,7 @@ def _couples_samples(graph: Graph) -> bool:
             fed.append((slope, noise * _even(f.layouts[index], slope)))
     if not fed:
         return False
-    with twice(label):
+    with differentiating_twice(label):
         found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
     inside, leaked = [0.0], [0.0]
     for (f, index), column in zip(places, found, strict=True):
@@ -190,21 +192,23 @@ def _even(layout: Layout, like: Tensor) -> Tensor:
     return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])
 
 
-def _is_affine(leaf: Tensor, uses: Sequence[Found], bits: int, masks: dict[Node, int]) -> bool:
+def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[Node, int]) -> bool:
     """Whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
     sites = [site for f in uses for site in f.sites if site.leaf is leaf]
     if not all(site.direct and site.entry.linear for site in sites):
         return False
-    return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.use.edges)
+    return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.recorded.edges)
 
 
-def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[Curve], set[tuple[int, ...]]]:
+def _nonlinearities(
+    starts: Sequence[Node], masks: dict[Node, int]
+) -> tuple[int, list[Nonlinearity], set[tuple[int, ...]]]:
     """What is not linear: bits of uses behind nodes of no known kind, elementwise nodes, and products.
 
     A product, given by the bits of its factors, is linear for a leaf whose uses one of them alone depends on.
     """
     bad = 0
-    curves: list[Curve] = []
+    nonlinearities: list[Nonlinearity] = []
     products: set[tuple[int, ...]] = set()
     for node in _upstream_first(starts):
         edges = node.next_functions
@@ -219,7 +223,7 @@ def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[C
             assert source is not None
             shape = torch.Size(made_by(source)[output].shape)
             if shape == torch.Size(made_by(node)[0].shape):
-                curves.append(Curve(node, GradientEdge(source, output), shape, union))
+                nonlinearities.append(Nonlinearity(node, GradientEdge(source, output), shape, union))
                 continue
         if kind == "linear":
             continue
@@ -227,48 +231,48 @@ def _curves(starts: Sequence[Node], masks: dict[Node, int]) -> tuple[int, list[C
             products.add(tuple(mask for _, mask in factors))
         else:
             bad |= union
-    return bad, curves, products
+    return bad, nonlinearities, products
 
 
-def _layouts(graph: Graph, curves: list[Curve]) -> tuple[list[Layout], int]:
+def _layouts(graph: Graph, nonlinearities: list[Nonlinearity]) -> tuple[list[Layout], int]:
     """Where their inputs hold the samples; drops curves where that is not seen, and says what is upstream."""
     bad = 0
-    while curves:
-        found = layouts_at(graph, [(curve.input, curve.shape) for curve in curves])
+    while nonlinearities:
+        found = layouts_at(graph, [(nonlinearity.input, nonlinearity.shape) for nonlinearity in nonlinearities])
         if isinstance(found, list):
             return found, bad
-        bad |= curves.pop(found).upstream
+        bad |= nonlinearities.pop(found).upstream
     return [], bad
 
 
-def subset(graph: Graph, ways: Ways) -> list[Found]:
+def subset(graph: Graph, routes: Routes) -> list[ReachedUse]:
     """The uses of swept leaves, with these leaves alone."""
-    kept = {id(leaf) for leaf in ways.swept}
+    kept = {id(leaf) for leaf in routes.swept}
     found = []
-    for f in graph.found:
+    for f in graph.uses:
         sites = [site for site in f.sites if id(site.leaf) in kept]
         if sites:
             own = replace(f, sites=sites)
-            ways.bits[own] = ways.bits[f]
+            routes.bits[own] = routes.bits[f]
             found.append(own)
-    return subset_of(found, ways)
+    return subset_of(found, routes)
 
 
-def subset_of(found: Sequence[Found], ways: Ways) -> list[Found]:
+def subset_of(found: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
     """Copies of uses for a sweep that ends at those that have none of them upstream."""
     chosen = []
     for f in found:
         own = replace(f, first=False)
-        ways.bits[own] = ways.bits[f]
+        routes.bits[own] = routes.bits[f]
         chosen.append(own)
-    ends = _ends(chosen, ways)
+    ends = _ends(chosen, routes)
     for f in chosen:
         f.first = f in ends
     return chosen
 
 
-def _ends(found: Sequence[Found], ways: Ways) -> set[Found]:
-    masks = _masks([node for f in found for node, _ in f.nodes.values()], {f: ways.bits[f] for f in found})
+def _ends(found: Sequence[ReachedUse], routes: Routes) -> set[ReachedUse]:
+    masks = _masks([node for f in found for node, _ in f.nodes.values()], {f: routes.bits[f] for f in found})
     ends = set()
     for f in found:
         above = 0

@@ -35,7 +35,7 @@ WRONG = (
 
 
 @contextlib.contextmanager
-def twice(
+def differentiating_twice(
     where: str,
     asked: str = ASKED,
     instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
@@ -103,7 +103,7 @@ def require_second_derivatives(
                 raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
 
 
-def slopes_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
+def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
     """Gradients of the roots at tensors or edges."""
     found: Any = torch.autograd.grad(
         list(graph.roots),

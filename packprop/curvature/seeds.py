@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns, unit_columns
-from packprop.curvature.generic_loss import _arriving, _evaluated, generic_root
+from packprop.curvature.generic_loss import _evaluated, generic_root, loss_factor
 from packprop.errors import BadInput, PackpropError
 from packprop.functions.losses.description import (
     Loss,
@@ -18,7 +18,7 @@ from packprop.functions.losses.description import (
     from_canonical,
     without_classes,
 )
-from packprop.graph.graph import FoundLoss, Graph
+from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import made_by
 from packprop.tensors.state import is_hooked, version
@@ -46,8 +46,8 @@ def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
             "call one extended module once, and let it return one tensor that is used",
         )
     ((edge, shape),) = found.values()
-    ways = layouts_at(graph, [(edge, shape)])
-    if not isinstance(ways, list):
+    layouts = layouts_at(graph, [(edge, shape)])
+    if not isinstance(layouts, list):
         raise PackpropError(
             asked,
             f"the output, of shape {list(shape)}",
@@ -64,8 +64,8 @@ def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
 
     def chunk(start: int, stop: int) -> list[Tensor]:
         if seed.entries is None:
-            return [unit_columns(shape, ways[0], like, start, stop)]
-        return [torch.cat([unit_columns(shape, ways[0], like, e, e + 1) for e in seed.entries[start:stop]])]
+            return [unit_columns(shape, layouts[0], like, start, stop)]
+        return [torch.cat([unit_columns(shape, layouts[0], like, e, e + 1) for e in seed.entries[start:stop]])]
 
     return [Columns([edge], len(chosen), chunk)]
 
@@ -101,17 +101,17 @@ def _require_losses(graph: Graph) -> None:
             "no recorded loss lies between it and the parameters, so its Hessian is not known",
             "extend the loss module, or call the loss function inside `with packprop.record():`",
         )
-    if graph.unlosed:
+    if graph.without_loss:
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
-            graph.unlosed[0],
+            graph.without_loss[0],
             "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
             "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
             "of this backward pass",
         )
 
 
-def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
+def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     call, layout = loss.call, loss.layout
     rule = describe(call.function, call.args, call.kwargs)
     if rule.refusal is not None:
@@ -135,7 +135,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
             "they require gradients: the loss curves in them too, and that is not accounted for",
             "detach the targets",
         )
-    arriving = _arriving(graph, loss)
+    arriving = loss_factor(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, arriving)
     bare = not is_hooked(call.input)
@@ -158,7 +158,7 @@ def _loss_columns(graph: Graph, loss: FoundLoss, seed: Seed) -> Columns:
     return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
 
 
-def _empirical_column(loss: FoundLoss, rule: Loss, arriving: Tensor) -> Columns:
+def _empirical_column(loss: ReachedLoss, rule: Loss, arriving: Tensor) -> Columns:
     """The gradient of each term over the root of its scale: what a draw that hits the target gives."""
     call, layout, axis = loss.call, loss.layout, rule.class_axis
     if rule.divisor is None:
@@ -197,7 +197,7 @@ def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
     return wide.index_put_((column[:, None], sample, at), found)
 
 
-def _scale(rule: Loss, loss: FoundLoss, arriving: Tensor, value: Tensor) -> Tensor:
+def _scale(rule: Loss, loss: ReachedLoss, arriving: Tensor, value: Tensor) -> Tensor:
     """What multiplies each term ``[n, t]``: the loss's weights and divisor, and all that comes after it."""
     terms = value.shape[:2]
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)

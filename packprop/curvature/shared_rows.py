@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.curvature.routes import Curve
+from packprop.curvature.routes import Nonlinearity
 from packprop.functions.nodes import CONVOLUTIONS, name_of_node
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import layouts_at
 from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
@@ -96,14 +96,14 @@ def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -
 
 def _shared_rows(
     graph: Graph,
-    curve: Curve,
+    nonlinearity: Nonlinearity,
     layout: Layout,
-    reached: Sequence[Found],
+    reached: Sequence[ReachedUse],
     masks: dict[Node, int],
     create_graph: bool,
 ) -> SharedRows | None:
     """What unit columns at a nonlinearity's input become below the function that made it, if that helps."""
-    above = curve.input
+    above = nonlinearity.input
     sources = above.node.next_functions
     inputs = [(node, output) for node, output in sources if node is not None and masks.get(node)]
     if len(inputs) != 1 or layout.axis is None or any(above.node in f.anchors for f in reached):
@@ -114,4 +114,4 @@ def _shared_rows(
     if not isinstance(known, list) or not is_shared(above.node, layout, below, known[0]):
         return None
     like = torch.empty(0, dtype=made.dtype, device=made.device)
-    return SharedRows(above, curve.shape, layout, below, known[0], like, create_graph)
+    return SharedRows(above, nonlinearity.shape, layout, below, known[0], like, create_graph)

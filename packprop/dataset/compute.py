@@ -16,14 +16,14 @@ from packprop.context import check_extensions
 from packprop.dataset.batches import Batches, Data
 from packprop.dataset.result import Result
 from packprop.dataset.state import _State
-from packprop.engine.backward_pass import Observation
-from packprop.engine.chunks import Bites
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
-from packprop.memory.planning import bites_over_data
+from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extend, is_extended, record, restore
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
@@ -100,15 +100,15 @@ def compute(
     state = _State(chosen)
     kept = [module for module in model.modules() if is_extended(module)]
     borrowed = [module for module in model.modules() if not is_extended(module)]
-    bites = _BitesBySize(lambda batch: bites_over_data(model, loss, batch, chosen, memory, where))
-    bites.of(batches.first())  # a budget that nothing fits is refused before any work
+    chunk_sizes = _SizesByBatch(lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, where))
+    chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
     extend(model)
     try:
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained():
             for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                _add_batch(state, model, loss, batch, where, names, bites.of(batch))
+                _add_batch(state, model, loss, batch, where, names, chunk_sizes.of(batch))
     finally:
         for module in borrowed:
             restore(module)
@@ -118,23 +118,23 @@ def compute(
     return state.result()
 
 
-class _BitesBySize:
-    """Bites for batches of different sizes: those of one batch are good for all that are no larger."""
+class _SizesByBatch:
+    """Chunks for batches of different sizes: those of one batch are good for all that are no larger."""
 
-    def __init__(self, plan: Callable[[tuple[Any, Any]], Bites]) -> None:
+    def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
         self._plan = plan
-        self._planned: list[tuple[list[tuple[int, ...]], Bites]] = []
+        self._planned: list[tuple[list[tuple[int, ...]], ChunkSizes]] = []
 
-    def of(self, batch: tuple[Any, Any]) -> Bites:
+    def of(self, batch: tuple[Any, Any]) -> ChunkSizes:
         """Planned only where no batch before was as large in every axis of every tensor."""
         shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
-        for known, bites in reversed(self._planned):
+        for known, chunk_sizes in reversed(self._planned):
             if [*map(len, known)] == [*map(len, shapes)] and all(
                 size <= most
                 for shape, largest in zip(shapes, known, strict=True)
                 for size, most in zip(shape, largest, strict=True)
             ):
-                return bites
+                return chunk_sizes
         self._planned.append((shapes, self._plan(batch)))
         return self._planned[-1][1]
 
@@ -146,7 +146,7 @@ def _add_batch(
     batch: tuple[Any, Any],
     device: torch.device | str,
     names: dict[int, str],
-    bites: Bites,
+    chunk_sizes: ChunkSizes,
 ) -> None:
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.enable_grad(), record():
@@ -167,15 +167,15 @@ def _add_batch(
     with warnings.catch_warnings():
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)
-        Observation(graph, state.extensions, create_graph=False, done=done, bites=bites).run(None)
-    graph.let_go(keep=False)
+        BackwardPass(graph, state.extensions, create_graph=False, done=done, chunk_sizes=chunk_sizes).run(None)
+    graph.release(keep=False)
     state.count(graph.samples, terms, value.detach(), reduction)
 
 
 def _terms(graph: Graph) -> tuple[str, Tensor | float]:
     """How the batch's loss was reduced, and what it was divided by."""
     calls = [loss.call for loss in graph.losses]
-    if len(calls) == 1 and not graph.unlosed:
+    if len(calls) == 1 and not graph.without_loss:
         (call,) = calls
         divisor = describe(call.function, call.args, call.kwargs).divisor
         given = inspect.signature(call.function).bind(*call.args, **call.kwargs)

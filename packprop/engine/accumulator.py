@@ -1,4 +1,4 @@
-"""Results of leaves: statistics are taken bite by bite over samples, merged, handed over when complete."""
+"""Results of leaves: statistics are taken chunk by chunk over samples, merged, handed over when complete."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from packprop.algebra.order import fold_to
 from packprop.algebra.partial import ONE, Extent, Partial
 from packprop.algebra.statistics import per_sample_grad, summed_grad
 from packprop.algebra.structures import Dense, Outer, Quadratic
-from packprop.engine.chunks import Bites, start_after
-from packprop.engine.contributions import Build, Part, met, unreached
-from packprop.engine.finite import Extremes
+from packprop.engine.chunks import ChunkSizes, start_after
+from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
+from packprop.engine.finite import FiniteCheck
 from packprop.errors import PackpropWarning
 from packprop.functions.entry import Samples
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.tensors.nesting import tensors_in
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
@@ -28,8 +28,8 @@ Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
 """Called with a leaf when all of its results are there."""
 
 
-Log = Callable[[Tensor, Sequence[Found], Quadratic, int], None]
-"""Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite."""
+Log = Callable[[Tensor, Sequence[ReachedUse], Quadratic, int], None]
+"""Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a chunk."""
 
 
 Begin = Callable[[], dict[tuple[Extension, int], Tensor]]
@@ -58,16 +58,16 @@ SUMMED = Task(_SUMMED, 0, _SUMMED.rows[0])
 """Asked of leaves whose gradient autograd shall not compute; not handed over, but kept for ``gradients``."""
 
 
-class Accumulation:
+class Accumulator:
     """What is there of the results of one pass.
 
     Args:
-        graph: What the pass goes through, with its samples settled.
+        graph: What the pass goes through, with its samples located.
         extensions: What was asked for.
         create_graph: Whether results shall be differentiable.
-        bites: How much is taken at once.
+        chunks: How much is taken at once.
         done: Called with each leaf that is finished.
-        log: Called with each bite.
+        log: Called with each chunk.
         begin: Called before the first value is kept.
     """
 
@@ -76,14 +76,14 @@ class Accumulation:
         graph: Graph,
         extensions: Sequence[Extension],
         create_graph: bool,
-        bites: Bites,
+        chunk_sizes: ChunkSizes,
         done: Done,
         log: Log | None,
         begin: Begin,
     ) -> None:
-        self.extremes = Extremes()
+        self.finite_check = FiniteCheck()
         self._graph, self._extensions, self._create_graph = graph, extensions, create_graph
-        self._bites, self._done, self._log, self._begin = bites, done, log, begin
+        self._chunk_sizes, self._done, self._log, self._begin = chunk_sizes, done, log, begin
         self._spare: dict[tuple[Extension, int], Tensor] | None = None
         self._partial: dict[tuple[int, int, int], Partial] = {}
         self._first: dict[tuple[int, int], list[Any]] = {}
@@ -91,7 +91,12 @@ class Accumulation:
         self._gradients: dict[int, Tensor] = {}
 
     def take(
-        self, leaf: Tensor, parts: list[Part], tasks: Sequence[Task], columns: Extent, build: Build = met
+        self,
+        leaf: Tensor,
+        parts: list[Contribution],
+        tasks: Sequence[Task],
+        columns: Extent,
+        build: Build = joint_structure,
     ) -> None:
         """Take the statistics of one leaf, and merge them into its partial results.
 
@@ -102,12 +107,12 @@ class Accumulation:
         for chosen, group in [*by_subsampling(first), *by_subsampling(second)]:
             if group[0].row.after is not None:
                 self._begin_second(leaf, group)
-            self._bite_by_bite(leaf, parts, group, chosen, columns, build)
+            self._chunk_by_chunk(leaf, parts, group, chosen, columns, build)
 
-    def _bite_by_bite(
+    def _chunk_by_chunk(
         self,
         leaf: Tensor,
-        parts: list[Part],
+        parts: list[Contribution],
         group: list[Task],
         chosen: list[int] | None,
         columns: Extent,
@@ -119,20 +124,22 @@ class Accumulation:
         step = count
         if not whole:
             asked = [task.row.statistic for task in group]
-            step = self._bites.samples_at_once(leaf, parts, asked, build is met, samples, self._create_graph)
+            step = self._chunk_sizes.samples_at_once(
+                leaf, parts, asked, build is joint_structure, samples, self._create_graph
+            )
             step = min(step, self._most.get(id(leaf), count))
         start = 0
         while start < count:
             stop = min(count, start + step)
             extent = Extent(start, stop, count)
-            bite: Samples
+            chunk: Samples
             if chosen is None:
-                bite = slice(None) if step >= count else slice(start, stop)
+                chunk = slice(None) if step >= count else slice(start, stop)
             else:
-                bite = torch.tensor(chosen[start:stop]) % samples
+                chunk = torch.tensor(chosen[start:stop]) % samples
             structure: Quadratic | None = None
             try:
-                structure = build(parts, bite, self._bites.held)
+                structure = build(parts, chunk, self._chunk_sizes.held)
                 if isinstance(structure, Outer):
                     structure = self._in_place(leaf, structure, group, columns, extent)
                 values = self._values(leaf, structure, group)
@@ -150,7 +157,7 @@ class Accumulation:
             start = start_after(start, step, count)
 
     def _begin_second(self, leaf: Tensor, tasks: list[Task]) -> None:
-        """What is made of the first pass, once; no smaller bite of samples would take less memory for it."""
+        """What is made of the first pass, once; no smaller chunk of samples would take less memory for it."""
         for task in tasks:
             after, key = task.row.after, (id(task.extension), id(leaf))
             if after is not None and key not in self._first:
@@ -162,7 +169,7 @@ class Accumulation:
         return [None if partial is None else partial.result() for partial in found]
 
     def _values(self, leaf: Tensor, structure: Quadratic, tasks: list[Task]) -> list[Any]:
-        """What is asked of a bite; rows of a second pass are given what was made of the first."""
+        """What is asked of a chunk; rows of a second pass are given what was made of the first."""
         if tasks[0].row.after is None:
             return together(structure, [task.row.statistic for task in tasks])
         return [task.row.statistic(structure, self._first[id(task.extension), id(leaf)]) for task in tasks]
@@ -172,13 +179,13 @@ class Accumulation:
     ) -> Outer:
         """The same, with per-sample gradients written to where they are kept, if they are asked for."""
         kept = [task for task in tasks if task.row.statistic is per_sample_grad]
-        signal = structure.signal
-        if not kept or signal is None or structure.fold is not fold_to(leaf.shape):
+        cotangent = structure.cotangent
+        if not kept or cotangent is None or structure.fold is not fold_to(leaf.shape):
             return structure
-        if columns.stop - columns.start != 1 or leaf.dtype != signal.dtype:
+        if columns.stop - columns.start != 1 or leaf.dtype != cotangent.dtype:
             return structure
-        room = self._partial_of(leaf, kept[0]).room(signal.new_empty(()), leaf.shape, columns, samples)
-        return structure if room is None else replace(structure, room=room)
+        room = self._partial_of(leaf, kept[0]).out(cotangent.new_empty(()), leaf.shape, columns, samples)
+        return structure if room is None else replace(structure, out=room)
 
     def _warn_of_halving(self, leaf: Tensor, step: int) -> None:
         warnings.warn(
@@ -201,12 +208,12 @@ class Accumulation:
             self._partial[key] = Partial(task.row.over_v, task.row.over_n, spare)
         return self._partial[key]
 
-    def vanish(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task]) -> None:
+    def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task]) -> None:
         """A leaf that a sweep has not reached: its gradients are zero."""
         adding = [task for task in tasks if not task.row.over_v.grows]
         missing = [t for t in adding if (id(t.extension), t.index, id(leaf)) not in self._partial]
         if missing:  # a factor's shape is that of the structure, so zeros must meet the uses
-            sites = [(found, site) for found in self._graph.found for site in found.sites if site.leaf is leaf]
+            sites = [(found, site) for found in self._graph.uses for site in found.sites if site.leaf is leaf]
             self.take(leaf, [unreached(found, site, leaf) for found, site in sites], missing, columns)
         for task in tasks:
             if not task.row.over_v.grows:
@@ -226,7 +233,7 @@ class Accumulation:
                 results[extension] = first + self._taken_out(leaf, extension, rest)
         if SUMMED.extension in results:
             self._gradients[id(leaf)] = results.pop(SUMMED.extension)[0].to(leaf.dtype)
-        # NaN in a signal is NaN in the sums that it enters; where there are none, the signals were looked at
+        # NaN in a cotangent is NaN in the sums that it enters; without sums the cotangents were noted
         smallest: dict[Seed, Tensor] = {}
         for extension, values in results.items():
             for row, value in zip(extension.rows, values, strict=True):
@@ -237,7 +244,7 @@ class Accumulation:
                         smallest[row.seed] = tensor
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
-        self.extremes.note(leaf, smallest.values())
+        self.finite_check.note(leaf, smallest.values())
         self._done(leaf, results)
 
     def gradients(self, leaves: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

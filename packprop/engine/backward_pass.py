@@ -15,17 +15,17 @@ from packprop.algebra.partial import ONE, Extent
 from packprop.algebra.structures import Dense, Diagonal
 from packprop.curvature.columns import Columns
 from packprop.curvature.double_backward import estimated_diagonals, output_columns, parameter_diagonals
-from packprop.curvature.nonlinearities import bends
-from packprop.curvature.output_diagonals import Curvatures
-from packprop.curvature.routes import choose_ways, subset
+from packprop.curvature.nonlinearities import nonlinearity_terms
+from packprop.curvature.output_diagonals import OutputDiagonals
+from packprop.curvature.routes import choose_routes, subset
 from packprop.curvature.seeds import columns
-from packprop.engine.accumulator import SUMMED, Accumulation, Begin, Done, Log, Task, by_subsampling
+from packprop.engine.accumulator import SUMMED, Accumulator, Begin, Done, Log, Task, by_subsampling
 from packprop.engine.autocast import AutocastRegions
-from packprop.engine.chunks import Bites, starts
+from packprop.engine.chunks import ChunkSizes, starts
 from packprop.engine.collector import Collector
-from packprop.engine.contributions import diagonal, extents_of, met, products_with, weighted
+from packprop.engine.contributions import diagonal, extents_of, joint_structure, products_with, weighted_squares
 from packprop.errors import BadInput, PackpropError
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.site import Site
 from packprop.graph.sweep import Watch, sweep
 from packprop.recording.regions import opened
@@ -39,16 +39,16 @@ Backward = Callable[[Sequence[Tensor] | None], None]
 """Runs the user's own pass; restricted to some leaves if these are given."""
 
 
-class Observation:
+class BackwardPass:
     """The work of one backward pass.
 
     Args:
-        graph: What the pass goes through, with its samples settled.
+        graph: What the pass goes through, with its samples located.
         extensions: What was asked for.
         create_graph: Whether results shall be differentiable.
         done: Called with a leaf when all of its results are there.
-        bites: How much is taken at once.
-        log: Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a bite.
+        chunks: How much is taken at once.
+        log: Called with what is taken of a leaf: the leaf, its uses, the structure, samples in a chunk.
         begin: Called once, before the first value is kept; returns tensors that results may be written over, by
             extension and leaf.
     """
@@ -59,12 +59,17 @@ class Observation:
         extensions: Sequence[Extension],
         create_graph: bool,
         done: Done,
-        bites: Bites,
+        chunk_sizes: ChunkSizes,
         log: Log | None = None,
         begin: Begin = dict,
     ) -> None:
-        self.graph, self.extensions, self.create_graph, self.bites = graph, extensions, create_graph, bites
-        self.results = Accumulation(graph, extensions, create_graph, bites, done, log, begin)
+        self.graph, self.extensions, self.create_graph, self.chunk_sizes = (
+            graph,
+            extensions,
+            create_graph,
+            chunk_sizes,
+        )
+        self.results = Accumulator(graph, extensions, create_graph, chunk_sizes, done, log, begin)
         self._autocast = AutocastRegions(())
 
     def run(self, backward: Backward | None) -> None:
@@ -78,7 +83,7 @@ class Observation:
 
         with torch.set_grad_enabled(self.create_graph), self._autocast.switched(False):
             self._run(None if backward is None else as_begun)
-        self.results.extremes.warn(self.graph)
+        self.results.finite_check.warn(self.graph)
 
     def _run(self, backward: Backward | None) -> None:
         tasks: dict[Seed, list[Task]] = {}
@@ -87,7 +92,7 @@ class Observation:
                 tasks.setdefault(row.seed, []).append(Task(extension, index, row))
         _check_subsampling(self.extensions, self.graph.samples)
         _check_second_passes(self.extensions)
-        if self.graph.hosts and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
+        if self.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in tasks):
             raise PackpropError(
                 "Second derivatives were asked for.",
                 "a part of the model inside torch.utils.checkpoint",
@@ -119,7 +124,7 @@ class Observation:
                 self._columns(curved[seed], work, not gradient and number == len(swept), found)
         curved.clear()  # roots are as large as what the losses were given
         roots = None
-        self.graph.part_with_losses()
+        self.graph.release_losses()
         self._gradient(gradient, backward)
         if not swept and not gradient:
             for leaf in self.graph.leaves():
@@ -132,7 +137,7 @@ class Observation:
 
         # NOTE [Second pass]
         Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before the first column
-        can be looked at. Keeping signals of all columns until then would take their number times the memory
+        can be looked at. Keeping cotangents of all columns until then would take their number times the memory
         of a backward pass, and keeping per-sample gradients more; so the same columns are swept again, with
         their draws. Where one sweep brings all columns of a leaf at once (a single draw, the empirical
         Fisher, a vectorised sweep), both passes are made when the leaf is met, and there is no second sweep.
@@ -141,7 +146,7 @@ class Observation:
         first = {seed: tasks[seed] for seed in curved}
         second: dict[Seed, list[Task]] = {}
         for seed, groups in curved.items():
-            once = len(groups) == 1 and self._columns_at_once(groups[0], self.graph.found) >= groups[0].count
+            once = len(groups) == 1 and self._columns_at_once(groups[0], self.graph.uses) >= groups[0].count
             if not once and any(task.row.after is not None for task in tasks[seed]):
                 first[seed] = [task for task in tasks[seed] if task.row.after is None]
                 second[seed] = [task for task in tasks[seed] if task.row.after is not None]
@@ -157,22 +162,22 @@ class Observation:
         if roots is None:  # a loss without a root has second derivatives, too
             with contextlib.suppress(PackpropError):
                 roots = columns(graph, EXACT, create_graph)
-        way = choose_ways(graph, roots is not None, per_sample, create_graph)
-        if way.is_gauss_newton:
+        route = choose_routes(graph, roots is not None, per_sample, create_graph)
+        if route.is_gauss_newton:
             return roots
-        found = subset(graph, way)
-        curvatures = Curvatures(graph, way, found)
-        for bend in bends(graph, way, found, curvatures, create_graph):
-            self._columns([bend.columns], tasks, False, bend.found, curvatures)
-        for f, signals in curvatures.take():
+        found = subset(graph, route)
+        diagonals = OutputDiagonals(graph, route, found)
+        for term in nonlinearity_terms(graph, route, found, diagonals, create_graph):
+            self._columns([term.columns], tasks, False, term.uses, diagonals)
+        for f, cotangents in diagonals.take():
             for site in f.take():
-                self.results.take(site.leaf, [(f, site, signals)], tasks, ONE, diagonal)
-        for leaf, values in parameter_diagonals(graph, way.parameter, per_sample, create_graph):
+                self.results.take(site.leaf, [(f, site, cotangents)], tasks, ONE, diagonal)
+        for leaf, values in parameter_diagonals(graph, route.parameter, per_sample, create_graph):
             for chosen, group in by_subsampling(tasks):
                 own = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
                 for task in group:
                     self.results.merge(leaf, task, task.row.statistic(own))
-        for uses, leaves in way.output:
+        for uses, leaves in route.output:
             for units, products in output_columns(graph, uses, create_graph):
                 for leaf in leaves:
                     left, right = (
@@ -180,7 +185,7 @@ class Observation:
                         for each in (products, units)
                     )
                     self.results.take(leaf, left, tasks, ONE, products_with(right))
-        if way.output or way.parameter:
+        if route.output or route.parameter:
             if found and roots is not None:
                 self._columns(roots, tasks, False, found)
             return None
@@ -200,36 +205,36 @@ class Observation:
 
     def _inputs(self, tasks: list[Task]) -> None:
         """Statistics of the inputs alone: every use is visited, and nothing arrives."""
-        collect = Collector(self.results, self.graph.found, tasks, False, ONE)
-        with opened((found.use.source for found in self.graph.found), self.create_graph):
-            for found in self.graph.found:
-                collect.visit(found, [None] * len(found.use.shapes))
+        collect = Collector(self.results, self.graph.uses, tasks, False, ONE)
+        with opened((found.recorded.source for found in self.graph.uses), self.create_graph):
+            for found in self.graph.uses:
+                collect.visit(found, [None] * len(found.recorded.shapes))
 
     def _gradient(self, tasks: list[Task], backward: Backward | None) -> None:
         if not tasks:
             self._last_pass(backward)
             return
         if backward is None or self.graph.entangled:
-            collect = Collector(self.results, self.graph.found, tasks, True, ONE)
+            collect = Collector(self.results, self.graph.uses, tasks, True, ONE)
             graph = self.graph
             edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
             seeds = graph.root_gradients()
-            sweep(edges, seeds, graph.found, collect.visit, create_graph=self.create_graph)
+            sweep(edges, seeds, graph.uses, collect.visit, create_graph=self.create_graph)
             self._last_pass(backward)
             collect.flush()
             return
         summing, others = self._summing(tasks)
         more = {id(leaf): [SUMMED] for leaf in summing}
-        collect = Collector(self.results, self.graph.found, tasks, True, ONE, more)
+        collect = Collector(self.results, self.graph.uses, tasks, True, ONE, more)
 
-        def visit(found: Found, signals: list[Tensor | None]) -> None:
+        def visit(found: ReachedUse, cotangents: list[Tensor | None]) -> None:
             with self._autocast.switched(False):
-                collect.visit(found, signals)
+                collect.visit(found, cotangents)
             if not self.graph.kept:
                 found.release()
 
-        with opened((found.use.source for found in self.graph.found), self.create_graph):
-            watch = Watch(self.graph.found, visit, accumulate=True)
+        with opened((found.recorded.source for found in self.graph.uses), self.create_graph):
+            watch = Watch(self.graph.uses, visit, accumulate=True)
             complete = False
             try:
                 backward(others if summing else None)
@@ -250,35 +255,35 @@ class Observation:
         is restricted to the other leaves, and these are given theirs at the end, through their own nodes, so
         that hooks on them run.
         """
-        if self.create_graph or self.graph.hosts:  # a reentrant checkpoint refuses a restricted pass
+        if self.create_graph or self.graph.checkpoints:  # a reentrant checkpoint refuses a restricted pass
             return [], []
         statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
         graph = self.graph
         chosen: dict[int, Tensor] = {}
-        for found in graph.found:
+        for found in graph.uses:
             if any(self._worth_summing(found, site, statistics) for site in found.sites):
                 # a bias, too: autograd computes gradients of weight and bias by one function
                 chosen |= {id(s.leaf): s.leaf for s in found.sites if s.direct and s.leaf.is_leaf}
         return graph.without(list(chosen.values())) if chosen else ([], [])
 
-    def _worth_summing(self, found: Found, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
-        extents = extents_of(found, site, self.graph.samples, self.bites.held)
+    def _worth_summing(self, found: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
+        extents = extents_of(found, site, self.graph.samples, self.chunk_sizes.held)
         if extents is None:
             return False
         work = extents.positions * site.leaf.numel() * self.graph.samples
         return work >= WORTH_SUMMING and any(forms_rows(statistic, extents) for statistic in statistics)
 
-    def _in_turn(self, waits: bool) -> list[list[Found]]:
+    def _in_turn(self, waits: bool) -> list[list[ReachedUse]]:
         """Uses by groups that columns are swept for one after the other, with all uses of a leaf in one.
 
         That is of use where results can be finished, and taken away by a hook, before the next are begun;
         not where each ``waits`` for the gradient's pass.
         """
-        most = self.bites.parameters
-        if most is None or waits or self.graph.hosts:  # a checkpoint's node is run for all of its uses
-            return [self.graph.found]
-        groups: list[tuple[list[Found], set[int]]] = []
-        for found in self.graph.found:
+        most = self.chunk_sizes.parameters
+        if most is None or waits or self.graph.checkpoints:  # a checkpoint's node is run for all of its uses
+            return [self.graph.uses]
+        groups: list[tuple[list[ReachedUse], set[int]]] = []
+        for found in self.graph.uses:
             leaves = {id(site.leaf) for site in found.sites}
             uses = [found]
             for group in [group for group in groups if group[1] & leaves]:
@@ -287,7 +292,7 @@ class Observation:
             if groups and len(groups[-1][1] | leaves) <= most:
                 uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
             groups.append((uses, leaves))
-        # what is held of so few are the signals at all of them: each is an end of its own
+        # what is held of so few are the cotangents at all of them: each is an end of its own
         return [[replace(f, first=True) for f in uses] for uses, _ in groups]
 
     def _last_pass(self, backward: Backward | None) -> None:
@@ -295,7 +300,7 @@ class Observation:
         if backward is None:
             return
         if not self.graph.kept:
-            for found in self.graph.found:
+            for found in self.graph.uses:
                 found.release()
         backward(None)
 
@@ -304,10 +309,10 @@ class Observation:
         groups: list[Columns],
         tasks: list[Task],
         last: bool,
-        found: Sequence[Found],
-        curvatures: Curvatures | None = None,
+        found: Sequence[ReachedUse],
+        diagonals: OutputDiagonals | None = None,
     ) -> None:
-        summed = {f for f in found if curvatures is not None and curvatures.takes(f)}
+        summed = {f for f in found if diagonals is not None and diagonals.takes(f)}
         whole = [f for f in found if f not in summed]
         total = sum(group.count for group in groups)
         before = 0
@@ -318,20 +323,20 @@ class Observation:
                 seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
                 weights = None if group.weights is None else group.weights[start:stop]
-                build = met if weights is None else weighted(weights)
+                build = joint_structure if weights is None else weighted_squares(weights)
                 final = last and extent.stop == total
                 collect = Collector(self.results, whole, tasks, final, extent, build=build)
 
                 def visit(
-                    f: Found,
-                    signals: list[Tensor | None],
+                    f: ReachedUse,
+                    cotangents: list[Tensor | None],
                     collect: Collector = collect,
                     weights: Tensor | None = weights,
                 ) -> None:
-                    if f not in summed or curvatures is None or weights is None:
-                        collect.visit(f, signals)
+                    if f not in summed or diagonals is None or weights is None:
+                        collect.visit(f, cotangents)
                     else:
-                        curvatures.add_columns(f, signals, weights)
+                        diagonals.add_columns(f, cotangents, weights)
 
                 sweep(
                     group.edges,
@@ -345,11 +350,11 @@ class Observation:
                 collect.flush()
             before += group.count
 
-    def _columns_at_once(self, group: Columns, found: Sequence[Found]) -> int:
+    def _columns_at_once(self, group: Columns, found: Sequence[ReachedUse]) -> int:
         """All of the graph must be there: what is computed again is not the same for all columns."""
         if not self.graph.holds_inputs:
             return 1
-        return self.bites.columns_at_once(group.count, found, group.weights is not None)
+        return self.chunk_sizes.columns_at_once(group.count, found, group.weights is not None)
 
 
 def _check_second_passes(extensions: Sequence[Extension]) -> None:

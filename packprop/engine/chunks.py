@@ -1,4 +1,4 @@
-"""How much is taken at once, of samples and of columns, and where one bite ends and the next begins."""
+"""How much is taken at once, of samples and of columns, and where one chunk ends and the next begins."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from packprop.algebra.formation import OF_ROWS, forms_no_rows
 from packprop.algebra.kernels import convolved_by_groups
-from packprop.algebra.one_by_one import goes_in_turn
+from packprop.algebra.one_by_one import goes_one_by_one
 from packprop.algebra.statistics import Statistic, per_sample_grad
-from packprop.engine.contributions import Part, extents_of
-from packprop.graph.graph import Found
+from packprop.engine.contributions import Contribution, extents_of
+from packprop.graph.graph import ReachedUse
 from packprop.tensors.device import free_bytes
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 
 SCRATCH = 8 * 2**20
 
 
-SIGNALS = 32 * 2**20
+COTANGENTS = 32 * 2**20
 
 
 LARGER = 32
@@ -28,15 +28,15 @@ LARGER = 32
 
 
 SHARE = 8
-"""Columns with weights, of which there are many, gain nothing by more than this part of ``SIGNALS``."""
+"""Columns with weights, of which there are many, gain nothing by more than this part of ``COTANGENTS``."""
 
 
-class Bites(NamedTuple):
+class ChunkSizes(NamedTuple):
     """How much may be taken at once.
 
     Args:
-        scratch: Bytes of temporary memory for a bite of samples; a bite is never less than one sample.
-        signals: Bytes of signals that a vectorised sweep may hold; with less than two columns take, columns are
+        scratch: Bytes of temporary memory for a chunk of samples; a chunk is never less than one sample.
+        cotangents: Bytes of cotangents that a vectorised sweep may hold. If two columns take more, columns are
             swept one at a time.
         held: Bytes of one sample that an algorithm may hold where another holds less; with more than that
             the latter is taken, use by use. ``None``: the fastest, whatever they hold.
@@ -45,23 +45,23 @@ class Bites(NamedTuple):
     """
 
     scratch: int
-    signals: int
+    cotangents: int
     held: int | None = None
     parameters: int | None = None
 
-    def columns_at_once(self, count: int, found: Sequence[Found], weighted: bool) -> int:
-        """As many as fit, in chunks of about one size: where signals are small, calls are what takes time."""
-        entries = sum(shape.numel() for f in found for shape in f.use.shapes)
-        room = self.signals
+    def columns_at_once(self, count: int, found: Sequence[ReachedUse], weighted: bool) -> int:
+        """As many as fit, in chunks of about one size: for small cotangents the calls take the time."""
+        entries = sum(shape.numel() for f in found for shape in f.recorded.shapes)
+        room = self.cotangents
         if weighted:
-            room = min(room, max(room, SIGNALS) // SHARE)
+            room = min(room, max(room, COTANGENTS) // SHARE)
         fitting = max(1, room // (8 * max(entries, 1)))
         return -(-count // -(-count // fitting))
 
     def samples_at_once(
         self,
         leaf: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[Contribution],
         statistics: Sequence[Statistic],
         plain: bool,
         samples: int,
@@ -75,23 +75,23 @@ class Bites(NamedTuple):
         thin = all(forms_no_rows(statistic, groups, leaf) for statistic in statistics)
         formed = plain and all(statistic in OF_ROWS for statistic in statistics)
         entries, room = 0, self.scratch
-        for found, site, signals in parts:
-            columns = next((signal.shape[0] for signal in signals if signal is not None), 0)
-            own = sum(shape.numel() for shape in found.use.shapes) // samples
+        for found, site, cotangents in parts:
+            columns = next((cotangent.shape[0] for cotangent in cotangents if cotangent is not None), 0)
+            own = sum(shape.numel() for shape in found.recorded.shapes) // samples
             fans = site.entry.fans
             extents = extents_of(found, site, samples, self.held)
             if extents is not None and own % (extents.groups * extents.fan_out):
                 extents = None
             scratch = site.entry.scratch
             if formed and columns == 1 and fans is not None and extents is not None:
-                if len(parts) == 1 and not create_graph and goes_in_turn(statistics, extents):
+                if len(parts) == 1 and not create_graph and goes_one_by_one(statistics, extents):
                     entries += extents._replace(unfolds=fans.unfolds).unfolded  # of all images of a sample
                     entries += leaf.numel() if per_sample_grad in statistics else 0
                     continue
                 if convolved_by_groups(extents):
                     scratch = site.entry.single
             each = max(scratch, leaf.numel(), own)
-            if not columns:  # what comes of inputs alone is a matrix that each bite is added to
+            if not columns:  # what comes of inputs alone is a matrix that each chunk is added to
                 entries += site.entry.alone or each
                 room = max(room, (fans.fan_in if fans else 0) ** 2 * leaf.element_size())
             elif thin and extents is not None and extents.positions == 1:
@@ -103,29 +103,29 @@ class Bites(NamedTuple):
         return max(1, min(samples, room // (entries * leaf.element_size())))
 
 
-def default_bites(device: torch.device | None = None) -> Bites:
+def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
     """What is taken at once where there is no budget.
 
     On a processor what stays in caches; on an accelerator, which is slowed down by small pieces, more, but
     no more than a small share of what is free there.
     """
     if device is None or device.type in ("cpu", "meta"):
-        return Bites(SCRATCH, SIGNALS)
+        return ChunkSizes(SCRATCH, COTANGENTS)
     free = free_bytes(device)
     if free is None:
-        return Bites(LARGER * SCRATCH, LARGER * SIGNALS)
-    return Bites(min(LARGER * SCRATCH, free // 32), min(LARGER * SIGNALS, free // 8))
+        return ChunkSizes(LARGER * SCRATCH, LARGER * COTANGENTS)
+    return ChunkSizes(min(LARGER * SCRATCH, free // 32), min(LARGER * COTANGENTS, free // 8))
 
 
 def starts(count: int, step: int) -> list[int]:
-    """Where bites begin; without data, those that the others are like: two, and the last."""
+    """Where chunks begin; without data, those that the others are like: two, and the last."""
     found = [*range(0, count, step)]
-    return [*found[:2], found[-1]] if is_dry() and len(found) > 3 else found
+    return [*found[:2], found[-1]] if is_dry_run() and len(found) > 3 else found
 
 
 def start_after(start: int, step: int, count: int) -> int:
-    """Where the next bite begins, as in ``starts``: for bites that may become smaller on the way."""
+    """Where the next chunk begins, as in ``starts``: for chunks that may become smaller on the way."""
     following = start + step
-    if is_dry() and start > 0 and following < count:
+    if is_dry_run() and start > 0 and following < count:
         return max(following, (count - 1) // step * step)
     return following

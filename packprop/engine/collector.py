@@ -1,4 +1,4 @@
-"""Signals of one sweep wait until those of all uses of a leaf are there; then statistics are taken."""
+"""Cotangents of one sweep wait until those of all uses of a leaf are there; then statistics are taken."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from packprop.algebra.formation import OF_ROWS
 from packprop.algebra.partial import Extent
-from packprop.engine.accumulator import Accumulation, Task
-from packprop.engine.contributions import Build, Part, met, unreached
-from packprop.graph.graph import Found
+from packprop.engine.accumulator import Accumulator, Task
+from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
+from packprop.graph.graph import ReachedUse
 
 
 class Collector:
@@ -30,30 +30,30 @@ class Collector:
 
     def __init__(
         self,
-        results: Accumulation,
-        found: Sequence[Found],
+        results: Accumulator,
+        found: Sequence[ReachedUse],
         tasks: list[Task],
         last: bool,
         columns: Extent,
         more: Mapping[int, list[Task]] = MappingProxyType({}),
-        build: Build = met,
+        build: Build = joint_structure,
     ) -> None:
         self._results, self._tasks, self._more = results, tasks, more
         self._last, self._columns, self._build = last, columns, build
         self._found = found
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[Contribution]] = {}
         self._leaves = {id(site.leaf): site.leaf for f in found for site in f.sites}
         self._expected = Counter(id(site.leaf) for f in found for site in f.sites)
         self._sums = any(task.row.sums for task in tasks)
 
-    def visit(self, found: Found, signals: list[Tensor | None]) -> None:
-        """One use with its signals."""
+    def visit(self, found: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        """One use with its cotangents."""
         for site in found.take():
             key = id(site.leaf)
             if not self._sums and key not in self._more:
-                self._results.extremes.note(site.leaf, signals)
+                self._results.finite_check.note(site.leaf, cotangents)
             parts = self._parts.setdefault(key, [])
-            parts.append((found, site, signals))
+            parts.append((found, site, cotangents))
             if len(parts) == self._expected[key]:
                 self._take(key)
 
@@ -64,13 +64,18 @@ class Collector:
                 self._parts[key] += self._unreached(key)
             self._take(key)
         for leaf in list(self._leaves.values()):
-            self._results.vanish(leaf, self._columns, self._tasks)
+            self._results.add_zeros(leaf, self._columns, self._tasks)
             self._done(leaf)
 
-    def _unreached(self, key: int) -> list[Part]:
+    def _unreached(self, key: int) -> list[Contribution]:
         """Zeros for the uses that are missing: a factor is that of all uses together, in every sweep."""
         there = {found for found, _, _ in self._parts[key]}
-        given = next(signal for _, _, signals in self._parts[key] for signal in signals if signal is not None)
+        given = next(
+            cotangent
+            for _, _, cotangents in self._parts[key]
+            for cotangent in cotangents
+            if cotangent is not None
+        )
         return [
             unreached(found, site, given, len(given))
             for found in self._found

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 
 
-class Extremes:
+class FiniteCheck:
     """Smallest and largest entries of what was seen of each leaf: NaN and infinity are found among them."""
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class Extremes:
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
         """Remember what tells whether tensors are finite."""
-        extremes = self._seen.setdefault(id(leaf), [])
+        finite_check = self._seen.setdefault(id(leaf), [])
         for tensor in tensors:
             if tensor is not None and tensor.numel():
                 values = tensor.detach()
-                extremes += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
-        if len(extremes) > 32:  # many sweeps; NaN is neither lost in them
-            extremes[:] = torch.stack(extremes).aminmax()
+                finite_check += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
+        if len(finite_check) > 32:  # many sweeps; NaN is neither lost in them
+            finite_check[:] = torch.stack(finite_check).aminmax()
 
     def warn(self, graph: Graph) -> None:
         """Name the first leaf that something arrived at that is not finite."""
@@ -37,7 +37,7 @@ class Extremes:
         for leaf in graph.leaves():
             if not _all_finite(self._seen.get(id(leaf), [])):
                 warnings.warn(
-                    f"The signal at parameter {graph.name(leaf)!r} holds NaN or infinite values; so do "
+                    f"The cotangent at parameter {graph.name(leaf)!r} holds NaN or infinite values; so do "
                     "the quantities computed from it.",
                     PackpropWarning,
                     stacklevel=2,
@@ -47,7 +47,7 @@ class Extremes:
 
 def _all_finite(scalars: Sequence[Tensor]) -> bool:
     """Whether all of some scalars are finite; waits for each device once."""
-    if is_dry():
+    if is_dry_run():
         return True
     places: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:

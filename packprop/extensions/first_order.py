@@ -73,7 +73,7 @@ class Variance(Extension):
 
     Nothing cancels: mean and squared deviations are taken from per-sample gradients, by Welford's recurrence
     (1962) where these come one at a time, or for linear layers in float32 from sums in float64, and merged over
-    bites as by Chan, Golub and LeVeque (1979), in at least float32; the result is rounded once.
+    chunks as by Chan, Golub and LeVeque (1979), in at least float32; the result is rounded once.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

@@ -22,7 +22,7 @@ class BatchJacobian(Extension):
     reduction that ``backward()`` is called on, leaves no trace in the result.
 
     Args:
-        outputs: Which entries of a sample's output (flattened) to take, in this order: the Jacobian in bites;
+        outputs: Which entries of a sample's output (flattened) to take, in this order: the Jacobian in chunks;
             ``None`` for all.
         subsampling: Indices of samples; they come in this order.
     """

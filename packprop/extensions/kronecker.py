@@ -9,9 +9,9 @@ and shifts of normalisation, raw parameters), is a block of its own ``[B]``, exa
 ``B = sum_v sum_n j j^T`` with j the gradient of a sample.
 
 Where a weight is shared over positions s (pixels, time steps):
-``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes signals summed over positions, as BackPACK does;
+``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes cotangents summed over positions, as in BackPACK;
 ``"expand"``: every position counts as a sample: ``A`` averages over positions, ``B`` sums ``s s^T`` over them;
-``"reduce"``: inputs are averaged, signals summed over positions first (both Eschenhagen et al. 2023).
+``"reduce"``: inputs are averaged, cotangents summed over positions first (both Eschenhagen et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packprop.algebra.factors import Approximation, input_gram, input_sum, rotated_sum_sq, signal_gram
+from packprop.algebra.factors import Approximation, cotangent_gram, input_gram, input_sum, rotated_sum_sq
 from packprop.algebra.kronecker import Eigen, eigenvectors
 from packprop.algebra.monoid import KEEP
-from packprop.algebra.structures import order_of
+from packprop.algebra.structures import entry_order_of
 from packprop.curvature.recursion import Curvature, averaged_factors
 from packprop.errors import BadInput
 from packprop.extensions.sampled import Sampled
@@ -48,19 +48,19 @@ def _require_one_of(asked: str, where: str, value: object, choices: tuple[str, .
 
 
 def _kronecker_rows(seed: Seed, approximation: Approximation) -> tuple[Row, ...]:
-    """Second moments of signals and of inputs."""
-    signals = functools.partial(signal_gram, approximation=approximation)
+    """Second moments of cotangents and of inputs."""
+    cotangents = functools.partial(cotangent_gram, approximation=approximation)
     inputs = functools.partial(input_gram, approximation=approximation)
-    return (Row(seed, signals), Row(INPUTS, inputs, degree=0))
+    return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))
 
 
 def _factors(values: list[Any], samples: int) -> list[Tensor]:
     """``B`` as it is; ``A`` divided by the number of samples."""
-    signals, inputs = values
+    cotangents, inputs = values
     if inputs is None:
-        return [signals]
+        return [cotangents]
     # the largest tensor here, which nobody else holds
-    return [signals, inputs / samples if inputs.requires_grad else inputs.div_(samples)]
+    return [cotangents, inputs / samples if inputs.requires_grad else inputs.div_(samples)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class KFAC(Sampled):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Second moments of signals and of inputs."""
+        """Second moments of cotangents and of inputs."""
         seed = EMPIRICAL if self.fisher == "empirical" else self.seed
         return _kronecker_rows(seed, self.approximation)
 
@@ -127,7 +127,7 @@ class KFLR(Extension):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Second moments of signals and of inputs."""
+        """Second moments of cotangents and of inputs."""
         return _kronecker_rows(EXACT, self.approximation)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
@@ -203,7 +203,7 @@ class EKFAC(Sampled):
     def rows(self) -> tuple[Row, ...]:
         """Factors, the order of entries, and squares in the eigenbasis of the factors."""
         seed = {"sampled": self.seed, "empirical": EMPIRICAL, "exact": EXACT}[self.fisher]
-        order = Row(seed, order_of, over_n=KEEP, over_v=KEEP, degree=0)
+        order = Row(seed, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0)
         return (*_kronecker_rows(seed, self.approximation), order, Row(seed, rotated_sum_sq, after=_rotations))
 
     def finish(self, values: list[Any], samples: int) -> Eigen:
@@ -214,8 +214,8 @@ class EKFAC(Sampled):
 
 def _rotations(values: list[Any]) -> list[Any]:
     """Eigenvectors in place of the factors."""
-    signals, inputs, order = values
-    return [eigenvectors(signals), None if inputs is None else eigenvectors(inputs), order]
+    cotangents, inputs, order = values
+    return [eigenvectors(cotangents), None if inputs is None else eigenvectors(inputs), order]
 
 
 LossHessian = Literal["exact", "sampling", "sum"]

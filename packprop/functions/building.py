@@ -11,14 +11,14 @@ from torch import Tensor
 from packprop.algebra.order import fold_swapped, fold_to
 from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.errors import PackpropError
-from packprop.functions.entry import Call, Entry, Fans, Meet, Samples, Signals, name_of
+from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, StructureOf, name_of
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
 
 
-class Saved:
-    """A tensor that must not change before the signal arrives."""
+class SavedTensor:
+    """A tensor that must not change before the cotangent arrives."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self._tensor, self._before, self._name = tensor, version(tensor), name
@@ -40,7 +40,7 @@ def changed_since(name: str, tensor: Tensor) -> PackpropError:
     )
 
 
-def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
+def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
     """Some samples of a tensor whose samples are at axis ``skip``, in at least single precision."""
     if isinstance(samples, Tensor):
         tensor = tensor.index_select(skip, samples.to(tensor.device))
@@ -49,17 +49,17 @@ def choose(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> Meet:
-    """A meeting built from signal and inputs whose leading axes hold the samples alike."""
-    saved = [Saved(tensor, name) for tensor in inputs]
+def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> StructureOf:
+    """A meeting built from cotangent and inputs whose leading axes hold the samples alike."""
+    saved = [SavedTensor(tensor, name) for tensor in inputs]
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
-        signal = signals[0]
-        if signal is not None:
-            signal = choose(where[0].to_front(signal, 1), samples, 1)
-        return build(signal, *(choose(where[0].to_front(tensor()), samples) for tensor in saved))
+    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
+        cotangent = cotangents[0]
+        if cotangent is not None:
+            cotangent = select_samples(where[0].to_front(cotangent, 1), samples, 1)
+        return build(cotangent, *(select_samples(where[0].to_front(tensor()), samples) for tensor in saved))
 
-    return meet
+    return structure_of
 
 
 def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -> Entry:
@@ -67,15 +67,17 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
     fold = (fold_swapped if transposed else fold_to)(weight.shape)
     fan_in = x.shape[-1]
 
-    def build(signal: Tensor | None, x: Tensor) -> Structure:
-        if signal is not None:
-            signal = signal.reshape(*signal.shape[:2], -1, 1, weight.numel() // fan_in)
-        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), signal, fold)
+    def build(cotangent: Tensor | None, x: Tensor) -> Structure:
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, weight.numel() // fan_in)
+        return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
-    meet = rowwise(build, name_of(call.function), x)
+    structure_of = rowwise(build, name_of(call.function), x)
     last = len(call.shape) - 1
     fans = Fans(1, fan_in, weight.numel() // fan_in)
-    return Entry(weight, "Outer", meet, admits=lambda axis: axis != last, alone=fan_in, fans=fans, linear=True)
+    return Entry(
+        weight, "Outer", structure_of, admits=lambda axis: axis != last, alone=fan_in, fans=fans, linear=True
+    )
 
 
 def scaled(
@@ -101,17 +103,19 @@ def scaled(
     dims = len(call.shape)
     form = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples, power: int = 1) -> Structure:
-        layout, signal = where[0], signals[0]
-        if signal is None:
+    def structure_of(
+        cotangents: Cotangents, where: Sequence[Layout], samples: Samples, power: int = 1
+    ) -> Structure:
+        layout, cotangent = where[0], cotangents[0]
+        if cotangent is None:
             return Dense(None)
         if window is not None:
             axis, offset = window
-            signal = signal.narrow(axis + 1, offset, form[axis])
-        product = choose(layout.to_front(signal, 1), samples, 1)
+            cotangent = cotangent.narrow(axis + 1, offset, form[axis])
+        product = select_samples(layout.to_front(cotangent, 1), samples, 1)
         if callable(factor):
-            shape = torch.Size(signal.shape[1:])
-            product = product * choose(layout.to_front(factor().expand(shape)), samples) ** power
+            shape = torch.Size(cotangent.shape[1:])
+            product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
             product = product * factor**power
         rows = _reduce(product, layout, form, samples)
@@ -120,10 +124,12 @@ def scaled(
     def admits(axis: int) -> bool:
         return window is None or axis != window[0]
 
-    linear = linear or not callable(factor) or isinstance(factor, Saved)
-    squares = functools.partial(meet, power=2) if linear else None
+    linear = linear or not callable(factor) or isinstance(factor, SavedTensor)
+    squares = functools.partial(structure_of, power=2) if linear else None
     constant = not callable(factor)
-    return Entry(parameter, "Scale", meet, admits=admits, linear=linear, constant=constant, squares=squares)
+    return Entry(
+        parameter, "Scale", structure_of, admits=admits, linear=linear, constant=constant, squares=squares
+    )
 
 
 def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:
@@ -135,7 +141,7 @@ def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Sam
         if layout.parts > 1:  # parts stay where the sample axis was
             rest = (*form[: layout.axis], 1 if own == 1 else layout.parts, *form[layout.axis + 1 :])
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
-    rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the signal
+    rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
     if own is None or own == 1:
         return rows
     # each sample has entries of the parameter to itself: its row is zero elsewhere

@@ -16,10 +16,10 @@ from packprop.tensors.layout import Layout
 Samples = slice | Tensor
 
 
-Signals = Sequence[Tensor | None]
+Cotangents = Sequence[Tensor | None]
 
 
-Meet = Callable[[Signals, Sequence[Layout], Samples], Structure]
+StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
 
 
 class Fans(NamedTuple):
@@ -41,7 +41,7 @@ class Entry:
     Args:
         parameter: A leaf, or a tensor computed from leaves alone.
         structure: Name of the structure, for tables and messages.
-        meet: From signals at the outputs ``[v, *y]`` (``None``: inputs only, or an output that nothing
+        meet: From cotangents at the outputs ``[v, *y]`` (``None``: inputs only, or an output that nothing
             reaches), their layouts, and a choice of samples, to a structure.
         scratch: Entries of temporary memory for one sample and one column, where these are more than
             the entries of the parameter and those of a sample's output.
@@ -52,13 +52,13 @@ class Entry:
         fans: Groups and extents of an affine map.
         linear: Whether the outputs are known to be affine in the parameter, all else held.
         constant: Whether what multiplies the parameter is known to be one number for all samples.
-        squares: As ``meet``, with squares of what multiplies the parameter; ``None`` if the structure itself
-            tells them (``with_squares``), or if they are not known.
+        squares: As ``structure_of``, with squares of what multiplies the parameter; ``None`` if they are known
+            from the structure itself (``with_squares``), or not at all.
     """
 
     parameter: Tensor
     structure: str
-    meet: Meet
+    structure_of: StructureOf
     scratch: int = 0
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
@@ -67,7 +67,7 @@ class Entry:
     fans: Fans | None = None
     linear: bool = False
     constant: bool = False
-    squares: Meet | None = None
+    squares: StructureOf | None = None
 
 
 @dataclass(frozen=True)

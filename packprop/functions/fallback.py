@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
-from packprop.functions.entry import Call, Entry, Samples, Signals
-from packprop.tensors.dry import is_dry
+from packprop.functions.entry import Call, Cotangents, Entry, Samples
+from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
@@ -25,8 +25,8 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
     function for each sample and column.
     """
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
-        if all(signal is None for signal in signals):
+    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
+        if all(cotangent is None for cotangent in cotangents):
             return Dense(None)
         differentiable = torch.is_grad_enabled()
         with torch.enable_grad(), _replayed(call.random_state):
@@ -41,37 +41,39 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
             args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
             outputs = call.function(*args, **kwargs)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        signals = _from_outside(outputs, signals, {tensor.grad_fn for tensor in tensors_in((args, kwargs))})
-        return pulled_samplewise(outputs, weight, signals, where, samples)
+        cotangents = _from_outside(
+            outputs, cotangents, {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
+        )
+        return pulled_samplewise(outputs, weight, cotangents, where, samples)
 
-    return Entry(parameter, "Dense", meet, scratch=parameter.numel())
+    return Entry(parameter, "Dense", structure_of, scratch=parameter.numel())
 
 
-def _from_outside(outputs: Sequence[Any], signals: Signals, ends: set[Any]) -> Signals:
-    """Signals without what came from other outputs of the same call.
+def _from_outside(outputs: Sequence[Any], cotangents: Cotangents, ends: set[Any]) -> Cotangents:
+    """Cotangents without what came from other outputs of the same call.
 
     Where an output is computed from another one, as the state of an LSTM cell from its memory, what arrives at
     the latter is the whole gradient: it would be counted once by itself and once through the former.
 
     Args:
         outputs: Of the function, evaluated again.
-        signals: What arrived at each, ``[v, *y]``.
+        cotangents: What arrived at each, ``[v, *y]``.
         ends: Nodes that made the inputs.
     """
     made = [output.grad_fn if isinstance(output, Tensor) else None for output in outputs]
     above = [_upstream(node, ends) & set(made) for node in made]
     if not any(above):
-        return signals
-    outside = list(signals)
+        return cotangents
+    outside = list(cotangents)
     for place in sorted(range(len(outputs)), key=lambda place: -len(above[place])):  # the last ones first
         later = [
             other
             for other, nodes in enumerate(above[: len(outside)])
             if made[place] in nodes and outside[other] is not None
         ]
-        if later and (signal := outside[place]) is not None:
+        if later and (cotangent := outside[place]) is not None:
             columns = [column for other in later if (column := outside[other]) is not None]
-            outside[place] = signal - pulled([outputs[other] for other in later], outputs[place], columns)
+            outside[place] = cotangent - pulled([outputs[other] for other in later], outputs[place], columns)
     return outside
 
 
@@ -90,15 +92,15 @@ def _upstream(node: Any, ends: set[Any]) -> set[Any]:
 def pulled_samplewise(
     outputs: Sequence[Any],
     parameter: Tensor,
-    signals: Signals,
+    cotangents: Cotangents,
     where: Sequence[Layout],
     samples: Samples,
 ) -> Structure:
-    """Signals at tensors or edges, pulled back to a parameter once for each sample."""
+    """Cotangents at tensors or edges, pulled back to a parameter once for each sample."""
     pairs = [
-        (output, signal, layout)
-        for output, signal, layout in zip(outputs, signals, where, strict=False)
-        if signal is not None and not (isinstance(output, Tensor) and not output.requires_grad)
+        (output, cotangent, layout)
+        for output, cotangent, layout in zip(outputs, cotangents, where, strict=False)
+        if cotangent is not None and not (isinstance(output, Tensor) and not output.requires_grad)
     ]
     if not pairs:
         return Dense(None)
@@ -107,7 +109,7 @@ def pulled_samplewise(
         pulled(
             [output for output, _, _ in pairs],
             parameter,
-            [_only(signal, layout, sample) for _, signal, layout in pairs],
+            [_only(cotangent, layout, sample) for _, cotangent, layout in pairs],
         )
         for sample in _listed(samples, count)
     ]
@@ -119,7 +121,7 @@ def _listed(samples: Samples, count: int) -> Sequence[int]:
     """The indices of the samples that were chosen."""
     if isinstance(samples, slice):
         return range(count)[samples]
-    return range(len(samples)) if is_dry() else samples.tolist()
+    return range(len(samples)) if is_dry_run() else samples.tolist()
 
 
 def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
@@ -154,12 +156,12 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
         )
 
 
-def _only(signal: Tensor, layout: Layout, sample: int) -> Tensor:
-    """A signal that is zero but for one sample."""
+def _only(cotangent: Tensor, layout: Layout, sample: int) -> Tensor:
+    """A cotangent that is zero but for one sample."""
     if layout.axis is None:
-        return signal
-    mask = layout.sample_of(signal.device) == sample
-    return signal * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(signal.dim())])
+        return cotangent
+    mask = layout.sample_of(cotangent.device) == sample
+    return cotangent * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(cotangent.dim())])
 
 
 @contextlib.contextmanager

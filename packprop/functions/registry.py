@@ -15,7 +15,7 @@ RULES: dict[Callable[..., Any], Rule] = {}
 
 
 def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Say how the parameters of a torch function (or of an overridable function of one's own) meet a signal.
+    """Say how the parameters of a torch function (or of an overridable function of one's own) meet a cotangent.
 
     The decorated rule is called as ``rule(call, *args, **kwargs)`` with the arguments of the function and
     returns entries, made with ``affine``, ``scaled`` or ``Entry`` itself; ``None`` means: use the fallback.

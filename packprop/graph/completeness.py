@@ -11,18 +11,18 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.algebra.structures import Structure
 from packprop.errors import PackpropError
-from packprop.functions.entry import Entry, Meet, Samples, Signals
+from packprop.functions.entry import Cotangents, Entry, Samples, StructureOf
 from packprop.functions.fallback import pulled_samplewise
-from packprop.graph.graph import EAGER, Found, Graph
+from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
-from packprop.recording.marks import EXTENDED, Forward, Use
+from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
 from packprop.recording.reentrant import refused
 from packprop.tensors.layout import Layout
 
 
 def _require_alive(graph: Graph) -> None:
-    if any(found.use.entries is None for found in graph.found) or any(
+    if any(found.recorded.entries is None for found in graph.uses) or any(
         loss.call.released for loss in graph.losses
     ):
         raise PackpropError(
@@ -47,10 +47,10 @@ def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[N
     for node in order:
         if any(up in losses or up in after for up in stepped[node]):
             after.add(node)
-    for found in list(graph.found):
+    for found in list(graph.uses):
         nodes = [node for node in found.anchors if node in after]
         if nodes:
-            graph.found.remove(found)
+            graph.uses.remove(found)
             graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
 
 
@@ -83,7 +83,7 @@ def _above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Nod
     return seen
 
 
-def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> None:
+def _adopt_missing(graph: Graph, above: set[Node], found: dict[RecordedUse, ReachedUse]) -> None:
     """Take a node that no torch function made for a use: the fallback, by pulling back through it alone.
 
     Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the
@@ -106,11 +106,11 @@ def _adopt_missing(graph: Graph, above: set[Node], found: dict[Use, Found]) -> N
         shapes = _output_shapes(node)
         entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=leaf.numel())
         edges = [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
-        use = Use(node.name(), [entry], edges, shapes, Forward(lambda: None))
-        adopted = Found(use, {index: (node, index) for index in range(len(shapes))})
+        use = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
+        adopted = ReachedUse(use, {index: (node, index) for index in range(len(shapes))})
         adopted.sites.append(Site(entry, leaf))
         found[use] = adopted
-        graph.found.append(adopted)
+        graph.uses.append(adopted)
     graph.missing = kept
 
 
@@ -118,18 +118,18 @@ def _output_shapes(node: Node) -> list[torch.Size]:
     return [torch.Size(made.shape) for made in made_by(node)]
 
 
-def _through(node: Node, outputs: int, leaf: Tensor) -> Meet:
+def _through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
     edges = [GradientEdge(node, index) for index in range(outputs)]
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
-        return pulled_samplewise(edges, leaf, signals, where, samples)
+    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
+        return pulled_samplewise(edges, leaf, cotangents, where, samples)
 
-    return meet
+    return structure_of
 
 
 def require_differentiable(graph: Graph) -> None:
     """Raise if what the pass goes through cannot be differentiated twice."""
-    if graph.hosts:
+    if graph.checkpoints:
         raise refused(
             "PyTorch does not differentiate reentrant checkpoints twice, as create_graph=True asks for"
         )

@@ -14,7 +14,7 @@ from packprop.functions.entry import Entry
 from packprop.graph.site import Site
 from packprop.graph.traversal import _depth_first, _next
 from packprop.recording.inputs import without_inputs
-from packprop.recording.marks import EXTENDED, Forward, LossCall, Use
+from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.recording.reentrant import Rerun, refused, run_again
 from packprop.recording.regions import differs
 from packprop.tensors.layout import Layout
@@ -28,42 +28,42 @@ EAGER = "EagerBackward"
 
 
 @dataclass(eq=False)
-class Found:
+class ReachedUse:
     """A use that the backward pass will reach.
 
     Args:
         nodes: For each of its outputs that is reached: the index, node and the node's output number.
         sites: Leaves that enter it.
         first: Whether no other use lies upstream.
-        layouts: Where its outputs hold the samples; set when samples are settled.
+        layouts: Where its outputs hold the samples; set when samples are located.
         host: The reentrant checkpoint that it is in; it has no nodes then.
     """
 
-    use: Use
+    recorded: RecordedUse
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     first: bool = False
     layouts: list[Layout] = field(default_factory=list)
-    host: Host | None = None
+    checkpoint: ReentrantCheckpoint | None = None
 
     @property
     def anchors(self) -> list[Node]:
         """Nodes of the graph that it stands at: its own, or that of the checkpoint that it is in."""
         own = [node for node, _ in self.nodes.values()]
-        return own if self.host is None else [self.host.node]
+        return own if self.checkpoint is None else [self.checkpoint.node]
 
     def is_ready(self) -> bool:
         """Whether the inputs are at hand."""
-        return self.use.source is None or self.use.source.ready() is not None
+        return self.recorded.source is None or self.recorded.source.ready() is not None
 
     def entries(self) -> list[Entry]:
         """Entries with their inputs."""
-        source = self.use.source
-        return list(self.use.entries or ()) if source is None else source.fetch()
+        source = self.recorded.source
+        return list(self.recorded.entries or ()) if source is None else source.fetch()
 
     def take(self) -> list[Site]:
         """The sites with their inputs, which nobody else holds from now on if the use does not."""
-        source, entries = self.use.source, self.use.entries
+        source, entries = self.recorded.source, self.recorded.entries
         if source is None or entries is None:
             return self.sites
         found = source.fetch()
@@ -72,13 +72,13 @@ class Found:
 
     def release(self) -> None:
         """Let go of what the inputs are computed from, as the graph does in its last pass."""
-        if self.use.source is not None:
-            self.use.source.release()
-            self.use.drop()
+        if self.recorded.source is not None:
+            self.recorded.source.release()
+            self.recorded.drop()
 
 
 @dataclass(eq=False)
-class Host:
+class ReentrantCheckpoint:
     """A reentrant checkpoint on the way, and the uses in it; see NOTE [Reentrant checkpoints].
 
     Args:
@@ -90,10 +90,10 @@ class Host:
 
     node: Any
     walk: Callable[[Sequence[Tensor]], Graph]
-    found: list[Found] = field(default_factory=list)
+    uses: list[ReachedUse] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
 
-    def look(self, reached: set[int]) -> list[Found]:
+    def look(self, reached: set[int]) -> list[ReachedUse]:
         """The uses in it, without their inputs."""
         self.reached = reached
         rerun, graph = self.again()
@@ -105,15 +105,17 @@ class Host:
                 f"{consumer.name()} in it consumes a parameter of shape {list(leaf.shape)} out of sight"
             )
         given = {id(value) for value in rerun.inputs}
-        if any(id(site.leaf) in given for found in graph.found for site in found.sites):
+        if any(id(site.leaf) in given for found in graph.uses for site in found.sites):
             raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
-        for found in graph.found:
-            use = found.use
-            source = Hosted(self, len(self.found))
-            bare = Use(use.name, without_inputs(use.entries or (), source), [], use.shapes, use.forward, source)
-            self.found.append(Found(bare, host=self))
+        for found in graph.uses:
+            use = found.recorded
+            source = ReentrantInputs(self, len(self.uses))
+            bare = RecordedUse(
+                use.name, without_inputs(use.entries or (), source), [], use.shapes, use.forward, source
+            )
+            self.uses.append(ReachedUse(bare, checkpoint=self))
         graph.forget()
-        return self.found
+        return self.uses
 
     def again(self) -> tuple[Rerun, Graph]:
         """Run the checkpoint's function again, and walk the graph that this makes."""
@@ -124,15 +126,15 @@ class Host:
             if value is not None and value.requires_grad and number in self.reached
         ]
         graph = self.walk(roots)
-        if self.found and [(f.use.name, f.use.shapes) for f in self.found] != [
-            (f.use.name, f.use.shapes) for f in graph.found
+        if self.uses and [(f.recorded.name, f.recorded.shapes) for f in self.uses] != [
+            (f.recorded.name, f.recorded.shapes) for f in graph.uses
         ]:
             raise differs("a layer", "it called other functions")
         return rerun, graph
 
 
 @dataclass(eq=False)
-class Hosted:
+class ReentrantInputs:
     """Where a use in a reentrant checkpoint finds its inputs.
 
     Args:
@@ -140,7 +142,7 @@ class Hosted:
         number: Of the use in it.
     """
 
-    host: Host
+    checkpoint: ReentrantCheckpoint
     number: int
     live: list[Entry] | None = None
 
@@ -151,10 +153,10 @@ class Hosted:
     def fetch(self) -> list[Entry]:
         """Entries, for which the checkpoint's function is run again if need be."""
         if self.live is None:
-            _, graph = self.host.again()
-            for own, found in zip(self.host.found, graph.found, strict=True):
-                assert isinstance(own.use.source, Hosted)
-                own.use.source.live = found.entries()
+            _, graph = self.checkpoint.again()
+            for own, found in zip(self.checkpoint.uses, graph.uses, strict=True):
+                assert isinstance(own.recorded.source, ReentrantInputs)
+                own.recorded.source.live = found.entries()
             graph.forget()
         assert self.live is not None
         return self.live
@@ -168,10 +170,10 @@ class Hosted:
 
 
 @dataclass(eq=False)
-class FoundLoss:
+class ReachedLoss:
     """A recorded loss that the backward pass will reach."""
 
-    call: LossCall
+    call: RecordedLoss
     node: Node
     output: int
     layout: Layout = WHOLE
@@ -193,28 +195,28 @@ class Graph:
         hosts: Reentrant checkpoints on the way.
         kept: Whether there may be another pass through the same graph.
         signature: Equal for passes of equal structure and shapes.
-        samples: Number of samples; set when samples are settled.
+        samples: Number of samples; set when samples are located.
         fed: Where the inputs of the losses (or the outputs, without losses) hold them; set along.
     """
 
     roots: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    found: list[Found] = field(default_factory=list)
-    losses: list[FoundLoss] = field(default_factory=list)
-    outputs: list[tuple[GradientEdge, Forward, torch.Size]] = field(default_factory=list)
-    unlosed: list[str] = field(default_factory=list)
+    uses: list[ReachedUse] = field(default_factory=list)
+    losses: list[ReachedLoss] = field(default_factory=list)
+    outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
+    without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
-    hosts: list[Host] = field(default_factory=list)
+    checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     kept: bool = True
     signature: int = 0
     samples: int = 0
     fed: list[Layout] = field(default_factory=list)
 
     @property
-    def forwards(self) -> list[Forward]:
+    def forwards(self) -> list[ForwardCall]:
         """The outermost calls that uses were recorded in."""
-        found = [f.use.forward for f in self.found] + [forward for _, forward, _ in self.outputs]
+        found = [f.recorded.forward for f in self.uses] + [forward for _, forward, _ in self.outputs]
         return list({id(forward): forward for forward in found}.values())
 
     @property
@@ -225,7 +227,7 @@ class Graph:
 
     def leaves(self) -> list[Tensor]:
         """Every trainable leaf of a use, once."""
-        return list({id(s.leaf): s.leaf for f in self.found for s in f.sites}.values())
+        return list({id(s.leaf): s.leaf for f in self.uses for s in f.sites}.values())
 
     def owners(self) -> list[tuple[nn.Module, set[int]]]:
         """Modules that own leaves themselves, each with the identities of those."""
@@ -245,7 +247,7 @@ class Graph:
         Every use must still be reached by a pass that is restricted to the others.
         """
         spared, leaves = {id(leaf): leaf for leaf in given}, {}
-        own = {node: found for found in self.found for node, _ in found.nodes.values()}
+        own = {node: found for found in self.uses for node, _ in found.nodes.values()}
         roots = [root.grad_fn for root in self.roots if root.grad_fn is not None]
         reached: set[Node] = set()
         upstream: dict[Node, list[Node]] = {}
@@ -268,7 +270,7 @@ class Graph:
     @property
     def holds_inputs(self) -> bool:
         """Whether every use holds its inputs: nothing is computed again to get at them."""
-        return all(found.use.source is None for found in self.found)
+        return all(found.recorded.source is None for found in self.uses)
 
     @property
     def entangled(self) -> bool:
@@ -277,7 +279,7 @@ class Graph:
         A leaf that enters several uses is dealt with when the last of them is reached.
         """
         sites: dict[int, list[Site]] = {}
-        for found in self.found:
+        for found in self.uses:
             for site in found.sites:
                 sites.setdefault(id(site.leaf), []).append(site)
         return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
@@ -290,10 +292,10 @@ class Graph:
                     return name
         return f"a tensor of shape {list(leaf.shape)}"
 
-    def label(self, found: Found) -> str:
+    def label(self, found: ReachedUse) -> str:
         """How messages call a use: by its function and its parameters."""
         names = ", ".join(repr(self.name(site.leaf)) for site in found.sites)
-        return f"{found.use.name} of {names}"
+        return f"{found.recorded.name} of {names}"
 
     def hold(self, keep: bool) -> None:
         """Keep what uses saved while this pass runs, whatever happens to the graph.
@@ -305,7 +307,7 @@ class Graph:
         for record in self._records():
             record.held = True
 
-    def part_with_losses(self) -> None:
+    def release_losses(self) -> None:
         """Before the last pass: its nodes let go of the inputs of losses, which are as large as any tensor."""
         if not self.kept:
             for loss in self.losses:
@@ -313,20 +315,20 @@ class Graph:
 
     def forget(self) -> None:
         """Nothing more will be asked of reentrant checkpoints: what refers to itself is taken apart."""
-        for host in self.hosts:
-            host.found = []
+        for checkpoint in self.checkpoints:
+            checkpoint.uses = []
 
-    def let_go(self, keep: bool) -> None:
+    def release(self, keep: bool) -> None:
         """End of the pass: drop what uses saved unless the graph is retained."""
         self.forget()
         for record in self._records():
             record.held = False
             if not keep:
-                if isinstance(record, Use):
+                if isinstance(record, RecordedUse):
                     record.drop()
                 else:
                     record.args, record.kwargs, record.released = (), {}, True
 
-    def _records(self) -> Iterator[Use | LossCall]:
-        yield from (found.use for found in self.found)
+    def _records(self) -> Iterator[RecordedUse | RecordedLoss]:
+        yield from (found.recorded for found in self.uses)
         yield from (loss.call for loss in self.losses)

@@ -11,11 +11,11 @@ from torch import nn
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import _admitted, _probe, _Source, _sources
 from packprop.graph.sweep import sweep
-from packprop.tensors.dry import is_dry
-from packprop.tensors.layout import Layout, layouts
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import Layout, possible_layouts
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ _VERDICTS: weakref.WeakKeyDictionary[nn.Module, dict[int, _Verdict]] = weakref.W
 
 def check_graph(graph: Graph) -> None:
     """Everything that must hold before any work: uses are there, all of them, and samples are separate."""
-    if not graph.found:
+    if not graph.uses:
         raise PackpropError(
             "A backward pass with extensions was started.",
             "the tensor that backward() was called on",
@@ -42,10 +42,10 @@ def check_graph(graph: Graph) -> None:
         )
     require_complete(graph)
     if graph.leaves():
-        settle(graph)
+        locate_samples(graph)
 
 
-def settle(graph: Graph) -> None:
+def locate_samples(graph: Graph) -> None:
     """Find the number of samples and the layout of every use and loss.
 
     Raises:
@@ -54,7 +54,7 @@ def settle(graph: Graph) -> None:
     modules = graph.modules
     kept = _VERDICTS.setdefault(modules[0], {}) if modules else {}
     verdict = kept.get(graph.signature)
-    if verdict is None and is_dry():
+    if verdict is None and is_dry_run():
         verdict = _assumed(graph)
         if verdict.samples > 1:
             _sweep_once(graph)
@@ -66,11 +66,11 @@ def settle(graph: Graph) -> None:
     graph.fed = verdict.fed
     for loss, layout in zip(graph.losses, verdict.fed if graph.losses else [], strict=True):
         loss.layout = layout
-    for found, where in zip(graph.found, verdict.uses, strict=True):
+    for found, where in zip(graph.uses, verdict.uses, strict=True):
         found.layouts = where
 
 
-def same_verdicts(copy: nn.Module, original: nn.Module) -> None:
+def copy_verdicts(copy: nn.Module, original: nn.Module) -> None:
     """What was found out of passes through a module holds for its copy."""
     _VERDICTS[copy] = dict(_VERDICTS.get(original, {}))
 
@@ -80,14 +80,17 @@ def _assumed(graph: Graph) -> _Verdict:
     sources = _sources(graph)
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
-    samples, leading = next(iter(_candidates(graph, sources)))
-    chosen = [(_ways(source, samples, leading) or [Layout(None, 1)])[0] for source in sources]
+    samples, leading = next(iter(_sample_counts(graph, sources)))
+    chosen = [(_layouts_of(source, samples, leading) or [Layout(None, 1)])[0] for source in sources]
     uses = []
-    for found in graph.found:
-        ways = [[way for way in layouts(shape, samples) if _admitted(found, way)] for shape in found.use.shapes]
-        if not all(ways):
+    for found in graph.uses:
+        layouts = [
+            [layout for layout in possible_layouts(shape, samples) if _admitted(found, layout)]
+            for shape in found.recorded.shapes
+        ]
+        if not all(layouts):
             raise _mixed(graph, found)
-        uses.append([way[0] for way in ways])
+        uses.append([layout[0] for layout in layouts])
     return _Verdict(samples, chosen if graph.losses else [], uses, False)
 
 
@@ -95,19 +98,19 @@ def _sweep_once(graph: Graph) -> None:
     """What finding the samples would take: one of its sweeps."""
     sources = _sources(graph)
     seeds = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
-    sweep([source.edge for source in sources], seeds, graph.found, lambda *_: None, inputs=False)
+    sweep([source.edge for source in sources], seeds, graph.uses, lambda *_: None, inputs=False)
 
 
 def _find(graph: Graph) -> _Verdict:
     sources = _sources(graph)
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
-    failed: Found | None = None
-    for samples, leading in _candidates(graph, sources):
-        ways = [_ways(source, samples, leading) for source in sources]
-        for choice in range(max(map(len, ways), default=0)):
-            chosen = [way[min(choice, len(way) - 1)] for way in ways if way]
-            if len(chosen) < len(ways):
+    failed: ReachedUse | None = None
+    for samples, leading in _sample_counts(graph, sources):
+        layouts = [_layouts_of(source, samples, leading) for source in sources]
+        for choice in range(max(map(len, layouts), default=0)):
+            chosen = [layout[min(choice, len(layout) - 1)] for layout in layouts if layout]
+            if len(chosen) < len(layouts):
                 break
             found, failure, telling = _probe(graph, sources, chosen, samples)
             if found is not None:
@@ -119,19 +122,23 @@ def _find(graph: Graph) -> _Verdict:
     raise _mixed(graph, failed)
 
 
-def _ways(source: _Source, samples: int, leading: bool) -> list[Layout]:
+def _layouts_of(source: _Source, samples: int, leading: bool) -> list[Layout]:
     """How the model's output may hold the samples.
 
     Where they lead the model's inputs they lead its output: any other way would take positions for samples.
     Where they come second in the inputs, they may be anywhere, parts before samples first.
     """
-    ways = [way for way in layouts(source.shape, samples) if way.axis is None or way.axis != source.class_axis]
+    layouts = [
+        layout
+        for layout in possible_layouts(source.shape, samples)
+        if layout.axis is None or layout.axis != source.class_axis
+    ]
     if leading:
-        return [way for way in ways if way.axis is None or (way.axis == 0 and way.major)]
-    return sorted(ways, key=lambda way: way.axis == 0 and way.parts > 1 and way.major)
+        return [layout for layout in layouts if layout.axis is None or (layout.axis == 0 and layout.major)]
+    return sorted(layouts, key=lambda layout: layout.axis == 0 and layout.parts > 1 and layout.major)
 
 
-def _candidates(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
+def _sample_counts(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
     Each with whether it is the extent of a leading axis.
@@ -174,14 +181,14 @@ def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError
     )
 
 
-def _mixed(graph: Graph, failed: Found) -> PackpropError:
-    place = graph.found.index(failed)
-    after = f" and {graph.label(graph.found[place - 1])}" if place else " and the loss"
+def _mixed(graph: Graph, failed: ReachedUse) -> PackpropError:
+    place = graph.uses.index(failed)
+    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
     return PackpropError(
         "Quantities of single samples were asked for.",
         f"between {graph.label(failed)}{after}",
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
-        f"of the output, of shape {list(failed.use.shapes[0])}, holds the samples",
+        f"of the output, of shape {list(failed.recorded.shapes[0])}, holds the samples",
         "keep the samples on one axis and independent of each other (no statistics over the batch), or set "
         "requires_grad=False on the parameters upstream",
     )

@@ -1,7 +1,7 @@
 """Where the samples are: known from the graph, not guessed from shapes.
 
 # NOTE [Separation]
-A sample has a quantity of its own at a use if the signal in its rows comes from its own part of the loss
+A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
 alone. That is what is checked, by the linearity of a backward pass: random numbers are fed in at the loss,
 those of sample n multiplied by ``2^k`` with a power k of its own, then by ``2^-k``. If the samples are
 separate, the rows of each come back multiplied by just that, exactly so in floating point; what leaks from
@@ -23,11 +23,11 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses.description import describe
 from packprop.functions.losses.rules import number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
-from packprop.graph.graph import Found, Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import sweep
-from packprop.recording.marks import Forward, Use
-from packprop.tensors.dry import is_dry
-from packprop.tensors.layout import Layout, layouts
+from packprop.recording.marks import ForwardCall, RecordedUse
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import Layout, possible_layouts
 from packprop.tensors.precision import accumulation_dtype
 
 
@@ -68,57 +68,64 @@ def _sources(graph: Graph) -> list[_Source]:
 
 def _probe(
     graph: Graph, sources: Sequence[_Source], chosen: Sequence[Layout], samples: int
-) -> tuple[list[list[Layout]] | None, Found | None, bool]:
+) -> tuple[list[list[Layout]] | None, ReachedUse | None, bool]:
     """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes.
 
     Also whether something came back at every use: zeros tell nothing, as behind a head of zeros.
     """
     if samples == 1:
-        return [[Layout(None, 1)] * len(f.use.shapes) for f in graph.found], None, True
+        return [[Layout(None, 1)] * len(f.recorded.shapes) for f in graph.uses], None, True
     fitting = {
-        f: [[way for way in layouts(shape, samples) if _admitted(f, way)] for shape in f.use.shapes]
-        for f in graph.found
+        f: [
+            [layout for layout in possible_layouts(shape, samples) if _admitted(f, layout)]
+            for shape in f.recorded.shapes
+        ]
+        for f in graph.uses
     }
     generator = torch.Generator().manual_seed(samples)
     noise = [torch.randn(source.shape, generator=generator) for source in sources]
     powers = _powers(samples, min(torch.finfo(source.dtype).max for source in sources), generator)
-    sizes: list[dict[tuple[Found, int, Layout], Tensor]] = []
+    sizes: list[dict[tuple[ReachedUse, int, Layout], Tensor]] = []
     for exponents in (powers, -powers):
-        seen: dict[tuple[Found, int, Layout], Tensor] = {}
+        seen: dict[tuple[ReachedUse, int, Layout], Tensor] = {}
         sizes.append(seen)
 
         def visit(
-            found: Found,
-            signals: list[Tensor | None],
-            seen: dict[tuple[Found, int, Layout], Tensor] = seen,
+            found: ReachedUse,
+            cotangents: list[Tensor | None],
+            seen: dict[tuple[ReachedUse, int, Layout], Tensor] = seen,
             exponents: Tensor = exponents,
         ) -> None:
-            for index, signal in enumerate(signals):
-                if signal is None:
+            for index, cotangent in enumerate(cotangents):
+                if cotangent is None:
                     continue
-                for way in fitting[found][index]:
-                    rows = way.to_front(signal, 1)[0].unsqueeze(-1)
+                for layout in fitting[found][index]:
+                    rows = layout.to_front(cotangent, 1)[0].unsqueeze(-1)
                     rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
                     sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
-                    seen[found, index, way] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
+                    seen[found, index, layout] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
 
         seeds = []
-        for source, way, random in zip(sources, chosen, noise, strict=True):
-            factors = torch.exp2(exponents)[way.sample_of(exponents.device)]
-            form = [-1 if axis == way.axis else 1 for axis in range(random.dim())]
+        for source, layout, random in zip(sources, chosen, noise, strict=True):
+            factors = torch.exp2(exponents)[layout.sample_of(exponents.device)]
+            form = [-1 if axis == layout.axis else 1 for axis in range(random.dim())]
             seeds.append((random * factors.view(form)).to(source.device, source.dtype))
-        sweep([source.edge for source in sources], seeds, graph.found, visit, inputs=False)
+        sweep([source.edge for source in sources], seeds, graph.uses, visit, inputs=False)
     tolerance = max(torch.finfo(source.dtype).eps for source in sources) ** 0.5
-    for (found, index, way), up in sizes[0].items():
-        down = sizes[1].get((found, index, way), up)
+    for (found, index, layout), up in sizes[0].items():
+        down = sizes[1].get((found, index, layout), up)
         known = up.isfinite() & down.isfinite()
         if bool((known & ((up - down).abs() > tolerance * torch.maximum(up, down))).any()):
-            fitting[found][index].remove(way)
-    for found in graph.found:  # those nearest to the loss come first
+            fitting[found][index].remove(layout)
+    for found in graph.uses:  # those nearest to the loss come first
         if not all(fitting[found]):
             return None, found, False
     heard = {found for (found, _, _), rows in sizes[0].items() if bool((rows > 0).any())}
-    return [[ways[0] for ways in fitting[found]] for found in graph.found], None, len(heard) == len(graph.found)
+    return (
+        [[layouts[0] for layouts in fitting[found]] for found in graph.uses],
+        None,
+        len(heard) == len(graph.uses),
+    )
 
 
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
@@ -128,14 +135,14 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
     entrywise function of these. The rest is found by the same check as for uses.
 
     Args:
-        graph: With its samples settled.
+        graph: With its samples located.
         places: Where the tensors came from, and their shapes.
 
     Returns:
         A layout for each; or the index of the first that holds them in no way that is seen.
     """
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
-        key: (f.use.shapes[index], f.layouts[index]) for f in graph.found for index, key in f.nodes.items()
+        key: (f.recorded.shapes[index], f.layouts[index]) for f in graph.uses for index, key in f.nodes.items()
     }
     for loss in graph.losses:
         known[loss.call.edge.node, loss.call.edge.output_nr] = loss.call.shape, loss.layout
@@ -149,30 +156,32 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
         return there[1] if there is not None and there[0] == shape else None
 
     own = [settled(edge, shape) for edge, shape in places]
-    nowhere = Forward(lambda: None)
+    nowhere = ForwardCall(lambda: None)
     found = {
-        place: Found(Use("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True)
+        place: ReachedUse(
+            RecordedUse("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True
+        )
         for place, (edge, shape) in enumerate(places)
         if own[place] is None
     }
-    if is_dry():  # as in ``_assumed``
+    if is_dry_run():  # as in ``_assumed``
         for place in found:
-            usual = layouts(places[place][1], graph.samples)
+            usual = possible_layouts(places[place][1], graph.samples)
             if not usual:
                 return place
             own[place] = usual[0]
     elif found:
-        unknown = replace(graph, found=list(found.values()))
-        ways, failed, _ = _probe(unknown, _sources(graph), graph.fed, graph.samples)
-        if ways is None:
+        unknown = replace(graph, uses=list(found.values()))
+        layouts, failed, _ = _probe(unknown, _sources(graph), graph.fed, graph.samples)
+        if layouts is None:
             return next(place for place, f in found.items() if f is failed)
-        for place, (way,) in zip(found, ways, strict=True):
-            own[place] = way
+        for place, (layout,) in zip(found, layouts, strict=True):
+            own[place] = layout
     return [layout for layout in own if layout is not None]
 
 
-def _admitted(found: Found, way: Layout) -> bool:
-    return way.axis is None or all(site.entry.admits(way.axis) for site in found.sites)
+def _admitted(found: ReachedUse, layout: Layout) -> bool:
+    return layout.axis is None or all(site.entry.admits(layout.axis) for site in found.sites)
 
 
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:

@@ -44,18 +44,18 @@ class Site:
         return self.direct and entry.linear and told
 
     def squares(
-        self, signals: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
+        self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
     ) -> Structure | None:
-        """As ``meet`` for squares of what multiplies the leaf; ``None`` where they are not known."""
+        """As ``structure_of`` for squares of what multiplies the leaf; ``None`` where they are not known."""
         if not self.has_squares:
             return None
         if self.entry.squares is not None:
-            return self.entry.squares(signals, where, samples)
-        return with_squares(self.entry.meet(signals, where, samples))
+            return self.entry.squares(cotangents, where, samples)
+        return with_squares(self.entry.structure_of(cotangents, where, samples))
 
-    def meet(
+    def structure_of(
         self,
-        signals: Sequence[Tensor | None],
+        cotangents: Sequence[Tensor | None],
         where: Sequence[Layout],
         samples: Samples,
         held: int | None = None,
@@ -64,7 +64,7 @@ class Site:
 
         ``held``: bytes of one sample that an algorithm may hold if another holds less.
         """
-        structure = self.entry.meet(signals, where, samples)
+        structure = self.entry.structure_of(cotangents, where, samples)
         if held is not None and isinstance(structure, Outer):
             structure = replace(structure, held=held)
         if self.direct:

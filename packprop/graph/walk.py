@@ -20,10 +20,10 @@ from packprop.graph.completeness import (
     _find_missing,
     _require_alive,
 )
-from packprop.graph.graph import Found, FoundLoss, Graph, Host
+from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.site import Site
 from packprop.graph.traversal import _depth_first, _next
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, Use, marks_of
+from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
 
 
@@ -43,7 +43,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
     names: list[str] = []
     places: list[int] = []
-    found: dict[Use, Found] = {}
+    found: dict[RecordedUse, ReachedUse] = {}
     stepped: dict[Node, list[Node]] = {}
     order: list[Node] = []
     consumed: list[tuple[Tensor, Node]] = []
@@ -57,12 +57,14 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
         marks = marks_of(node)
         if LOSS in marks:
             call, output = marks[LOSS]
-            graph.losses.append(FoundLoss(call, node, output))
+            graph.losses.append(ReachedLoss(call, node, output))
         if OUTPUT in marks:
             forward, output, shape = marks[OUTPUT]
             graph.outputs.append((GradientEdge(node, output), forward, shape))
         if is_reentrant(node):
-            graph.hosts.append(Host(node, lambda inside: walk(inside, [None] * len(inside), wanted)))
+            graph.checkpoints.append(
+                ReentrantCheckpoint(node, lambda inside: walk(inside, [None] * len(inside), wanted))
+            )
             places.append(len(found))
         if MIXES in marks:
             graph.mixers.append(marks[MIXES])
@@ -72,30 +74,30 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
                 if leaf is not None:
                     consumed.append((leaf, node))
     found = _look_inside(graph, found, places, stepped)
-    names += [f.use.name for host in graph.hosts for f in host.found]
-    graph.found = list(found.values())
+    names += [f.recorded.name for checkpoint in graph.checkpoints for f in checkpoint.uses]
+    graph.uses = list(found.values())
     _require_alive(graph)
     _find_sites(graph, wanted)
     _find_missing(graph, consumed, wanted)
     above = _above_losses(graph, starts, stepped)
     _adopt_missing(graph, above, found)
-    graph.unlosed = [graph.label(f) for f in graph.found if any(node in above for node in f.anchors)]
+    graph.without_loss = [graph.label(f) for f in graph.uses if any(node in above for node in f.anchors)]
     _find_first(order, stepped, found)
     _find_after_loss(graph, order, stepped)
-    shapes = tuple((f.use.name, tuple(f.use.shapes)) for f in graph.found)
+    shapes = tuple((f.recorded.name, tuple(f.recorded.shapes)) for f in graph.uses)
     kinds = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
     sizes = tuple(size for forward in graph.forwards for size in forward.sizes)
-    graph.signature = hash((tuple(names), shapes, kinds, sizes, bool(graph.unlosed)))
+    graph.signature = hash((tuple(names), shapes, kinds, sizes, bool(graph.without_loss)))
     return graph
 
 
 def _look_inside(
-    graph: Graph, found: dict[Use, Found], places: list[int], stepped: dict[Node, list[Node]]
-) -> dict[Use, Found]:
+    graph: Graph, found: dict[RecordedUse, ReachedUse], places: list[int], stepped: dict[Node, list[Node]]
+) -> dict[RecordedUse, ReachedUse]:
     """The same uses, with those of reentrant checkpoints in their places among them."""
-    if not graph.hosts:
+    if not graph.checkpoints:
         return found
-    reached: dict[Node, set[int]] = {host.node: set() for host in graph.hosts}
+    reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
     edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
     for node in stepped:
         marks = marks_of(node).get(USE)
@@ -107,51 +109,53 @@ def _look_inside(
         if node in reached:
             reached[node].add(output)
     items = list(found.items())
-    for host, place in reversed(list(zip(graph.hosts, places, strict=True))):
-        items[place:place] = [(inside.use, inside) for inside in host.look(reached[host.node])]
+    for checkpoint, place in reversed(list(zip(graph.checkpoints, places, strict=True))):
+        items[place:place] = [(inside.recorded, inside) for inside in checkpoint.look(reached[checkpoint.node])]
     return dict(items)
 
 
-def _over_uses(node: Node, found: dict[Use, Found]) -> list[Node]:
+def _over_uses(node: Node, found: dict[RecordedUse, ReachedUse]) -> list[Node]:
     """A node's upstream neighbours, stepping over uses, which are noted."""
     marks = marks_of(node).get(USE)
     if marks is None:
         return _next(node)
     neighbours = []
     for use, index, output in marks:
-        found.setdefault(use, Found(use)).nodes[index] = (node, output)
+        found.setdefault(use, ReachedUse(use)).nodes[index] = (node, output)
         neighbours += [edge.node for edge in use.edges]
     return neighbours
 
 
-def _find_first(order: list[Node], stepped: dict[Node, list[Node]], found: dict[Use, Found]) -> None:
+def _find_first(
+    order: list[Node], stepped: dict[Node, list[Node]], found: dict[RecordedUse, ReachedUse]
+) -> None:
     """A use is first if no other one lies upstream; upstream nodes come earlier in ``order``."""
     below: dict[Node, bool] = {}
     uses: dict[Node, bool] = {node: True for f in found.values() for node in f.anchors}
     for node in order:
         below[node] = any(below.get(up, False) or up in uses for up in stepped[node])
     for f in found.values():
-        f.first = f.host is None and not any(below[node] for node in f.anchors)
+        f.first = f.checkpoint is None and not any(below[node] for node in f.anchors)
 
 
 def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
     """Trace the parameters of every use to the leaves that they are made of."""
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     leaves: dict[int, list[Tensor]] = {}
-    for found in graph.found:
-        for entry in found.use.entries or ():
+    for found in graph.uses:
+        for entry in found.recorded.entries or ():
             parameter = entry.parameter
             if id(parameter) not in leaves:
                 leaves[id(parameter)] = _leaves_of(graph, parameter)
             for leaf in leaves[id(parameter)]:
                 if chosen is None or id(leaf) in chosen:
                     found.sites.append(Site(entry, leaf))
-    for found in graph.found:
+    for found in graph.uses:
         for site in found.sites:
             if site.entry.refusal is not None:
                 raise PackpropError(
                     "A quantity beyond the gradient was asked for.",
-                    f"parameter {graph.name(site.leaf)!r} in {found.use.name}",
+                    f"parameter {graph.name(site.leaf)!r} in {found.recorded.name}",
                     *site.entry.refusal,
                 )
 

@@ -1,8 +1,8 @@
-"""A budget in bytes -> bites: one step is run on tensors without data, and what it would take is counted.
+"""A budget in bytes -> chunks: one step is run on tensors without data, and what it would take is counted.
 
 # NOTE [Dry runs]
 A dry run is the real code, under fake tensors, with a count of the storage that is alive: model, loss, walk,
-sweeps and statistics are those of the real pass, so that the count is, too. What repeats itself (bites of
+sweeps and statistics are those of the real pass, so that the count is, too. What repeats itself (chunks of
 samples, chunks of columns) is run three times at most. Samples are taken to be where they usually are, unless
 a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
 
@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packprop.algebra.structures import Outer, Quadratic
-from packprop.engine.backward_pass import Observation
-from packprop.engine.chunks import Bites
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError, PackpropWarning
-from packprop.graph.graph import Found, Graph
-from packprop.graph.samples import check_graph, same_verdicts
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.samples import check_graph, copy_verdicts
 from packprop.graph.walk import walk
 from packprop.memory.live import LiveBytes, storage_key
 from packprop.memory.plan import ASKED, Line, Plan, Step, _leaves, _options, _shapes
-from packprop.tensors.dry import Spec, pretending
-from packprop.tensors.nesting import map_kind, map_tensors, tensors_in
+from packprop.tensors.dry import TensorSpec, dry_run
+from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.types import Extension
 
 LARGEST = 5
@@ -65,16 +65,16 @@ class _DryRun:
         model: nn.Module,
         extensions: tuple[Extension, ...],
         device: torch.device,
-        bites: Bites,
+        chunk_sizes: ChunkSizes,
         freed: bool,
         accumulated: bool,
     ) -> None:
-        self._model, self._extensions, self._device, self._bites = model, extensions, device, bites
+        self._model, self._extensions, self._device, self._chunk_sizes = model, extensions, device, chunk_sizes
         self._freed, self._accumulated = freed, accumulated
         # autograd cannot even name a device that is not there: kernels are those of the CPU then
         there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
         self._place = device if there else torch.device("cpu")
-        with pretending(device.type):
+        with dry_run(device.type):
             self._counted = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
         self._batch: list[Any] = []
         self._lines: dict[str, Line] = {}
@@ -84,16 +84,16 @@ class _DryRun:
         self._waiting: list[tuple[nn.Module, set[int]]] | None = None
         self._attached: set[int] = set()
         self._results = 0
-        self._observation: Observation | None = None
+        self._pass: BackwardPass | None = None
         self._copied = model
 
     def plan(self, step: Step, budget: int | None, gradients: bool) -> Plan:
         """Run it."""
         with ExitStack() as stack:
-            stack.enter_context(pretending(self._device.type))
+            stack.enter_context(dry_run(self._device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             self._copied = _copied(self._model, lambda value: _made(value, self._place))
-            same_verdicts(self._copied, self._model)
+            copy_verdicts(self._copied, self._model)
             stack.enter_context(self._counted)
             stack.enter_context(torch.enable_grad())
             self._counted.own(self._copied.parameters(), "parameters")
@@ -109,12 +109,12 @@ class _DryRun:
             graph = walk([value], [None], None)
             check_graph(graph)
             found = self._part()
-            self._observation = Observation(
+            self._pass = BackwardPass(
                 graph,
                 self._extensions,
                 False,
                 lambda leaf, results: self._attach(graph, leaf, results),
-                self._bites,
+                self._chunk_sizes,
                 lambda leaf, uses, structure, samples: self._note(graph, leaf, uses, structure, samples),
                 self._begin,
             )
@@ -122,7 +122,7 @@ class _DryRun:
             def backward(leaves: Sequence[Tensor] | None) -> None:
                 torch.autograd.backward([value], inputs=leaves)
 
-            self._observation.run(backward if gradients else None)
+            self._pass.run(backward if gradients else None)
             rest = self._part()
             shapes, leaves = _shapes(graph), _leaves(graph)
         peaks = [forward, found, *self._before, rest]
@@ -138,7 +138,7 @@ class _DryRun:
             peak.size,
             budget,
             self._device.type,
-            self._bites,
+            self._chunk_sizes,
             tuple(self._lines[name] for name in dict.fromkeys([*order, *self._lines])),
             dict(sorted(peak.parts.items(), key=lambda part: -part[1])),
             tuple(peak.items),
@@ -200,8 +200,8 @@ class _DryRun:
         """At a new peak: what is alive, and what of it is largest."""
         kinds = {key: label for key, (label, _) in self._counted.labels.items()}
         kinds |= dict.fromkeys(self._attached & kinds.keys(), "results")
-        if self._observation is not None:
-            kinds |= dict.fromkeys(map(storage_key, self._observation.results.tensors()), "results")
+        if self._pass is not None:
+            kinds |= dict.fromkeys(map(storage_key, self._pass.results.tensors()), "results")
         gradients = [p.grad for p in self._copied.parameters() if p.grad is not None]
         kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
         sizes = self._counted.sizes
@@ -232,7 +232,7 @@ class _DryRun:
         self,
         graph: Graph,
         leaf: Tensor,
-        uses: Sequence[Found],
+        uses: Sequence[ReachedUse],
         structure: Quadratic,
         samples: int,
     ) -> None:
@@ -242,7 +242,7 @@ class _DryRun:
         if known is None or samples < known.samples or formed:
             self._lines[name] = Line(
                 name,
-                " + ".join(found.use.name for found in uses),
+                " + ".join(found.recorded.name for found in uses),
                 type(structure).__name__,
                 _algorithm(structure),
                 min(samples, graph.samples),
@@ -252,7 +252,7 @@ class _DryRun:
 
 
 def _formed(structure: Quadratic) -> bool:
-    """Whether gradients of single samples were formed, of a bite or one after the other."""
+    """Whether gradients of single samples were formed, of a chunk or one after the other."""
     return getattr(structure, "formed", True) or _in_turn(structure)
 
 
@@ -263,7 +263,7 @@ def _in_turn(structure: Quadratic) -> bool:
 
 def _algorithm(structure: Quadratic) -> str:
     if not _formed(structure):
-        return "signals and inputs alone"
+        return "cotangents and inputs alone"
     if _in_turn(structure):
         return "gradients in turn"
     if not isinstance(structure, Outer) or structure.shape[1] == 1:
@@ -276,7 +276,7 @@ def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in tensors_in(list(vars(module).values())):
-            made = fake(Spec.of(tensor))
+            made = fake(TensorSpec.of(tensor))
             parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
     return copy.deepcopy(model, memo)
@@ -284,4 +284,4 @@ def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
 
 def _made(value: Any, device: torch.device) -> Any:
     """The same nesting with tensors in place of their descriptions."""
-    return map_kind(Spec, lambda spec: spec.make(device), value)
+    return map_instances(TensorSpec, lambda spec: spec.make(device), value)

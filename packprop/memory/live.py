@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packprop.tensors.dry import is_dry
+from packprop.tensors.dry import is_dry_run
 from packprop.tensors.nesting import tensors_in
 
 
@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self.phase = ""
         self.labels: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
-        self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry()
+        self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
     def restart(self) -> None:
         """Look for the peak of what comes from now on."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from packprop.engine.chunks import Bites
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import byte_text
@@ -23,7 +23,7 @@ ASKED = "A plan was asked for."
 
 
 class BudgetTooSmall(BadInput):
-    """A budget is less than any choice of bites takes; ``floor`` is the least, in bytes."""
+    """A budget is less than any choice of chunks takes; ``floor`` is the least, in bytes."""
 
     floor: int = 0
 
@@ -37,9 +37,9 @@ class Line:
         use: Functions that it enters.
         structure: How it enters them.
         algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
-        samples: Samples in a bite.
+        samples: Samples in a chunk.
         count: Samples in all.
-        bytes: Bytes of the per-sample gradients of a bite, or of one in turn.
+        bytes: Bytes of the per-sample gradients of a chunk, or of one in turn.
     """
 
     parameter: str
@@ -51,20 +51,20 @@ class Line:
     bytes: int
 
     @property
-    def bites(self) -> int:
-        """Number of bites of samples."""
+    def chunks(self) -> int:
+        """Number of chunks of samples."""
         return -(-self.count // self.samples)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step will take, and the bites that it is done in; prints as two tables.
+    """What a step will take, and the chunks that it is done in; prints as two tables.
 
     Args:
         peak: Most bytes of tensor storage alive at once, in forward and backward pass.
         memory: The budget in bytes; ``None`` if there is none.
         device: The type of device it is made for.
-        bites: How much is taken at once.
+        chunks: How much is taken at once.
         lines: One for each parameter.
         parts: What the peak is made of: kind -> bytes, the largest first.
         items: The largest single tensors at the peak: (description, bytes).
@@ -81,7 +81,7 @@ class Plan:
     peak: int
     memory: int | None
     device: str
-    bites: Bites
+    chunk_sizes: ChunkSizes
     lines: tuple[Line, ...]
     parts: dict[str, int]
     items: tuple[tuple[str, int], ...]
@@ -159,10 +159,10 @@ class Plan:
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
     def _table(self) -> Table:
-        table = Table("parameter", "use", "structure", "algorithm", "bites of samples", "a bite", box=None)
+        table = Table("parameter", "use", "structure", "algorithm", "chunks of samples", "a chunk", box=None)
         for line in self.lines:
-            bites = f"{line.bites} of {line.samples}" if line.bites > 1 else f"1 of {line.count}"
-            cells = (line.parameter, line.use, line.structure, line.algorithm, bites, byte_text(line.bytes))
+            chunks = f"{line.chunks} of {line.samples}" if line.chunks > 1 else f"1 of {line.count}"
+            cells = (line.parameter, line.use, line.structure, line.algorithm, chunks, byte_text(line.bytes))
             table.add_row(*cells)
         return table
 
@@ -179,7 +179,7 @@ class Plan:
 
 
 def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((found.use.name, tuple(shape)) for found in graph.found for shape in found.use.shapes)
+    return tuple((found.recorded.name, tuple(shape)) for found in graph.uses for shape in found.recorded.shapes)
 
 
 def _leaves(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from packprop.algebra.algorithms import CHOICES, forced
-from packprop.engine.chunks import Bites, default_bites
+from packprop.algebra.algorithms import CHOICES, forced_algorithm
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
@@ -20,7 +20,7 @@ from packprop.memory.dry_run import _copied
 from packprop.memory.plan import Plan, _gradients_are_there, _leaves, _options
 from packprop.memory.search import _choose, budget_of
 from packprop.recording.switch import extend, record
-from packprop.tensors.dry import Spec
+from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
 
@@ -37,7 +37,7 @@ def plan(
     freed: bool = False,
     accumulated: bool = False,
 ) -> Plan:
-    """What one step with extensions will take, and the bites that keep it inside a budget.
+    """What one step with extensions will take, and the chunks that keep it inside a budget.
 
     Nothing is allocated and nothing of the model is changed: it is copied without its data. It may itself
     have none (``with torch.device("meta"):``), and ``device`` may be one that is not there.
@@ -56,7 +56,7 @@ def plan(
             over several passes, or zeroed by ``zero_grad(set_to_none=False)``.
 
     Raises:
-        BadInput: If the budget is no number of bytes, or less than any choice of bites takes.
+        BadInput: If the budget is no number of bytes, or less than any choice of chunks takes.
         PackpropError: If the forward pass decides on data.
     """
     budget = budget_of(memory)
@@ -66,8 +66,8 @@ def plan(
     inputs, targets = batch
 
     def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
-        given = fake(map_tensors(Spec.of, inputs))
-        target = fake(map_tensors(Spec.of, targets))
+        given = fake(map_tensors(TensorSpec.of, inputs))
+        target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
         judge = _copied(loss, fake) if isinstance(loss, nn.Module) else loss
         with record():
@@ -78,25 +78,25 @@ def plan(
     return _choose(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
 
 
-def bites_over_data(
+def chunk_sizes_over_data(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     batch: tuple[Any, Any],
     extensions: Sequence[Extension],
     memory: int | str | None,
     device: torch.device | str,
-) -> Bites:
-    """The bites of one batch of many, whose results are merged into those of the batches before."""
+) -> ChunkSizes:
+    """The chunks of one batch of many, whose results are merged into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
-        return default_bites(torch.device(device))
+        return default_chunk_sizes(torch.device(device))
     there = _gradients_are_there(model.parameters())
     one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
     if one.peak + one.results <= budget:
-        return one.bites
+        return one.chunk_sizes
     left = max(1, budget - one.results)
-    return plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=there).bites
+    return plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=there).chunk_sizes
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
@@ -117,7 +117,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         )
     args, kwargs = calls[0].arguments[0]
     call = graph.losses[0].call
-    rest = map_tensors(Spec.of, (call.args, call.kwargs))
+    rest = map_tensors(TensorSpec.of, (call.args, call.kwargs))
 
     ends = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
     inside = graph.roots[0].grad_fn in ends
@@ -160,15 +160,15 @@ def _between(start: Node, ends: set[Node]) -> int:
     return 2 * len(seen)
 
 
-def bites_again(graph: Graph, extensions: Sequence[Extension], budget: int) -> Bites:
-    """The bites of ``plan_again``, found once for passes of equal structure and shapes."""
+def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
+    """The chunks of ``plan_again``, found once for passes of equal structure and shapes."""
     kept = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), _options(extension)) for extension in extensions)
-    by_name = tuple(map(forced, CHOICES))
+    by_name = tuple(map(forced_algorithm, CHOICES))
     key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph.leaves()))
     if key not in kept:
-        kept[key] = plan_again(graph, extensions, budget).bites
+        kept[key] = plan_again(graph, extensions, budget).chunk_sizes
     return kept[key]
 
 
-_CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, Bites]] = weakref.WeakKeyDictionary()
+_CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, ChunkSizes]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from packprop.engine.chunks import Bites, default_bites
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.memory.bytes import byte_count, byte_text
 from packprop.memory.dry_run import _DryRun
@@ -16,32 +16,32 @@ from packprop.memory.plan import BudgetTooSmall, Plan, Step
 from packprop.types import Extension
 
 
-def choices(device: torch.device, freed: bool = False) -> list[Bites]:
+def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
     """What is tried until the peak fits, least time and largest peak first.
 
-    Smaller bites cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
+    Smaller chunks cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
     vectorised ones: they are given up late. Algorithms that hold less cost multiplications; parameters in turn,
     which help only where their results are ``freed``, cost all sweeps again.
     """
-    scratch, signals, *_ = default_bites(device)
+    scratch, cotangents, *_ = default_chunk_sizes(device)
     parts = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
-    found = [Bites(scratch // samples, signals // columns) for samples, columns in parts]
-    found += [Bites(scratch // 16, 0), Bites(scratch // 16, 0, held=0), Bites(0, 0, held=0)]
-    return found + [Bites(0, 0, 0, count) for count in (8, 1)] * freed
+    found = [ChunkSizes(scratch // samples, cotangents // columns) for samples, columns in parts]
+    found += [ChunkSizes(scratch // 16, 0), ChunkSizes(scratch // 16, 0, held=0), ChunkSizes(0, 0, held=0)]
+    return found + [ChunkSizes(0, 0, 0, count) for count in (8, 1)] * freed
 
 
 HELD = tuple(2**power for power in range(30, 9, -1))
 """Bytes of a sample: at each step those uses that hold most take algorithms that hold less."""
 
 
-def looser(bites: Bites, loosest: Bites, name: str) -> list[Bites]:
-    """``bites`` with more of one kind: first as in ``loosest``, then less and less of it, last what it is."""
-    most, least = getattr(loosest, name), getattr(bites, name)
+def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
+    """``chunk_sizes`` with more of one kind: as in ``loosest``, then less and less, down to what it is."""
+    most, least = getattr(loosest, name), getattr(chunk_sizes, name)
     if most == least:
-        return [bites]
+        return [chunk_sizes]
     between = HELD if most is None else tuple(most // 2**power for power in range(1, 19))
     values = (most, *(value for value in between if value > least), least)
-    return [bites._replace(**{name: value}) for value in values]
+    return [chunk_sizes._replace(**{name: value}) for value in values]
 
 
 def budget_of(memory: int | str | None) -> int | None:
@@ -73,7 +73,7 @@ def _choose(
     freed: bool = False,
     accumulated: bool = False,
 ) -> Plan:
-    """The first of the choices that fits, and of each kind of bite as much as still fits.
+    """The first of the choices that fits, and of each kind of chunk as much as still fits.
 
     The choices make everything smaller where one thing may be what sets the peak: columns that take no memory
     need not be swept one by one because of a large layer, nor small layers take another algorithm with it.
@@ -83,10 +83,10 @@ def _choose(
     """
 
     @functools.cache
-    def tried(bites: Bites) -> Plan:
-        return _DryRun(model, extensions, device, bites, freed, accumulated).plan(step, budget, gradients)
+    def tried(chunk_sizes: ChunkSizes) -> Plan:
+        return _DryRun(model, extensions, device, chunk_sizes, freed, accumulated).plan(step, budget, gradients)
 
-    def first(candidates: Sequence[Bites]) -> Bites:
+    def first(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
         """The first that fits; the peak falls along them, and that of the last does."""
         assert budget is not None
         low, high = -1, len(candidates) - 1
@@ -99,14 +99,14 @@ def _choose(
             middle = (low + high) // 2
         return candidates[high]
 
-    bites = choices(device, freed)
-    if budget is None or tried(bites[0]).peak <= budget:
-        return tried(bites[0])
-    if tried(bites[-1]).peak > budget:
-        raise _impossible(tried(bites[-1]), budget)
-    best = first(bites)
-    for name in ("signals", "held", "scratch"):  # what is dearest to go without comes first
-        best = first(looser(best, bites[0], name))
+    chunk_sizes = choices(device, freed)
+    if budget is None or tried(chunk_sizes[0]).peak <= budget:
+        return tried(chunk_sizes[0])
+    if tried(chunk_sizes[-1]).peak > budget:
+        raise _impossible(tried(chunk_sizes[-1]), budget)
+    best = first(chunk_sizes)
+    for name in ("cotangents", "held", "scratch"):  # what is dearest to go without comes first
+        best = first(looser(best, chunk_sizes[0], name))
     return tried(best)
 
 
@@ -144,7 +144,7 @@ def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     error = BudgetTooSmall(
         "A budget of memory was given.",
         f"memory={byte_text(budget)} on {floor.device}",
-        f"with the smallest bites the step still takes {byte_text(floor.peak)}: {largest}",
+        f"with the smallest chunks the step still takes {byte_text(floor.peak)}: {largest}",
         "; or ".join(advice),
     )
     error.floor = floor.peak

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.functions.building import changed_since
-from packprop.functions.entry import Call, Entry, Samples, Signals, name_of
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, name_of
 from packprop.functions.registry import entries_of
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.state import version
@@ -33,7 +33,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CallTemplate:
     """A call without its inputs.
 
     Args:
@@ -51,11 +51,11 @@ class Recipe:
     in_place: bool
 
     @staticmethod
-    def of(call: Call, in_place: bool) -> Recipe:
+    def of(call: Call, in_place: bool) -> CallTemplate:
         """The recipe of a call."""
         tensors = list(tensors_in((call.args, call.kwargs)))
         numbers = [number for number, tensor in enumerate(tensors) if call.consumes(tensor)]
-        return Recipe(call.function, tuple(numbers), call.shape, call.random_state, in_place)
+        return CallTemplate(call.function, tuple(numbers), call.shape, call.random_state, in_place)
 
     def entries(
         self,
@@ -81,19 +81,19 @@ class Recipe:
 
 
 def without_inputs(entries: Iterable[Entry], source: Source) -> list[Entry]:
-    """The same entries, which fetch their inputs each time that they meet a signal."""
+    """The same entries, which fetch their inputs each time that they meet a cotangent."""
 
-    def meeting(number: int, name: str) -> Callable[..., Any]:
-        def meet(signals: Signals, where: Any, samples: Samples) -> Any:
-            return getattr(source.fetch()[number], name)(signals, where, samples)
+    def built_by(number: int, name: str) -> Callable[..., Any]:
+        def structure_of(cotangents: Cotangents, where: Any, samples: Samples) -> Any:
+            return getattr(source.fetch()[number], name)(cotangents, where, samples)
 
-        return meet
+        return structure_of
 
     return [
         replace(
             entry,
-            meet=meeting(number, "meet"),
-            squares=None if entry.squares is None else meeting(number, "squares"),
+            structure_of=built_by(number, "meet"),
+            squares=None if entry.squares is None else built_by(number, "squares"),
         )
         for number, entry in enumerate(entries)
     ]
@@ -112,11 +112,11 @@ class _Save(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-class Moved:
+class OffloadedInputs:
     """Inputs that went through hooks of the user's, such as those of ``save_on_cpu``."""
 
     def __init__(self, call: Call, in_place: bool) -> None:
-        self._recipe = replace(Recipe.of(call, in_place), in_place=False)  # a copy went in
+        self._recipe = replace(CallTemplate.of(call, in_place), in_place=False)  # a copy went in
         self._unexpanded = call.unexpanded
         nothing = torch.empty(0)
         tensors = [tensor for tensor in tensors_in((call.args, call.kwargs)) if not call.consumes(tensor)]

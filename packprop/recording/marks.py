@@ -26,7 +26,7 @@ EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
-class Forward:
+class ForwardCall:
     """The outermost call that a use was recorded in.
 
     Args:
@@ -51,7 +51,7 @@ class Forward:
 
 
 @dataclass(eq=False)
-class Use:
+class RecordedUse:
     """One call of a torch function that consumed trainable parameters, hung on the node that it made.
 
     Args:
@@ -67,7 +67,7 @@ class Use:
     entries: list[Entry] | None
     edges: list[GradientEdge]
     shapes: list[torch.Size]
-    forward: Forward
+    forward: ForwardCall
     source: Source | None = None
     held: bool = False
 
@@ -82,7 +82,7 @@ class Use:
 
 
 @dataclass(eq=False)
-class LossCall:
+class RecordedLoss:
     """One call of a loss function, hung on the node that it made."""
 
     function: Callable[..., Any]
@@ -102,7 +102,7 @@ class LossCall:
         return tensor
 
     def release(self, _: Any = None) -> None:
-        """As ``Use.release``."""
+        """As ``RecordedUse.release``."""
         if not self.held and not graph_is_kept():
             self.args, self.kwargs, self.released = (), {}, True
 

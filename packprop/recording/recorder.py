@@ -28,11 +28,11 @@ from packprop.functions.entry import Call, Expansions, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import EXPANSIONS, MIXERS, REORDERINGS
-from packprop.recording.inputs import Moved, Recipe, Source, without_inputs
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, Forward, LossCall, Use, marks_of
+from packprop.recording.inputs import CallTemplate, OffloadedInputs, Source, without_inputs
+from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, ForwardCall, RecordedLoss, RecordedUse, marks_of
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
-from packprop.tensors.dry import Spec, is_dry
+from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.random import random_state
 from packprop.tensors.state import version
@@ -68,7 +68,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
         super().__init__()
         reference = weakref.ref(module) if module is not None else (lambda: None)
-        self.forward = Forward(reference)
+        self.forward = ForwardCall(reference)
         self.owner = owner
         self.depth = 0
         self._samples, self._derived = _TensorSet(), _TensorSet()
@@ -84,7 +84,7 @@ class Recorder(TorchFunctionMode):
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
-        self.forward.arguments.append(map_tensors(Spec.of, inputs))
+        self.forward.arguments.append(map_tensors(TensorSpec.of, inputs))
         for tensor in tensors_in(inputs):
             if isinstance(tensor, nn.Parameter) and self._is_own(tensor):
                 continue
@@ -213,7 +213,7 @@ class Recorder(TorchFunctionMode):
         kept = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             kept = (args[0].clone(), *args[1:])
-        state = None if func in RULES or is_dry() else random_state()
+        state = None if func in RULES or is_dry_run() else random_state()
         out = func(*args, **kwargs)
         if state is not None and all(map(torch.equal, state, random_state())):
             state = None
@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
         source = None if hooks is None else _source(call, in_place, hooks)
         if source is not None:
             entries = without_inputs(entries, source)
-        use = Use(name, entries, edges, shapes, self.forward, source)
+        use = RecordedUse(name, entries, edges, shapes, self.forward, source)
         for index, tensor in enumerate(outputs):
             node = tensor.grad_fn
             assert node is not None
@@ -264,9 +264,9 @@ class Recorder(TorchFunctionMode):
 def _source(call: Call, in_place: bool, hooks: Hooks) -> Source | None:
     """Where a use shall find its inputs, given the hooks that autograd's own go through."""
     if not is_checkpoint(hooks):
-        return Moved(call, in_place)
+        return OffloadedInputs(call, in_place)
     region = region_under(hooks)
-    return None if region is None else region.place(Recipe.of(call, in_place))
+    return None if region is None else region.place(CallTemplate.of(call, in_place))
 
 
 def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -276,6 +276,6 @@ def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
         edge = get_gradient_edge(given)
-        call = LossCall(function, args, kwargs, edge, given.shape, version(given))
+        call = RecordedLoss(function, args, kwargs, edge, given.shape, version(given))
         marks_of(out.grad_fn)[LOSS] = (call, out.output_nr)
         out.grad_fn.register_prehook(call.release)

@@ -6,7 +6,7 @@ hooks on saved tensors are in force, it holds none. Inputs that hooks have moved
 autograd's own are. Inputs inside a checkpoint are collected while the checkpoint runs its *region* of the
 forward pass again, which it does in every backward pass that goes through: the calls of torch functions in it
 are counted, in the forward pass and again, and a use is known by its number. Nothing is saved for it: what a
-checkpoint saves and counts is the same with and without packprop. Signals that arrive at a use before its
+checkpoint saves and counts is the same with and without packprop. Cotangents that arrive at a use before its
 inputs wait for them; only where a pass ends without a region having been run, it is run for its inputs alone.
 """
 
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from packprop.errors import PackpropError
 from packprop.functions.entry import Entry, Expansions, name_of
 from packprop.functions.traits import EXPANSIONS
-from packprop.recording.inputs import Recipe, Source
+from packprop.recording.inputs import CallTemplate, Source
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
 
 REGION = "_packprop_region"
@@ -54,7 +54,7 @@ class Place:
     region: Region
     frame: Any
     number: tuple[int, int]
-    recipe: Recipe
+    recipe: CallTemplate
     live: list[Entry] | None = None
 
     def ready(self) -> list[Entry] | None:
@@ -109,7 +109,7 @@ class Region:
         self.inside = True
         self.recording, self.calls = self.recording + 1, 0
 
-    def place(self, recipe: Recipe) -> Place:
+    def place(self, recipe: CallTemplate) -> Place:
         """Give the call that was just counted a place."""
         number = (self.recording, self.calls)
         place = Place(self, self._frame(), number, recipe)

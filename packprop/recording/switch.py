@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
-from packprop.recording.marks import EXTENDED, HANDLES, LOSS, Forward, marks_of
+from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of
 from packprop.recording.recorder import Recorder, _local, record_loss
 from packprop.recording.regions import region_under, replay
 from packprop.recording.saved_hooks import hooks_in_force
@@ -80,7 +80,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         recorder = _start(module, sys._getframe(1), (args, kwargs))
     elif recorder.depth == 0:  # the outermost module inside record()
         if recorder.owner is None:
-            recorder.forward = Forward(weakref.ref(module))
+            recorder.forward = ForwardCall(weakref.ref(module))
         recorder.feed((args, kwargs))
     recorder.depth += 1
 

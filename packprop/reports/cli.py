@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--memory",
         metavar="BYTES",
-        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; bites of "
+        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; chunks of "
         "samples are small anyway)",
     )
     add("--no-progress", action="store_true", help="show no progress bar")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from packprop import extensions as catalogue
 from packprop.algebra.structures import Dense, join
-from packprop.curvature.routes import Ways, choose_ways
+from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.second_order import require_second_derivatives
 from packprop.curvature.seeds import columns
 from packprop.errors import BadInput, PackpropError
@@ -23,7 +23,7 @@ from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.search import leaves_above, nodes_above
 from packprop.graph.walk import walk
-from packprop.recording.marks import EXTENDED, HANDLES, MIXES, USE, Use, marks_of
+from packprop.recording.marks import EXTENDED, HANDLES, MIXES, USE, RecordedUse, marks_of
 from packprop.recording.switch import extend, is_extended, record
 from packprop.reports.coverage_values import Consumption, Coverage, Family, ParameterCoverage
 from packprop.tensors.nesting import tensors_in
@@ -149,20 +149,20 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:
     """What the graph of some losses says about the parameters of a model."""
     graph, refusal = _walked(values)
-    settled = graph
+    located = graph
     note = "" if values else "no output of the model requires a gradient"
     if refusal is not None and len(values) > 1:
         alone, other = _walked(values[:1])
         if other is None:
             note = f"for a loss on the first output alone; with all of them: {refusal.why}"
-            settled, refusal = alone, None
+            located, refusal = alone, None
     uses = _sites(values, graph)
     missing: dict[int, list[str]] = {}
     for leaf, node in graph.missing if graph is not None else ():
         missing.setdefault(id(leaf), []).append(node.name())
-    known = settled is not None and refusal is None
-    factors = _factors(settled) if settled is not None and known else {}
-    hessians = _hessians(settled) if settled is not None and known else {}
+    known = located is not None and refusal is None
+    factors = _factors(located) if located is not None and known else {}
+    hessians = _hessians(located) if located is not None and known else {}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -181,8 +181,8 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         for name, parameter in model.named_parameters()
     }
     mixers = tuple(dict.fromkeys(mark for mark in _marks(values, MIXES)))
-    samples = settled.samples if settled is not None and refusal is None else 0
-    families = _families(settled, refusal, own_loss, note)
+    samples = located.samples if located is not None and refusal is None else 0
+    families = _families(located, refusal, own_loss, note)
     return Coverage(found, families, samples, mixers, refusal)
 
 
@@ -202,7 +202,7 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
 def _sites(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
     """Uses of each leaf: by the walk, or where it gave up by the marks that recording left."""
     if graph is not None:
-        triples = [(f.use, site.entry, site.leaf) for f in graph.found for site in f.sites]
+        triples = [(f.recorded, site.entry, site.leaf) for f in graph.uses for site in f.sites]
     else:
         triples = [
             (use, entry, leaf)
@@ -216,7 +216,7 @@ def _sites(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Cons
     return uses
 
 
-def _consumption(use: Use, entry: Entry, leaf: Tensor) -> Consumption:
+def _consumption(use: RecordedUse, entry: Entry, leaf: Tensor) -> Consumption:
     refusal = "" if entry.refusal is None else entry.refusal[0]
     return Consumption(use.name, entry.structure, entry.parameter is leaf, refusal)
 
@@ -233,12 +233,12 @@ def _leaves(parameter: Tensor) -> list[Tensor]:
 
 
 def _factors(graph: Graph) -> dict[int, str]:
-    """Which Kronecker factors each leaf gets: by its structure for one sample, without signals."""
+    """Which Kronecker factors each leaf gets: by its structure for one sample, without cotangents."""
     parts: dict[int, list[Any]] = {}
-    for found in graph.found:
-        nothing: list[Tensor | None] = [None] * len(found.use.shapes)
+    for found in graph.uses:
+        nothing: list[Tensor | None] = [None] * len(found.recorded.shapes)
         for site in found.sites:
-            structure = site.meet(nothing, found.layouts, slice(0, 1))
+            structure = site.structure_of(nothing, found.layouts, slice(0, 1))
             parts.setdefault(id(site.leaf), []).append(structure)
     return {leaf: "B" if isinstance(join(structures), Dense) else "B, A" for leaf, structures in parts.items()}
 
@@ -251,20 +251,20 @@ def _hessians(graph: Graph) -> dict[int, str]:
     except PackpropError:
         with_roots = False
     try:
-        chosen = choose_ways(graph, with_roots, per_sample=True)
+        chosen = choose_routes(graph, with_roots, per_sample=True)
     except PackpropError:
         return {}
-    return {id(leaf): _way(graph, chosen, leaf) for leaf in graph.leaves()}
+    return {id(leaf): _route(graph, chosen, leaf) for leaf in graph.leaves()}
 
 
-def _way(graph: Graph, chosen: Ways, leaf: Tensor) -> str:
-    way = chosen.way(leaf)
+def _route(graph: Graph, chosen: Routes, leaf: Tensor) -> str:
+    route = chosen.route(leaf)
     try:
-        if way != "swept":
+        if route != "swept":
             require_second_derivatives(graph.roots, [leaf], graph.name)
     except PackpropError:
         return "refused"
-    return way
+    return route
 
 
 def _layer(model: nn.Module, name: str) -> str:
@@ -317,7 +317,7 @@ def _with_loss(family: Family, graph: Graph, own_loss: bool) -> Family:
     if not own_loss:
         condition = "for a recorded loss that is convex in the outputs"
         return replace(family, why="; ".join(filter(None, [condition, family.why])))
-    if not graph.losses or graph.unlosed:
+    if not graph.losses or graph.without_loss:
         why = "the model returns a number that no recorded loss function alone has made"
         return replace(family, applies=False, why=why)
     for loss in graph.losses:

@@ -70,7 +70,7 @@ class ParameterCoverage:
         return "used" if self.uses else "unused"
 
 
-WAYS = {
+ROUTES = {
     "swept": "signed seeds at the elementwise nonlinearities, beside those of the GGN",
     "output": "Hessian columns at the outputs of its uses, by double backward",
     "parameter": "Hessian columns in the parameter itself, entry by entry",
@@ -132,8 +132,8 @@ class Coverage:
         found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
         lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
-        ways = {parameter.hessian for parameter in self.parameters.values()}
-        lines += [f"Hessian diagonals, {way}: {text}" for way, text in WAYS.items() if way in ways]
+        routes = {parameter.hessian for parameter in self.parameters.values()}
+        lines += [f"Hessian diagonals, {route}: {text}" for route, text in ROUTES.items() if route in routes]
         lines += [str(self.refusal)] if self.refusal is not None else []
         return Group(table, below, *map(Text, lines))
 

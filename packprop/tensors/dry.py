@@ -14,7 +14,7 @@ _DRY: ContextVar[str | None] = ContextVar("packprop_dry", default=None)
 """The type of the device that is pretended to be there."""
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor without its data."""
 
     shape: torch.Size
@@ -24,7 +24,7 @@ class Spec(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         """What there is to know of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
@@ -35,7 +35,7 @@ class Spec(NamedTuple):
 
 
 @contextlib.contextmanager
-def pretending(device: str = "cpu") -> Iterator[None]:
+def dry_run(device: str = "cpu") -> Iterator[None]:
     """Inside, tensors have no data but a device. What must be looked at is taken to be in order."""
     token = _DRY.set(device)
     try:
@@ -44,11 +44,11 @@ def pretending(device: str = "cpu") -> Iterator[None]:
         _DRY.reset(token)
 
 
-def is_dry() -> bool:
+def is_dry_run() -> bool:
     """Whether tensors have no data."""
     return _DRY.get() is not None
 
 
-def found_fault(condition: Tensor) -> bool:
+def has_fault(condition: Tensor) -> bool:
     """Whether a fault is there, by a condition of one entry; none is seen where there are no data."""
-    return not is_dry() and bool(condition)
+    return not is_dry_run() and bool(condition)

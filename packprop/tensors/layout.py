@@ -70,7 +70,7 @@ class Layout(NamedTuple):
         return f"axis {self.axis}: {self.samples} samples{parts}"
 
 
-def layouts(shape: torch.Size, samples: int) -> list[Layout]:
+def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:
     """Every way in which a tensor of ``shape`` can hold ``samples`` samples, the usual ones first."""
     if samples == 1:
         return [Layout(None, 1)]

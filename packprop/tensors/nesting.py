@@ -26,16 +26,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nesting with ``function`` applied to every tensor."""
-    return map_kind(Tensor, function, value)
+    return map_instances(Tensor, function, value)
 
 
-def map_kind(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """The same nesting with ``function`` applied to every instance of ``kind``."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
-        return {key: map_kind(kind, function, item) for key, item in value.items()}
+        return {key: map_instances(kind, function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [map_kind(kind, function, item) for item in value]
+        items = [map_instances(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -135,7 +135,7 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension, reference
         ledger.same(law, finished(extension, taken, samples), value, how)
 
     for size in range(1, samples):
-        hold("bites of samples", (size, None), f"{size} of {samples} at once")
+        hold("chunks of samples", (size, None), f"{size} of {samples} at once")
     hold("columns at once", (samples, 1), "one by one")
     hold("columns at once", (samples, 2), "two at once")
     hold("columns at once", (samples, ALL_COLUMNS), "all at once")

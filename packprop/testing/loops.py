@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from packprop.errors import BadInput
 from packprop.recording.switch import disable, extend, record
-from packprop.tensors.layout import Layout, layouts
+from packprop.tensors.layout import Layout, possible_layouts
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.testing.report import CheckFailed, Ledger
 
@@ -157,7 +157,7 @@ def places(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[Tens
     found = []
     for index, whole in enumerate(wholes):
         own = [single[index].detach().flatten() for single in singles]
-        place = next((way for way in layouts(whole.shape, len(own)) if _holds(whole, way, own)), None)
+        place = next((way for way in possible_layouts(whole.shape, len(own)) if _holds(whole, way, own)), None)
         if place is None:
             raise CheckFailed(
                 f"{asked}: outputs were compared.",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from packprop.context import backpack
 from packprop.curvature.seeds import columns
-from packprop.engine.backward_pass import Observation
-from packprop.engine.chunks import Bites, default_bites
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
@@ -36,7 +36,7 @@ def same_draws(extension: Extension) -> Iterator[None]:
 
 
 def graph_of(loss: Tensor) -> Graph:
-    """What a backward pass from the loss goes through, with its samples settled."""
+    """What a backward pass from the loss goes through, with its samples located."""
     graph = walk([loss], [None], None)
     check_graph(graph)
     return graph
@@ -55,11 +55,11 @@ def observed(
         if extension in results:
             found[names.get(id(leaf), graph.name(leaf))] = results[extension]
 
-    bites = _Bites(*default_bites())
-    bites.at_once = at_once
+    chunk_sizes = _Chunks(*default_chunk_sizes())
+    chunk_sizes.at_once = at_once
     with same_draws(extension):
-        Observation(graph, [extension], False, done, bites).run(None)
-    graph.let_go(keep=False)
+        BackwardPass(graph, [extension], False, done, chunk_sizes).run(None)
+    graph.release(keep=False)
     return found
 
 
@@ -111,7 +111,7 @@ def two_passes(extension: Extension) -> bool:
     return any(row.after is not None for row in extension.rows)
 
 
-class _Bites(Bites):
+class _Chunks(ChunkSizes):
     """So many samples at once, and so many columns, or as many as fit."""
 
     at_once: tuple[int, int | None] = (1, 1)

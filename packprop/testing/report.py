@@ -93,14 +93,14 @@ class Report:
 
 
 HINTS = {
-    "one sample at a time": "take the samples of the signal from the layout and the choice that "
+    "one sample at a time": "take the samples of the cotangent from the layout and the choice that "
     "meet() gets, keep its leading axis of columns, and sum over nothing but positions",
     "the fallback": "look at the rule first: the fallback agrees with the loop over samples",
     "the fallback and the loop": "let the function give the same value whenever it is called",
     "fast statistics": "let the structure describe the whole use: fold may only rearrange entries",
-    "inputs alone": "let a structure made without a signal hold the inputs of one made with it",
+    "inputs alone": "let a structure made without a cotangent hold the inputs of one made with it",
     "saved on every parameter": "let finish() return a value wherever there are results",
-    "bites of samples": "give the row the over_n that joins parts of a batch, or whole=True",
+    "chunks of samples": "give the row the over_n that joins parts of a batch, or whole=True",
     "columns at once": "give the row the over_v that joins columns, and let the statistic do the "
     "same over its axis v",
     "overwritten": "let the statistic and finish() keep nothing, and change nothing in place",

@@ -65,7 +65,7 @@ def check_use(
             example = _example(ledger, function, make, samples)
             _require_seen(ledger, example, allow_fallback)
             for where in _ways(example):
-                _check_meetings(ledger, example, where)
+                _check_structures(ledger, example, where)
         for samples, calls in ((1, 1), (3, 1), (3, 2)):
             first = _example(ledger, function, make, samples)
             examples = [first, _example(ledger, function, make, samples, like=first)]
@@ -84,7 +84,7 @@ def _require_seen(ledger: Ledger, example: _Example, allow_fallback: bool) -> No
     host = _Host([example])
     extend(host)
     outputs = host(*host.data)
-    seen = [found.use.name for found in walk(outputs, [None] * len(outputs), None).found]
+    seen = [found.recorded.name for found in walk(outputs, [None] * len(outputs), None).uses]
     rule = RULES.get(example.function)
     spellings = {name_of(other) for other in RULES if rule is not None and RULES[other] is rule}
     if len(seen) != 1 or seen[0] not in spellings | {name}:
@@ -121,8 +121,8 @@ def _ways(example: _Example) -> Iterator[list[Layout]]:
             yield [Layout(place.axis, half, 2, major) for place in example.places]
 
 
-def _check_meetings(ledger: Ledger, example: _Example, where: list[Layout]) -> None:
-    """Every entry for random signals, against loops and the fallback."""
+def _check_structures(ledger: Ledger, example: _Example, where: list[Layout]) -> None:
+    """Every entry for random cotangents, against loops and the fallback."""
     outputs, samples = example.outputs(), where[0].samples
     chosen: list[slice | Tensor] = [slice(None)]
     if samples > 1:
@@ -131,23 +131,23 @@ def _check_meetings(ledger: Ledger, example: _Example, where: list[Layout]) -> N
     if len(outputs) > 1:
         reached += [[place == only for place in range(len(outputs))] for only in range(len(outputs))]
     for columns, here in itertools.product((1, 2), reached):
-        signals = [
+        cotangents = [
             torch.randn(columns, *output.shape).to(output) if fed else None
             for output, fed in zip(outputs, here, strict=True)
         ]
-        expected = _loop(example, signals, where)
+        expected = _loop(example, cotangents, where)
         for label, some in itertools.product(example.parameters, chosen):
             spelled = some.tolist() if isinstance(some, Tensor) else "all"
             spelled = [1] if some == slice(1, 2) else spelled
             how = f"v={columns}, {where[0]}, chosen {spelled}"
-            _check_meeting(ledger, example, label, signals, where, some, expected[label], how)
+            _check_structure(ledger, example, label, cotangents, where, some, expected[label], how)
 
 
-def _check_meeting(
+def _check_structure(
     ledger: Ledger,
     example: _Example,
     label: str,
-    signals: list[Tensor | None],
+    cotangents: list[Tensor | None],
     where: list[Layout],
     chosen: slice | Tensor,
     expected: Tensor,
@@ -155,7 +155,7 @@ def _check_meeting(
 ) -> None:
     """One parameter for some samples; ``expected`` are the rows of all of them ``[v, n, *p]``."""
     loop, entry = expected[:, chosen], example.described.get(label)
-    slow = rows(fallback(example.call, example.parameters[label]).meet(signals, where, chosen))
+    slow = rows(fallback(example.call, example.parameters[label]).structure_of(cotangents, where, chosen))
     ledger.same("the fallback and the loop", {label: slow}, {label: loop}, how)
     if entry is None:
         return
@@ -163,7 +163,7 @@ def _check_meeting(
     if axis is not None and not entry.admits(axis):
         ledger.notes.append(f"{label}: its rule refuses samples on axis {axis} of the output")
         return
-    structure = entry.meet(signals, where, chosen)
+    structure = entry.structure_of(cotangents, where, chosen)
     if structure.rows is None:
         law = "one sample at a time"
         raise ledger.failed(law, f"parameter {label!r}, {how}", "the structure has no rows")
@@ -179,16 +179,16 @@ def _check_meeting(
     for statistic, value in definitions:
         made = {label: statistic(structure)}
         ledger.same("fast statistics", made, {label: value}, f"{statistic.__name__}, {how}")
-    alone = input_gram(entry.meet([None] * len(signals), where, chosen))
+    alone = input_gram(entry.structure_of([None] * len(cotangents), where, chosen))
     beside = input_gram(structure)
     if alone is not None or beside is not None:
         ledger.same("inputs alone", {label: alone}, {label: beside}, how)
 
 
-def _loop(example: _Example, signals: Sequence[Tensor | None], where: Sequence[Layout]) -> dict[str, Tensor]:
+def _loop(example: _Example, cotangents: Sequence[Tensor | None], where: Sequence[Layout]) -> dict[str, Tensor]:
     """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
     layout, parameters = where[0], example.parameters
-    columns = next(signal.shape[0] for signal in signals if signal is not None)
+    columns = next(cotangent.shape[0] for cotangent in cotangents if cotangent is not None)
     gathered: list[list[Tensor]] = []
     for n in range(layout.samples):
         if layout.samples == example.samples:
@@ -199,15 +199,15 @@ def _loop(example: _Example, signals: Sequence[Tensor | None], where: Sequence[L
             tensors = example.some(n, layout.parts, layout.samples)
         outputs = example.outputs(tensors)
         fed = [
-            (output, place.to_front(signal, 1)[:, n].reshape(columns, *output.shape))
-            for output, signal, place in zip(outputs, signals, where, strict=True)
-            if signal is not None
+            (output, place.to_front(cotangent, 1)[:, n].reshape(columns, *output.shape))
+            for output, cotangent, place in zip(outputs, cotangents, where, strict=True)
+            if cotangent is not None
         ]
         for v in range(columns):
             gradients = torch.autograd.grad(
                 [output for output, _ in fed],
                 list(parameters.values()),
-                [signal[v] for _, signal in fed],
+                [cotangent[v] for _, cotangent in fed],
                 retain_graph=True,
                 allow_unused=True,
                 materialize_grads=True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.functions.losses.description import Root
-from packprop.tensors.dry import found_fault
+from packprop.tensors.dry import has_fault
 from packprop.tensors.precision import accumulation_dtype
 
 
@@ -89,7 +89,7 @@ def matrix_root(hessian: Tensor) -> Root:
     values, vectors = torch.linalg.eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
     tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
-    if found_fault((values < -tolerance).any()):
+    if has_fault((values < -tolerance).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "the loss function",

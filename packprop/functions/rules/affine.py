@@ -12,8 +12,8 @@ from torch import Tensor
 
 from packprop.algebra.order import fold_to
 from packprop.algebra.structures import Dense, Outer, Structure
-from packprop.functions.building import Saved, affine, choose, rowwise, scaled
-from packprop.functions.entry import Call, Entry, Samples, Signals, name_of
+from packprop.functions.building import SavedTensor, affine, rowwise, scaled, select_samples
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, name_of
 from packprop.functions.fallback import fallback
 from packprop.functions.registry import register_use
 from packprop.tensors.layout import Layout
@@ -80,25 +80,25 @@ def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
 def contraction(
     call: Call, weight: Tensor, w: str, x: Tensor, x_letters: str, y_letters: str
 ) -> list[Entry] | None:
-    """``einsum("w,x->y")`` in one parameter: its gradient is the contraction of signal and inputs."""
+    """``einsum("w,x->y")`` in one parameter: its gradient is the contraction of cotangent and inputs."""
     repeated = any(len(set(term)) < len(term) for term in (w, x_letters, y_letters))
     if repeated or set(w) - set(x_letters + y_letters) or (set(x_letters) - set(w + y_letters)):
         return None
     # the equation's letters become small ones: N and V are the sample and the column
     names = dict(zip(sorted(set(w + x_letters + y_letters)), string.ascii_lowercase, strict=False))
     w, x_letters, y_letters = ("".join(names[letter] for letter in term) for term in (w, x_letters, y_letters))
-    saved = Saved(x, name_of(call.function))
+    saved = SavedTensor(x, name_of(call.function))
 
-    def meet(signals: Signals, where: Sequence[Layout], samples: Samples) -> Structure:
-        layout, signal = where[0], signals[0]
-        if signal is None:
+    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
+        layout, cotangent = where[0], cotangents[0]
+        if cotangent is None:
             return Dense(None)
         shared = "" if layout.axis is None else y_letters[layout.axis]
         if shared in w and shared:  # each sample has entries of the parameter to itself
-            return fallback(call, weight).meet(signals, where, samples)
+            return fallback(call, weight).structure_of(cotangents, where, samples)
         inside = layout if not shared else layout._replace(axis=x_letters.index(shared))
-        inputs = choose(inside.to_front(saved()), samples)
-        moved = choose(layout.to_front(signal, 1), samples, 1)
+        inputs = select_samples(inside.to_front(saved()), samples)
+        moved = select_samples(layout.to_front(cotangent, 1), samples, 1)
         x_term, y_term = x_letters, y_letters
         if shared and layout.parts == 1:
             x_term, y_term = x_term.replace(shared, ""), y_term.replace(shared, "")
@@ -107,7 +107,7 @@ def contraction(
     def admits(axis: int) -> bool:
         return y_letters[axis] in x_letters
 
-    return [Entry(weight, "Dense", meet, weight.numel(), admits=admits, linear=True)]
+    return [Entry(weight, "Dense", structure_of, weight.numel(), admits=admits, linear=True)]
 
 
 @register_use(F.bilinear)
@@ -119,15 +119,17 @@ def _bilinear(
     fan_out, *fan_in = weight.shape
     fold = fold_to(weight.shape)
 
-    def build(signal: Tensor | None, left: Tensor, right: Tensor) -> Structure:
-        if signal is not None:
-            signal = signal.reshape(*signal.shape[:2], -1, 1, fan_out)
+    def build(cotangent: Tensor | None, left: Tensor, right: Tensor) -> Structure:
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
         products = left.reshape(left.shape[0], -1, 1, fan_in[0], 1) * right.reshape(
             right.shape[0], -1, 1, 1, fan_in[1]
         )
-        return Outer(products.flatten(-2), signal, fold)
+        return Outer(products.flatten(-2), cotangent, fold)
 
-    meet = rowwise(build, "bilinear", input1, input2)
+    structure_of = rowwise(build, "bilinear", input1, input2)
     last = len(call.shape) - 1
-    found = [Entry(weight, "Outer", meet, 2 * weight.numel(), admits=lambda axis: axis != last, linear=True)]
+    found = [
+        Entry(weight, "Outer", structure_of, 2 * weight.numel(), admits=lambda axis: axis != last, linear=True)
+    ]
     return found if bias is None else [*found, scaled(call, bias)]

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.algebra.algorithms import chosen
+from packprop.algebra.algorithms import choose_algorithm
 from packprop.algebra.kernels import grouped_gradients
 from packprop.algebra.order import fold_swapped, fold_to
 from packprop.algebra.patches import as_tuple, patch_moment, patches, transposed_patches
-from packprop.algebra.structures import Later, Outer, Structure
+from packprop.algebra.structures import LazyTensor, Outer, Structure
 from packprop.functions.building import rowwise, scaled
 from packprop.functions.entry import Call, Entry, Fans, name_of
 from packprop.functions.registry import register_use
@@ -37,7 +37,7 @@ def _convolution(
 ) -> list[Entry] | None:
     """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``, and products of that.
 
-    ``gradients`` makes those of single samples ``[1, n, *p]`` from images and signals, without unfolding.
+    ``gradients`` makes those of single samples ``[1, n, *p]`` from images and cotangents, without unfolding.
     """
     if call.consumes(x):
         return None
@@ -50,30 +50,30 @@ def _convolution(
     fans = Fans(groups, fan_in, channels // groups, unfolds=True)
     many = x.shape[-space - 1] // groups >= MANY_CHANNELS
 
-    def build(signal: Tensor | None, x: Tensor) -> Structure:
+    def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
         shape = (x.shape[0], len(images) // len(x) * positions, groups, fan_in)
         direct = None
-        if signal is not None:
-            if len(signal) == 1 and len(images) == len(x) and images.dtype == signal.dtype:
-                arrived = signal.reshape(len(x), *signal.shape[-space - 1 :])
+        if cotangent is not None:
+            if len(cotangent) == 1 and len(images) == len(x) and images.dtype == cotangent.dtype:
+                arrived = cotangent.reshape(len(x), *cotangent.shape[-space - 1 :])
                 direct = functools.partial(gradients, images, arrived)
-            signal = signal.flatten(-space).transpose(-1, -2)
-            signal = signal.reshape(*signal.shape[:2], shape[1], groups, channels // groups)
-        rows = Later(shape, lambda: unfold(images).reshape(shape))
-        by_shifts = chosen("factors", "shifts" if many else "patches", {}, None) == "shifts"
+            cotangent = cotangent.flatten(-space).transpose(-1, -2)
+            cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, channels // groups)
+        rows = LazyTensor(shape, lambda: unfold(images).reshape(shape))
+        by_shifts = choose_algorithm("factors", "shifts" if many else "patches", {}, None) == "shifts"
         made = functools.partial(moment, images) if moment is not None and by_shifts else None
-        return Outer(rows, signal, rearrange, made, direct=direct)
+        return Outer(rows, cotangent, rearrange, made, direct=direct)
 
     scratch = weight.numel() + positions * (groups * fan_in + channels)
     single = weight.numel() + positions * channels + x.shape[-space - 1 :].numel()
     alone = groups * positions * fan_in if moment is None or not many else 3 * x.shape[-space - 1 :].numel()
-    meet = rowwise(build, name_of(call.function), x)
+    structure_of = rowwise(build, name_of(call.function), x)
     found = [
         Entry(
             weight,
             "Outer",
-            meet,
+            structure_of,
             scratch,
             single=single,
             admits=lambda axis: axis == 0,
@@ -115,11 +115,11 @@ def _conv(
     def moment(x: Tensor) -> Tensor:
         return patch_moment(x, kernel, gaps, sides, groups)
 
-    def gradients(x: Tensor, signal: Tensor) -> Tensor:
+    def gradients(x: Tensor, cotangent: Tensor) -> Tensor:
         even = all(before == after for before, after in sides)
         insets = [before if even else 0 for before, _ in sides]
         x = x if even else F.pad(x, widths)
-        return grouped_gradients(x, signal, weight.shape, steps, insets, gaps, groups)
+        return grouped_gradients(x, cotangent, weight.shape, steps, insets, gaps, groups)
 
     fewer = math.prod(kernel) > 1 and set(steps) == {1}
     return _convolution(
@@ -147,10 +147,12 @@ def _conv_transpose(
     def unfold(x: Tensor) -> Tensor:
         return transposed_patches(x, kernel, steps, inset, outset, gaps, groups)
 
-    def gradients(x: Tensor, signal: Tensor) -> Tensor:  # a convolution takes the signals back to the inputs
+    def gradients(
+        x: Tensor, cotangent: Tensor
+    ) -> Tensor:  # a convolution takes the cotangents back to the inputs
         beyond = [out // step for out, step in zip(outset, steps, strict=True)]
         if any(beyond):  # where the outputs are longer than the inputs account for, it has outputs of its own
             x = F.pad(x, [width for extra in reversed(beyond) for width in (0, extra)])
-        return grouped_gradients(signal, x, weight.shape, steps, inset, gaps, groups)
+        return grouped_gradients(cotangent, x, weight.shape, steps, inset, gaps, groups)
 
     return _convolution(call, input, weight, bias, groups, fold_swapped, unfold, gradients)

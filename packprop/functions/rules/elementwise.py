@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.functions.building import Saved, scaled
+from packprop.functions.building import SavedTensor, scaled
 from packprop.functions.entry import Call, Entry
 from packprop.functions.registry import register_use
 
@@ -48,7 +48,7 @@ def _sub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry]
 def _mul(call: Call, input: Any, other: Any) -> list[Entry] | None:
     if (pair := _operand(call, input, other)) is None:
         return None
-    return [scaled(call, pair[0], Saved(pair[1], "mul"))]
+    return [scaled(call, pair[0], SavedTensor(pair[1], "mul"))]
 
 
 @register_use(torch.cat, torch.concat, torch.concatenate)
@@ -77,5 +77,5 @@ def _prelu(call: Call, input: Tensor, weight: Tensor) -> list[Entry] | None:
     form = [1] * len(call.shape)
     if weight.numel() > 1:
         form[1] = weight.numel()
-    saved = Saved(input, "prelu")
+    saved = SavedTensor(input, "prelu")
     return [scaled(call, weight, lambda: saved().clamp(max=0), aligned=form, linear=True)]

@@ -29,18 +29,20 @@ def _embedding(
 ) -> list[Entry]:
     table, width = weight.shape
 
-    def build(signal: Tensor | None, index: Tensor) -> Structure:
+    def build(cotangent: Tensor | None, index: Tensor) -> Structure:
         index = index.reshape(index.shape[0], -1)
-        if signal is not None:
-            signal = signal.reshape(*signal.shape[:2], -1, width)
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, width)
             if padding_idx is not None:
-                signal = signal * (index != padding_idx % table)[None, :, :, None]
-        return Lookup(index, signal, table, accumulation_dtype(weight.dtype))
+                cotangent = cotangent * (index != padding_idx % table)[None, :, :, None]
+        return Lookup(index, cotangent, table, accumulation_dtype(weight.dtype))
 
     refusal = _refusal(max_norm, scale_grad_by_freq)
-    meet = rowwise(build, "embedding", input)
+    structure_of = rowwise(build, "embedding", input)
     last = len(call.shape) - 1
-    return [Entry(weight, "Lookup", meet, weight.numel(), refusal, lambda axis: axis != last, linear=True)]
+    return [
+        Entry(weight, "Lookup", structure_of, weight.numel(), refusal, lambda axis: axis != last, linear=True)
+    ]
 
 
 @register_use(F.embedding_bag)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.functions.building import Saved, scaled
+from packprop.functions.building import SavedTensor, scaled
 from packprop.functions.entry import Call, Entry
 from packprop.functions.registry import register_use
 
@@ -43,7 +43,7 @@ def _batch_norm(
 ) -> list[Entry] | None:
     if training or running_mean is None or running_var is None:
         return None  # refused when the pass is walked: it mixes samples
-    x, mean, var = (Saved(t, "batch_norm") for t in (input, running_mean, running_var))
+    x, mean, var = (SavedTensor(t, "batch_norm") for t in (input, running_mean, running_var))
 
     def normalise() -> Tensor:
         return F.batch_norm(x(), mean(), var(), eps=eps)
@@ -61,7 +61,7 @@ def _layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> list[Entry]:
-    x = Saved(input, "layer_norm")
+    x = SavedTensor(input, "layer_norm")
     shape = list(normalized_shape)
     return _normalised(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), False)
 
@@ -74,7 +74,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> list[Entry]:
-    x = Saved(input, "rms_norm")
+    x = SavedTensor(input, "rms_norm")
     shape = list(normalized_shape)
     return _normalised(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), False)
 
@@ -89,7 +89,7 @@ def _group_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> list[Entry]:
-    x = Saved(input, "group_norm")
+    x = SavedTensor(input, "group_norm")
     return _normalised(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), True)
 
 
@@ -105,9 +105,9 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> list[Entry]:
-    x = Saved(input, "instance_norm")
+    x = SavedTensor(input, "instance_norm")
     given = (running_mean, running_var) if not use_input_stats else (None, None)
-    means = [None if t is None else Saved(t, "instance_norm") for t in given]
+    means = [None if t is None else SavedTensor(t, "instance_norm") for t in given]
 
     def normalise() -> Tensor:
         mean, var = (None if t is None else t() for t in means)

@@ -11,12 +11,12 @@ sample norms:     ``|g_n|``; their median and 95th percentile over n.
 signal to noise:  ``|g|^2 / tr S``, with ``S = 1/N sum_n (g_n - g)(g_n - g)^T`` the covariance of
                   per-sample gradients. Its inverse is the simple noise scale of McCandlish et al.
                   (2018, arXiv:1812.06162): the batch size at which the noise of a batch's gradient
-                  is as large as its signal. Where N samples stand for a larger population, values
+                  is as large as its cotangent. Where N samples stand for a larger population, values
                   near 1/N cannot be told from zero.
 GGN trace:        ``tr 1/N sum_n J_n^T H_n J_n``, the trace of the layer's block of the generalized
                   Gauss-Newton matrix (Schraudolph 2002) of ``L``: exact from every column of a root
                   of ``H_n``, Monte Carlo from targets drawn from the model.
-condition:        of the Kronecker factors A (second moment of inputs) and B (of signals) of KFAC:
+condition:        of the Kronecker factors A (second moment of inputs) and B (of cotangents) of KFAC:
                   largest over smallest eigenvalue, among those above rounding error; their number
                   is the rank. A matrix of rank below its size is singular. The threshold is
                   ``largest * epsilon * (size + 2 sqrt(terms))``: ``size`` as for any matrix (Golub
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.factors import input_gram, signal_gram
+from packprop.algebra.factors import cotangent_gram, input_gram
 from packprop.algebra.monoid import CAT, MOMENTS, Moments
 from packprop.algebra.statistics import moments, sq_norm
 from packprop.algebra.structures import Dense, Lookup, Structure, rows
@@ -91,15 +91,15 @@ class _BoundedKFAC(KFAC):
     def rows(self) -> tuple[Row, ...]:
         seed = super().rows[0].seed
 
-        def signals(structure: Structure) -> Tensor:
+        def cotangents(structure: Structure) -> Tensor:
             if isinstance(structure, Dense):
                 form = rows(structure).shape[2:]
             else:
-                assert structure.signal is not None
-                form = structure.signal.shape[3:]
+                assert structure.cotangent is not None
+                form = structure.cotangent.shape[3:]
             if math.prod(form) > self.largest:
                 return torch.empty(0, math.prod(form))
-            return signal_gram(structure, self.approximation)
+            return cotangent_gram(structure, self.approximation)
 
         def inputs(structure: Structure) -> Tensor | None:
             if isinstance(structure, Dense):
@@ -109,4 +109,4 @@ class _BoundedKFAC(KFAC):
                 return torch.empty(0, size)
             return input_gram(structure, self.approximation)
 
-        return (Row(seed, signals), Row(INPUTS, inputs, degree=0))
+        return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))

@@ -20,7 +20,7 @@ from packprop import BadInput, PackpropError, PackpropWarning, Profile
 from packprop.reports.profile import profile
 from packprop.reports.profile.assembly import TOTAL
 from packprop.reports.profile.files import check_folder
-from packprop.reports.profile.layers import Layer, Spectrum, _spectrum
+from packprop.reports.profile.layers import Layer, Spectrum, spectrum_of
 from packprop.reports.profile.table import _number
 
 SIZE = 12
@@ -323,19 +323,19 @@ def test_not_a_number_is_shown_and_saved_as_null(tmp_path: Path) -> None:
 
 
 def test_spectrum_of_known_matrices() -> None:
-    whole, values = _spectrum(torch.diag(torch.tensor([4.0, 1.0, 2.0])), 1)
+    whole, values = spectrum_of(torch.diag(torch.tensor([4.0, 1.0, 2.0])), 1)
     assert whole == Spectrum(3, True, 3, 4.0, 1.0, 4.0)
     assert values is not None
     assert values.tolist() == [1.0, 2.0, 4.0]
     vector = torch.tensor([1.0, 2.0, 3.0])
-    singular, _ = _spectrum(torch.outer(vector, vector), 1)
+    singular, _ = spectrum_of(torch.outer(vector, vector), 1)
     assert (singular.rank, singular.condition) == (1, 1.0)
-    assert _spectrum(torch.zeros(2, 2), 1)[0] == Spectrum(2, rank=0)
-    assert _spectrum(torch.full((2, 2), math.inf), 1)[0] == Spectrum(2)
+    assert spectrum_of(torch.zeros(2, 2), 1)[0] == Spectrum(2, rank=0)
+    assert spectrum_of(torch.full((2, 2), math.inf), 1)[0] == Spectrum(2)
     # what float32 cannot tell from zero, float64 can
     nearly = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64))
-    assert _spectrum(nearly, 1)[0].rank == 2
-    assert _spectrum(nearly.float(), 1)[0].rank == 1
+    assert spectrum_of(nearly, 1)[0].rank == 2
+    assert spectrum_of(nearly.float(), 1)[0].rank == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -71,12 +71,12 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
-        return _to_parameter(structure, total)
+        return to_parameter(structure, total)
     squares = structure.cotangent.squeeze(2).square().sum(0)
-    return structure.fold(_summed_products(squares, structure.x.squeeze(1).square()))
+    return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
 
 
-def _summed_products(left: Tensor, right: Tensor) -> Tensor:
+def summed_products(left: Tensor, right: Tensor) -> Tensor:
     """``[n, g, o]`` times ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
     return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
 
@@ -118,7 +118,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
     cotangent = structure.cotangent
     assert cotangent is not None
     _, samples, positions, groups, fan_out = cotangent.shape
-    wide = _wider(cotangent.dtype, device_kind(cotangent))
+    wide = wider_dtype(cotangent.dtype, device_kind(cotangent))
     if positions != 1 or structure.formed or wide is None or torch.is_grad_enabled():
         return None
     left, right = cotangent[0, :, 0].permute(1, 2, 0), structure.x[:, 0].transpose(0, 1).to(wide)
@@ -133,7 +133,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
     return Moments(samples, structure.fold(mean), structure.fold(deviation))
 
 
-def _wider(dtype: torch.dtype, device: str) -> torch.dtype | None:
+def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
     """A precision with twice the digits, where there is one."""
     return torch.float64 if dtype == torch.float32 and device != "mps" else None
 
@@ -167,6 +167,6 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     return (products * same).sum((1, 2))
 
 
-def _to_parameter(structure: Outer, matrix: Tensor) -> Tensor:
+def to_parameter(structure: Outer, matrix: Tensor) -> Tensor:
     """``[o, i] -> [*p]``."""
     return structure.fold(matrix.unsqueeze(-3))

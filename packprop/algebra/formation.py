@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from packprop.algebra.cells import _wider, norms_by_products
+from packprop.algebra.cells import norms_by_products, wider_dtype
 from packprop.algebra.factors import cotangent_gram, input_gram, input_sum, rotated_sum_sq
 from packprop.algebra.kernels import (
     Extents,
@@ -56,7 +56,7 @@ def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
     """
     plain = getattr(statistic, "func", statistic)
     if plain is moments:
-        return _wider(accumulation_dtype(like.dtype), device_kind(like)) is not None
+        return wider_dtype(accumulation_dtype(like.dtype), device_kind(like)) is not None
     return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
 
 

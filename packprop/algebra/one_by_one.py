@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.cells import _to_parameter
+from packprop.algebra.cells import to_parameter
 from packprop.algebra.formation import forms_rows
 from packprop.algebra.kernels import (
     Extents,
@@ -101,13 +101,13 @@ def _tally_rows(structure: Outer) -> Tally:
 @_tally_of(summed_grad)
 def _tally_sum(structure: Outer) -> Tally:
     total = _zeros(structure)
-    return lambda gradient, count: total.add_(gradient), lambda: _to_parameter(structure, total)
+    return lambda gradient, count: total.add_(gradient), lambda: to_parameter(structure, total)
 
 
 @_tally_of(sum_sq)
 def _tally_squares(structure: Outer) -> Tally:
     total = _zeros(structure)
-    return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: _to_parameter(structure, total)
+    return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: to_parameter(structure, total)
 
 
 @_tally_of(sq_norm)
@@ -131,4 +131,4 @@ def _tally_moments(structure: Outer) -> Tally:
         mean.add_(shift, alpha=1 / count)
         deviation.addcmul_(shift, shift, value=1 - 1 / count)
 
-    return add, lambda: Moments(samples, _to_parameter(structure, mean), _to_parameter(structure, deviation))
+    return add, lambda: Moments(samples, to_parameter(structure, mean), to_parameter(structure, deviation))

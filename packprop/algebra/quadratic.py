@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packprop.algebra.cells import _summed_products
+from packprop.algebra.cells import summed_products
 from packprop.algebra.structures import (
     Outer,
     Product,
@@ -14,20 +14,21 @@ from packprop.algebra.structures import (
 )
 
 
-def _row_sum(structure: Structure) -> Tensor:
+def row_sum(structure: Structure) -> Tensor:
     """Rows summed over columns and samples, which an affine use need not form ``[*p]``."""
     if isinstance(structure, Outer) and structure.cotangent is not None:
         return structure.fold(torch.einsum("vnsgo,nsgi->goi", structure.cotangent, structure.x))
     return rows(structure).sum((0, 1))
 
 
-def _product_sum(structure: Product) -> Tensor:
+def product_sum(structure: Product) -> Tensor:
+    """Products of rows, summed over columns and samples ``[*p]``."""
     cotangents = _cotangent_products(structure)
     if cotangents is None:
         return _row_product_sum(structure)
     outer = structure.left
     assert isinstance(outer, Outer)
-    return outer.fold(_summed_products(cotangents, outer.x.squeeze(1).square()))
+    return outer.fold(summed_products(cotangents, outer.x.squeeze(1).square()))
 
 
 def _row_product_sum(structure: Product) -> Tensor:
@@ -38,7 +39,8 @@ def _row_product_sum(structure: Product) -> Tensor:
     return (weights.reshape(1, -1) @ squares).reshape(left.shape[2:])
 
 
-def _product_batch_sum(structure: Product) -> Tensor:
+def product_batch_sum(structure: Product) -> Tensor:
+    """Products of rows, summed over columns ``[n, *p]``."""
     cotangents = _cotangent_products(structure)
     if cotangents is None:
         return structure.products.sum(0)

@@ -19,7 +19,7 @@ from packprop.algebra.kernels import (
     sum_of_squares,
 )
 from packprop.algebra.monoid import Moments
-from packprop.algebra.quadratic import _product_batch_sum, _product_sum, _row_sum
+from packprop.algebra.quadratic import product_batch_sum, product_sum, row_sum
 from packprop.algebra.structures import (
     Diagonal,
     Outer,
@@ -56,9 +56,9 @@ def summed_grad(structure: Structure) -> Tensor:
 def sum_sq(structure: Quadratic) -> Tensor:
     """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
     if isinstance(structure, Diagonal):
-        return _row_sum(structure.source)
+        return row_sum(structure.source)
     if isinstance(structure, Product):
-        return _product_sum(structure)
+        return product_sum(structure)
     fast = _fast("sum_sq", structure)
     return sum_of_squares(rows(structure).flatten(0, 1)) if fast is None else fast
 
@@ -68,7 +68,7 @@ def batch_sq(structure: Quadratic) -> Tensor:
     if isinstance(structure, Diagonal):
         return rows(structure.source)[0]
     if isinstance(structure, Product):
-        return _product_batch_sum(structure)
+        return product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
     return rows(structure).square().sum(0) if fast is None else fast
 

@@ -14,17 +14,17 @@ from packprop.graph.graph import EAGER, Graph, ReachedUse
 def dependence(graph: Graph) -> dict[Node, int]:
     """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
     found = {f: 1 << place for place, f in enumerate(graph.uses)}
-    return _masks([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
+    return upstream_bits([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
 
 
-def _masks(starts: Sequence[Node], found: dict[ReachedUse, int]) -> dict[Node, int]:
+def upstream_bits(starts: Sequence[Node], found: dict[ReachedUse, int]) -> dict[Node, int]:
     """Bits of the uses that lie upstream of each node, itself included."""
     own: dict[Node, int] = {}
     for f, bit in found.items():
         for node, _ in f.nodes.values():
             own[node] = own.get(node, 0) | bit
     masks: dict[Node, int] = {}
-    for node in _upstream_first(starts):
+    for node in upstream_first(starts):
         if node.name() == EAGER:
             raise PackpropError(
                 ASKED,
@@ -39,7 +39,7 @@ def _masks(starts: Sequence[Node], found: dict[ReachedUse, int]) -> dict[Node, i
     return masks
 
 
-def _upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
+def upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
     """Every node once, after all those that it leads to."""
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(start, False) for start in starts]

@@ -66,7 +66,7 @@ def generic_root(
 ) -> Root:
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
-    outputs, value = _evaluated(function, args, kwargs, arriving)
+    outputs, value = evaluated_again(function, args, kwargs, arriving)
     _require_twice(function, value)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
@@ -106,7 +106,7 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
     call = loss.call
     with torch.no_grad():
         arriving = loss_factor(graph, loss)
-        outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+        outputs, value = evaluated_again(call.function, call.args, call.kwargs, arriving)
     _require_twice(call.function, value)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
@@ -132,7 +132,7 @@ def _require_twice(function: Callable[..., Any], value: Tensor) -> None:
             )
 
 
-def _evaluated(
+def evaluated_again(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss evaluated again by itself: its input, and its share in the root as a function of that."""

@@ -14,7 +14,7 @@ from packprop.curvature.columns import Columns, unit_columns
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.routes import Nonlinearity, Routes, subset_of
 from packprop.curvature.second_order import differentiating_twice, gradients_at
-from packprop.curvature.shared_rows import SharedRows, _shared_rows
+from packprop.curvature.shared_rows import SharedRows, shared_rows_below
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
@@ -54,7 +54,7 @@ def nonlinearity_terms(
             [f for f in found if routes.bits[f] & nonlinearity.upstream and f not in here], routes
         )
         if reached:
-            start = _shared_rows(graph, nonlinearity, layout, reached, routes.masks, create_graph)
+            start = shared_rows_below(graph, nonlinearity, layout, reached, routes.masks, create_graph)
             yield CurvatureTerm(_unit_columns(weight, layout, start or nonlinearity.input), reached)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.curvature.dependence import _masks, _upstream_first, dependence
+from packprop.curvature.dependence import dependence, upstream_bits, upstream_first
 from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
 from packprop.errors import PackpropError
 from packprop.functions.nodes import is_wrong_in_third_order, kind_of
@@ -210,7 +210,7 @@ def _nonlinearities(
     bad = 0
     nonlinearities: list[Nonlinearity] = []
     products: set[tuple[int, ...]] = set()
-    for node in _upstream_first(starts):
+    for node in upstream_first(starts):
         edges = node.next_functions
         factors = [(place, masks[up]) for place, (up, _) in enumerate(edges) if up is not None and masks[up]]
         if not factors:
@@ -272,7 +272,9 @@ def subset_of(found: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
 
 
 def _ends(found: Sequence[ReachedUse], routes: Routes) -> set[ReachedUse]:
-    masks = _masks([node for f in found for node, _ in f.nodes.values()], {f: routes.bits[f] for f in found})
+    masks = upstream_bits(
+        [node for f in found for node, _ in f.nodes.values()], {f: routes.bits[f] for f in found}
+    )
     ends = set()
     for f in found:
         above = 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns, unit_columns
-from packprop.curvature.generic_loss import _evaluated, generic_root, loss_factor
+from packprop.curvature.generic_loss import evaluated_again, generic_root, loss_factor
 from packprop.errors import BadInput, PackpropError
 from packprop.functions.losses.description import (
     Loss,
@@ -168,7 +168,7 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, arriving: Tensor) -> Column
             "it is not known what its terms are divided by, so its gradients have no known scale",
             "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
         )
-    outputs, value = _evaluated(call.function, call.args, call.kwargs, arriving)
+    outputs, value = evaluated_again(call.function, call.args, call.kwargs, arriving)
     (slope,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
     front = canonical(slope, layout, axis)
     scale = _scale(rule, loss, arriving, front)

@@ -94,7 +94,7 @@ def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -
     return len(kept) > 0 and layout.axis in (None, *kept)
 
 
-def _shared_rows(
+def shared_rows_below(
     graph: Graph,
     nonlinearity: Nonlinearity,
     layout: Layout,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packprop.context import check_extensions
 from packprop.dataset.batches import Batches, Data
 from packprop.dataset.result import Result
-from packprop.dataset.state import _State
+from packprop.dataset.state import MergedResults
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError, PackpropWarning
@@ -97,7 +97,7 @@ def compute(
     batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    state = _State(chosen)
+    state = MergedResults(chosen)
     kept = [module for module in model.modules() if is_extended(module)]
     borrowed = [module for module in model.modules() if not is_extended(module)]
     chunk_sizes = _SizesByBatch(lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, where))
@@ -140,7 +140,7 @@ class _SizesByBatch:
 
 
 def _add_batch(
-    state: _State,
+    state: MergedResults,
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     batch: tuple[Any, Any],

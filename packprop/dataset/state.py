@@ -18,7 +18,7 @@ from packprop.types import Extension
 
 
 @dataclass
-class _State:
+class MergedResults:
     """Merged partial results of the batches so far, as if the loss were a sum over terms."""
 
     extensions: Sequence[Extension]
@@ -56,6 +56,7 @@ class _State:
                 )
 
     def add(self, name: str, samples: int, terms: float, results: dict[Extension, list[Any]]) -> None:
+        """Merge the results of one parameter and one batch, whose loss was divided by ``terms``."""
         if results:
             self.reached[name] = self.reached.get(name, 0) + samples
         for place, extension in enumerate(self.extensions):
@@ -70,6 +71,7 @@ class _State:
                 self.partial[key] = partial if before is None else row.over_n.merge(before, partial)
 
     def result(self) -> Result:
+        """Values of the loss over all samples so far."""
         values: dict[str, dict[str, Value]] = {}
         scale = 1 / self.terms if self.terms else math.nan
         names = list(dict.fromkeys(name for _, _, name in self.partial))

@@ -21,7 +21,8 @@ from packprop.recording.reentrant import refused
 from packprop.tensors.layout import Layout
 
 
-def _require_alive(graph: Graph) -> None:
+def require_alive(graph: Graph) -> None:
+    """Raise if an earlier pass has freed the graph, or if a layer mixes the samples."""
     if any(found.recorded.entries is None for found in graph.uses) or any(
         loss.call.released for loss in graph.losses
     ):
@@ -40,7 +41,7 @@ def _require_alive(graph: Graph) -> None:
         )
 
 
-def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
+def find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
     """Parameters that are used between a loss and the root: in terms that no sample enters."""
     after: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
@@ -54,7 +55,7 @@ def _find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[N
             graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
 
 
-def _find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
+def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
     """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
     if not consumed:  # the rule, and then it need not be known what modules own
         return
@@ -70,7 +71,7 @@ def _find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Seq
     ]
 
 
-def _above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]) -> set[Node]:
+def above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]) -> set[Node]:
     """Nodes that a path from the roots reaches without passing a recorded loss."""
     losses = {loss.node for loss in graph.losses}
     stack = [node for node in starts if node not in losses]
@@ -83,7 +84,7 @@ def _above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Nod
     return seen
 
 
-def _adopt_missing(graph: Graph, above: set[Node], found: dict[RecordedUse, ReachedUse]) -> None:
+def adopt_missing(graph: Graph, above: set[Node], found: dict[RecordedUse, ReachedUse]) -> None:
     """Take a node that no torch function made for a use: the fallback, by pulling back through it alone.
 
     Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.entry import Entry
 from packprop.graph.site import Site
-from packprop.graph.traversal import _depth_first, _next
+from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.inputs import without_inputs
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.recording.reentrant import Rerun, refused, run_again
@@ -251,7 +251,7 @@ class Graph:
         roots = [root.grad_fn for root in self.roots if root.grad_fn is not None]
         reached: set[Node] = set()
         upstream: dict[Node, list[Node]] = {}
-        for node, done in _depth_first(roots, _next, upstream):
+        for node, done in depth_first(roots, upstream_of, upstream):
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf

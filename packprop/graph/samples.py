@@ -12,7 +12,7 @@ from torch import nn
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.separation import _admitted, _probe, _Source, _sources
+from packprop.graph.separation import ModelOutput, is_admitted, model_outputs, probe
 from packprop.graph.sweep import sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -77,7 +77,7 @@ def copy_verdicts(copy: nn.Module, original: nn.Module) -> None:
 
 def _assumed(graph: Graph) -> _Verdict:
     """Where the samples are if they are where they usually are: nothing can be fed in without data."""
-    sources = _sources(graph)
+    sources = model_outputs(graph)
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
     samples, leading = next(iter(_sample_counts(graph, sources)))
@@ -85,7 +85,7 @@ def _assumed(graph: Graph) -> _Verdict:
     uses = []
     for found in graph.uses:
         layouts = [
-            [layout for layout in possible_layouts(shape, samples) if _admitted(found, layout)]
+            [layout for layout in possible_layouts(shape, samples) if is_admitted(found, layout)]
             for shape in found.recorded.shapes
         ]
         if not all(layouts):
@@ -96,13 +96,13 @@ def _assumed(graph: Graph) -> _Verdict:
 
 def _sweep_once(graph: Graph) -> None:
     """What finding the samples would take: one of its sweeps."""
-    sources = _sources(graph)
+    sources = model_outputs(graph)
     seeds = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
     sweep([source.edge for source in sources], seeds, graph.uses, lambda *_: None, inputs=False)
 
 
 def _find(graph: Graph) -> _Verdict:
-    sources = _sources(graph)
+    sources = model_outputs(graph)
     if not sources or any(source.samples == 0 for source in sources):
         _raise_empty(graph, sources)
     failed: ReachedUse | None = None
@@ -112,7 +112,7 @@ def _find(graph: Graph) -> _Verdict:
             chosen = [layout[min(choice, len(layout) - 1)] for layout in layouts if layout]
             if len(chosen) < len(layouts):
                 break
-            found, failure, telling = _probe(graph, sources, chosen, samples)
+            found, failure, telling = probe(graph, sources, chosen, samples)
             if found is not None:
                 return _Verdict(samples, chosen, found, telling)
             failed = failed or failure
@@ -122,7 +122,7 @@ def _find(graph: Graph) -> _Verdict:
     raise _mixed(graph, failed)
 
 
-def _layouts_of(source: _Source, samples: int, leading: bool) -> list[Layout]:
+def _layouts_of(source: ModelOutput, samples: int, leading: bool) -> list[Layout]:
     """How the model's output may hold the samples.
 
     Where they lead the model's inputs they lead its output: any other way would take positions for samples.
@@ -138,7 +138,7 @@ def _layouts_of(source: _Source, samples: int, leading: bool) -> list[Layout]:
     return sorted(layouts, key=lambda layout: layout.axis == 0 and layout.parts > 1 and layout.major)
 
 
-def _sample_counts(graph: Graph, sources: Sequence[_Source]) -> list[tuple[int, bool]]:
+def _sample_counts(graph: Graph, sources: Sequence[ModelOutput]) -> list[tuple[int, bool]]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
     Each with whether it is the extent of a leading axis.
@@ -194,7 +194,7 @@ def _mixed(graph: Graph, failed: ReachedUse) -> PackpropError:
     )
 
 
-def _raise_empty(graph: Graph, sources: Sequence[_Source]) -> None:
+def _raise_empty(graph: Graph, sources: Sequence[ModelOutput]) -> None:
     if sources:
         raise PackpropError(
             "Quantities of single samples were asked for.",

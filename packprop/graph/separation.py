@@ -32,7 +32,7 @@ from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
-class _Source:
+class ModelOutput:
     """An output of the model that samples are fed in at."""
 
     edge: GradientEdge
@@ -48,7 +48,8 @@ class _Source:
         return len(self.shape) == 1 and self.class_axis == 0
 
 
-def _sources(graph: Graph) -> list[_Source]:
+def model_outputs(graph: Graph) -> list[ModelOutput]:
+    """Where samples can be fed in: at the inputs of the losses, or without these at outputs of the model."""
     if graph.losses:
         found = []
         for loss in graph.losses:
@@ -56,18 +57,18 @@ def _sources(graph: Graph) -> list[_Source]:
             given = call.input
             axis = describe(call.function, call.args, call.kwargs).class_axis
             count = number_of_samples(call.function, call.args, call.kwargs)
-            found.append(_Source(call.edge, given.shape, count, axis, given.dtype, given.device))
+            found.append(ModelOutput(call.edge, given.shape, count, axis, given.dtype, given.device))
         return found
     leaf = graph.leaves()[0]
     return [
-        _Source(edge, shape, shape[0] if shape else 0, None, leaf.dtype, leaf.device)
+        ModelOutput(edge, shape, shape[0] if shape else 0, None, leaf.dtype, leaf.device)
         for edge, forward, shape in graph.outputs
         if forward.has_parameters
     ]
 
 
-def _probe(
-    graph: Graph, sources: Sequence[_Source], chosen: Sequence[Layout], samples: int
+def probe(
+    graph: Graph, sources: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
 ) -> tuple[list[list[Layout]] | None, ReachedUse | None, bool]:
     """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes.
 
@@ -77,7 +78,7 @@ def _probe(
         return [[Layout(None, 1)] * len(f.recorded.shapes) for f in graph.uses], None, True
     fitting = {
         f: [
-            [layout for layout in possible_layouts(shape, samples) if _admitted(f, layout)]
+            [layout for layout in possible_layouts(shape, samples) if is_admitted(f, layout)]
             for shape in f.recorded.shapes
         ]
         for f in graph.uses
@@ -172,7 +173,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             own[place] = usual[0]
     elif found:
         unknown = replace(graph, uses=list(found.values()))
-        layouts, failed, _ = _probe(unknown, _sources(graph), graph.fed, graph.samples)
+        layouts, failed, _ = probe(unknown, model_outputs(graph), graph.fed, graph.samples)
         if layouts is None:
             return next(place for place, f in found.items() if f is failed)
         for place, (layout,) in zip(found, layouts, strict=True):
@@ -180,7 +181,8 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
     return [layout for layout in own if layout is not None]
 
 
-def _admitted(found: ReachedUse, layout: Layout) -> bool:
+def is_admitted(found: ReachedUse, layout: Layout) -> bool:
+    """Whether the entries of a use allow the samples to be there."""
     return layout.axis is None or all(site.entry.admits(layout.axis) for site in found.sites)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.autograd.graph import Node
 
 
-def _depth_first(
+def depth_first(
     starts: Iterable[Node], upstream: Callable[[Node], list[Node]], stepped: dict[Node, list[Node]]
 ) -> Iterator[tuple[Node, bool]]:
     """Each node on the way down (``False``) and again when all upstream of it is done (``True``).
@@ -39,7 +39,7 @@ def _depth_first(
                 yield child, False
 
 
-def _next(node: Node) -> list[Node]:
+def upstream_of(node: Node) -> list[Node]:
     """A node's upstream neighbours."""
     return [upstream for upstream, _ in node.next_functions if upstream is not None]
 

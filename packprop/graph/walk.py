@@ -14,15 +14,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import (
-    _above_losses,
-    _adopt_missing,
-    _find_after_loss,
-    _find_missing,
-    _require_alive,
+    above_losses,
+    adopt_missing,
+    find_after_loss,
+    find_missing,
+    require_alive,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.site import Site
-from packprop.graph.traversal import _depth_first, _next
+from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
 
@@ -48,7 +48,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     order: list[Node] = []
     consumed: list[tuple[Tensor, Node]] = []
 
-    for node, done in _depth_first(starts, lambda node: _over_uses(node, found), stepped):
+    for node, done in depth_first(starts, lambda node: _over_uses(node, found), stepped):
         if done:
             order.append(node)
             continue
@@ -76,14 +76,14 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     found = _look_inside(graph, found, places, stepped)
     names += [f.recorded.name for checkpoint in graph.checkpoints for f in checkpoint.uses]
     graph.uses = list(found.values())
-    _require_alive(graph)
+    require_alive(graph)
     _find_sites(graph, wanted)
-    _find_missing(graph, consumed, wanted)
-    above = _above_losses(graph, starts, stepped)
-    _adopt_missing(graph, above, found)
+    find_missing(graph, consumed, wanted)
+    above = above_losses(graph, starts, stepped)
+    adopt_missing(graph, above, found)
     graph.without_loss = [graph.label(f) for f in graph.uses if any(node in above for node in f.anchors)]
     _find_first(order, stepped, found)
-    _find_after_loss(graph, order, stepped)
+    find_after_loss(graph, order, stepped)
     shapes = tuple((f.recorded.name, tuple(f.recorded.shapes)) for f in graph.uses)
     kinds = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
     sizes = tuple(size for forward in graph.forwards for size in forward.sizes)
@@ -118,7 +118,7 @@ def _over_uses(node: Node, found: dict[RecordedUse, ReachedUse]) -> list[Node]:
     """A node's upstream neighbours, stepping over uses, which are noted."""
     marks = marks_of(node).get(USE)
     if marks is None:
-        return _next(node)
+        return upstream_of(node)
     neighbours = []
     for use, index, output in marks:
         found.setdefault(use, ReachedUse(use)).nodes[index] = (node, output)

@@ -30,7 +30,7 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph, copy_verdicts
 from packprop.graph.walk import walk
 from packprop.memory.live import LiveBytes, storage_key
-from packprop.memory.plan import ASKED, Line, Plan, Step, _leaves, _options, _shapes
+from packprop.memory.plan import ASKED, Line, Plan, Step, leaf_shapes, options_of, use_shapes
 from packprop.tensors.dry import TensorSpec, dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.types import Extension
@@ -57,7 +57,7 @@ class _Peak(NamedTuple):
         return _Peak(self.size + size, parts, items[:LARGEST])
 
 
-class _DryRun:
+class DryRun:
     """One step without data: see NOTE [Dry runs]."""
 
     def __init__(
@@ -92,7 +92,7 @@ class _DryRun:
         with ExitStack() as stack:
             stack.enter_context(dry_run(self._device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            self._copied = _copied(self._model, lambda value: _made(value, self._place))
+            self._copied = copy_without_data(self._model, lambda value: _made(value, self._place))
             copy_verdicts(self._copied, self._model)
             stack.enter_context(self._counted)
             stack.enter_context(torch.enable_grad())
@@ -124,7 +124,7 @@ class _DryRun:
 
             self._pass.run(backward if gradients else None)
             rest = self._part()
-            shapes, leaves = _shapes(graph), _leaves(graph)
+            shapes, leaves = use_shapes(graph), leaf_shapes(graph)
         peaks = [forward, found, *self._before, rest]
         if gradients and not self._freed:
             left = sum(self._counted.sizes.get(key, 0) for key in self._attached)
@@ -149,7 +149,7 @@ class _DryRun:
             self._accumulated,
             shapes,
             leaves,
-            tuple(map(_options, self._extensions)),
+            tuple(map(options_of, self._extensions)),
         )
 
     def _forward(self, step: Step) -> Tensor:
@@ -271,7 +271,7 @@ def _algorithm(structure: Quadratic) -> str:
     return f"gradients by {'groups' if structure.by_groups else 'products'}"
 
 
-def _copied(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
+def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
     """A copy of a module whose tensors have no data."""
     memo: dict[int, Any] = {}
     for module in model.modules():

@@ -102,7 +102,7 @@ class Plan:
         Raises:
             BadInput: With the first difference.
         """
-        theirs = _shapes(graph)
+        theirs = use_shapes(graph)
         names = tuple(extension.name for extension in extensions)
         device = next((leaf.device.type for leaf in graph.leaves()), self.device)
         difference = None
@@ -129,7 +129,7 @@ class Plan:
                 "make a plan for this one, or give the budget itself: backpack(..., memory='600MiB')",
             )
 
-        if not self.accumulated and _gradients_are_there(graph.leaves()):
+        if not self.accumulated and gradients_are_there(graph.leaves()):
             warnings.warn(
                 "Gradients of an earlier pass are there, and the plan counts on none: the peak may be higher "
                 "by their size. Call zero_grad() before the step, or make the plan with accumulated=True.",
@@ -141,7 +141,7 @@ class Plan:
         for extension, planned in zip(extensions, map(dict, self.options), strict=True):
             if not is_dataclass(extension):
                 continue  # it may keep what it has seen
-            for name, value in _options(extension):
+            for name, value in options_of(extension):
                 if planned.get(name, value) != value:
                     return f"{extension.name} with {name} {value}; planned was {planned[name]}"
         return None
@@ -178,15 +178,17 @@ class Plan:
         return table
 
 
-def _shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Uses and the shapes of their outputs, by which a pass is known again."""
     return tuple((found.recorded.name, tuple(shape)) for found in graph.uses for shape in found.recorded.shapes)
 
 
-def _leaves(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and precisions of the parameters, likewise."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
 
 
-def _options(extension: Extension) -> tuple[tuple[str, str], ...]:
+def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
     """What changes what is taken: not a source of draws, and of chosen samples how many there are."""
     return tuple(
         (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
@@ -195,7 +197,7 @@ def _options(extension: Extension) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _gradients_are_there(leaves: Iterable[Tensor]) -> bool:
+def gradients_are_there(leaves: Iterable[Tensor]) -> bool:
     """Whether a pass adds to gradients of an earlier one."""
     return any(leaf.grad is not None for leaf in leaves)
 

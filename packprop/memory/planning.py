@@ -16,9 +16,9 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
-from packprop.memory.dry_run import _copied
-from packprop.memory.plan import Plan, _gradients_are_there, _leaves, _options
-from packprop.memory.search import _choose, budget_of
+from packprop.memory.dry_run import copy_without_data
+from packprop.memory.plan import Plan, gradients_are_there, leaf_shapes, options_of
+from packprop.memory.search import budget_of, choose_plan
 from packprop.recording.switch import extend, record
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -69,13 +69,13 @@ def plan(
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
-        judge = _copied(loss, fake) if isinstance(loss, nn.Module) else loss
+        judge = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
         with record():
             if isinstance(given, dict):
                 return judge(copied(**given), target)
             return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
 
-    return _choose(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
+    return choose_plan(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
 
 
 def chunk_sizes_over_data(
@@ -91,7 +91,7 @@ def chunk_sizes_over_data(
     if budget is None:
         keep_freed_pages()
         return default_chunk_sizes(torch.device(device))
-    there = _gradients_are_there(model.parameters())
+    there = gradients_are_there(model.parameters())
     one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
     if one.peak + one.results <= budget:
         return one.chunk_sizes
@@ -140,9 +140,9 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
     between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
     left = None if budget is None else max(1, budget - between)
-    there = _gradients_are_there(graph.leaves())
+    there = gradients_are_there(graph.leaves())
     where = graph.leaves()[0].device
-    chosen = _choose(model, step, tuple(extensions), left, where, True, accumulated=there)
+    chosen = choose_plan(model, step, tuple(extensions), left, where, True, accumulated=there)
     if not between:
         return chosen
     parts = {**chosen.parts, "between model and loss": between}
@@ -163,9 +163,9 @@ def _between(start: Node, ends: set[Node]) -> int:
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
     """The chunks of ``plan_again``, found once for passes of equal structure and shapes."""
     kept = _CHOSEN.setdefault(graph.modules[0], {})
-    asked = tuple((type(extension), _options(extension)) for extension in extensions)
+    asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     by_name = tuple(map(forced_algorithm, CHOICES))
-    key = (graph.signature, _leaves(graph), asked, budget, by_name, _gradients_are_there(graph.leaves()))
+    key = (graph.signature, leaf_shapes(graph), asked, budget, by_name, gradients_are_there(graph.leaves()))
     if key not in kept:
         kept[key] = plan_again(graph, extensions, budget).chunk_sizes
     return kept[key]

@@ -11,7 +11,7 @@ from torch import nn
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.memory.bytes import byte_count, byte_text
-from packprop.memory.dry_run import _DryRun
+from packprop.memory.dry_run import DryRun
 from packprop.memory.plan import BudgetTooSmall, Plan, Step
 from packprop.types import Extension
 
@@ -63,7 +63,7 @@ def budget_of(memory: int | str | None) -> int | None:
     return budget
 
 
-def _choose(
+def choose_plan(
     model: nn.Module,
     step: Step,
     extensions: tuple[Extension, ...],
@@ -84,7 +84,7 @@ def _choose(
 
     @functools.cache
     def tried(chunk_sizes: ChunkSizes) -> Plan:
-        return _DryRun(model, extensions, device, chunk_sizes, freed, accumulated).plan(step, budget, gradients)
+        return DryRun(model, extensions, device, chunk_sizes, freed, accumulated).plan(step, budget, gradients)
 
     def first(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
         """The first that fits; the peak falls along them, and that of the last does."""

@@ -92,7 +92,7 @@ def without_inputs(entries: Iterable[Entry], source: Source) -> list[Entry]:
     return [
         replace(
             entry,
-            structure_of=built_by(number, "meet"),
+            structure_of=built_by(number, "structure_of"),
             squares=None if entry.squares is None else built_by(number, "squares"),
         )
         for number, entry in enumerate(entries)

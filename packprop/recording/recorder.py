@@ -45,7 +45,7 @@ class _Local(threading.local):
     disabled: bool = False
 
 
-_local = _Local()
+thread = _Local()
 
 
 class _TensorSet:
@@ -115,7 +115,7 @@ class Recorder(TorchFunctionMode):
         region = None if hooks is None else region_under(hooks)
         if region is not None and is_counted(func, (args, kwargs)):
             region.calls += 1
-        if _local.disabled or _local.recorder is not self:
+        if thread.disabled or thread.recorder is not self:
             return func(*args, **kwargs)
         if isinstance(func, MethodWrapperType):  # an attribute: shape, device, T, data, ...
             out = func(*args, **kwargs)

@@ -37,7 +37,7 @@ class _Local(threading.local):
     replay: Replay | None = None
 
 
-_local = _Local()
+thread = _Local()
 
 
 @dataclass(eq=False)
@@ -232,12 +232,12 @@ class Replay(TorchFunctionMode):
         self.expansions = Expansions()
 
     def __enter__(self) -> Replay:
-        self._before, _local.replay = _local.replay, self
+        self._before, thread.replay = thread.replay, self
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _local.replay = self._before
+        thread.replay = self._before
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
 
     def begin(self) -> None:
@@ -273,7 +273,7 @@ class Replay(TorchFunctionMode):
 
 def replay() -> Replay | None:
     """What collects inputs in this thread, if a region is just being run again for them."""
-    return _local.replay
+    return thread.replay
 
 
 @contextlib.contextmanager

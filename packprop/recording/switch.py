@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from packprop.errors import BadInput
 from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of
-from packprop.recording.recorder import Recorder, _local, record_loss
+from packprop.recording.recorder import Recorder, record_loss, thread
 from packprop.recording.regions import region_under, replay
 from packprop.recording.saved_hooks import hooks_in_force
 
@@ -73,9 +73,9 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if (again := replay()) is not None:
         again.begin()
         return
-    recorder = _local.recorder
+    recorder = thread.recorder
     if recorder is None:
-        if _local.disabled or not torch.is_grad_enabled():
+        if thread.disabled or not torch.is_grad_enabled():
             return
         recorder = _start(module, sys._getframe(1), (args, kwargs))
     elif recorder.depth == 0:  # the outermost module inside record()
@@ -89,7 +89,7 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if (again := replay()) is not None:
         again.end()
         return
-    recorder = _local.recorder
+    recorder = thread.recorder
     if recorder is None or recorder.depth == 0:
         return
     recorder.depth -= 1
@@ -151,19 +151,19 @@ def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None
     if region is not None:
         region.begin()
     recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-    _local.recorder = recorder
+    thread.recorder = recorder
     return recorder
 
 
 def _stop(recorder: Recorder) -> None:
-    _local.recorder = None
+    thread.recorder = None
     recorder.owner = None
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def drop_stale_recording() -> None:
     """End a recording whose call was left by an interrupt, which runs no closing hook."""
-    recorder = _local.recorder
+    recorder = thread.recorder
     if recorder is not None and recorder.stale:
         _stop(recorder)
 
@@ -183,8 +183,8 @@ def record(*inputs: Any) -> Iterator[None]:
         finally:
             again.end()
         return
-    if _local.recorder is not None:
-        _local.recorder.feed(inputs)
+    if thread.recorder is not None:
+        thread.recorder.feed(inputs)
         yield
         return
     recorder = _start(None, None)
@@ -198,28 +198,28 @@ def record(*inputs: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def recording(inputs: list[Tensor]) -> Iterator[None]:
     """Record a part of the forward pass that is run again, by itself, whatever else is being recorded."""
-    before, disabled = _local.recorder, _local.disabled
+    before, disabled = thread.recorder, thread.disabled
     recorder = Recorder(None, None)
     recorder.feed(inputs)
     recorder.depth = 1  # modules in it are none that recording begins at
-    _local.recorder, _local.disabled = recorder, False
+    thread.recorder, thread.disabled = recorder, False
     try:
         with recorder:
             yield
     finally:
-        _local.recorder, _local.disabled = before, disabled
+        thread.recorder, thread.disabled = before, disabled
 
 
 @contextlib.contextmanager
 def disable() -> Iterator[None]:
     """Record nothing inside: forward passes cost what they cost without packprop."""
-    before, _local.disabled = _local.disabled, True
+    before, thread.disabled = thread.disabled, True
     try:
         yield
     finally:
-        _local.disabled = before
+        thread.disabled = before
 
 
 def is_recording_disabled() -> bool:
     """Whether this is inside of ``disable()``."""
-    return _local.disabled
+    return thread.disabled

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packprop.tensors.dry import _DRY
+from packprop.tensors.dry import dry_run_device
 
 
 def device_kind(tensor: Tensor) -> str:
-    """The type of a tensor's device, or of the one that is pretended."""
-    return _DRY.get() or tensor.device.type
+    """The type of a tensor's device, or of the one that a dry run is made for."""
+    return dry_run_device() or tensor.device.type
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_DRY: ContextVar[str | None] = ContextVar("packprop_dry", default=None)
-"""The type of the device that is pretended to be there."""
+_DEVICE: ContextVar[str | None] = ContextVar("packprop_dry_run", default=None)
 
 
 class TensorSpec(NamedTuple):
@@ -36,17 +35,22 @@ class TensorSpec(NamedTuple):
 
 @contextlib.contextmanager
 def dry_run(device: str = "cpu") -> Iterator[None]:
-    """Inside, tensors have no data but a device. What must be looked at is taken to be in order."""
-    token = _DRY.set(device)
+    """Inside, tensors have no data but a type of device. What depends on data is taken to be in order."""
+    token = _DEVICE.set(device)
     try:
         yield
     finally:
-        _DRY.reset(token)
+        _DEVICE.reset(token)
+
+
+def dry_run_device() -> str | None:
+    """The type of device that a dry run is made for; ``None`` if tensors have data."""
+    return _DEVICE.get()
 
 
 def is_dry_run() -> bool:
     """Whether tensors have no data."""
-    return _DRY.get() is not None
+    return dry_run_device() is not None
 
 
 def has_fault(condition: Tensor) -> bool:

@@ -30,7 +30,7 @@ Make = Callable[[int], Any]
 
 
 @dataclass
-class _Example:
+class Example:
     """Arguments of a function for some samples.
 
     Args:
@@ -53,6 +53,7 @@ class _Example:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
+        """The trainable tensors among the arguments, by name."""
         pairs = zip(self.names, self.tensors, strict=True)
         found = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
         return dict(found.values())
@@ -91,13 +92,13 @@ class _Example:
         ]
 
 
-def _example(
+def make_example(
     ledger: Ledger,
     function: Callable[..., Any],
     make: Make,
     samples: int,
-    like: _Example | None = None,
-) -> _Example:
+    like: Example | None = None,
+) -> Example:
     """Arguments for some samples; with the parameters of another example, if one is given."""
     with fixed_random_state(seed=0 if like is None else 1):
         made, more = (_split(make(count)) for count in (samples, samples + 1))
@@ -131,7 +132,7 @@ def _example(
         args, kwargs = map_tensors(lambda _: next(remaining), made)
         return args, kwargs
 
-    example = _Example(function, tensors, names, axes, build, samples)
+    example = Example(function, tensors, names, axes, build, samples)
     singles = [example.outputs(example.some(n)) for n in range(samples)]
     example.places = places(ledger.subject, example.outputs(), singles)
     if not example.places:

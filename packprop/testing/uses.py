@@ -20,7 +20,7 @@ from packprop.functions.registry import RULES
 from packprop.graph.walk import walk
 from packprop.recording.switch import extend
 from packprop.tensors.layout import Layout
-from packprop.testing.example import Make, _Example, _example
+from packprop.testing.example import Example, Make, make_example
 from packprop.testing.laws import check_reference
 from packprop.testing.loops import (
     Problem,
@@ -62,18 +62,18 @@ def check_use(
     ledger = Ledger(f"check_use({name_of(function)})", tolerance)
     with double_precision():
         for samples in (1, 3, 6):
-            example = _example(ledger, function, make, samples)
+            example = make_example(ledger, function, make, samples)
             _require_seen(ledger, example, allow_fallback)
             for where in _ways(example):
                 _check_structures(ledger, example, where)
         for samples, calls in ((1, 1), (3, 1), (3, 2)):
-            first = _example(ledger, function, make, samples)
-            examples = [first, _example(ledger, function, make, samples, like=first)]
+            first = make_example(ledger, function, make, samples)
+            examples = [first, make_example(ledger, function, make, samples, like=first)]
             _check_in_a_model(ledger, examples[:calls])
     return ledger.report()
 
 
-def _require_seen(ledger: Ledger, example: _Example, allow_fallback: bool) -> None:
+def _require_seen(ledger: Ledger, example: Example, allow_fallback: bool) -> None:
     """Recording must see the function itself, and its rule describe all parameters."""
     name = name_of(example.function)
 
@@ -112,7 +112,7 @@ def _require_seen(ledger: Ledger, example: _Example, allow_fallback: bool) -> No
         ledger.structures[label] = described[label].structure if known else "Dense, by the fallback"
 
 
-def _ways(example: _Example) -> Iterator[list[Layout]]:
+def _ways(example: Example) -> Iterator[list[Layout]]:
     """Layouts of the outputs: as they are, and with two rows taken for one sample."""
     yield example.places
     half, left = divmod(example.samples, 2)
@@ -121,7 +121,7 @@ def _ways(example: _Example) -> Iterator[list[Layout]]:
             yield [Layout(place.axis, half, 2, major) for place in example.places]
 
 
-def _check_structures(ledger: Ledger, example: _Example, where: list[Layout]) -> None:
+def _check_structures(ledger: Ledger, example: Example, where: list[Layout]) -> None:
     """Every entry for random cotangents, against loops and the fallback."""
     outputs, samples = example.outputs(), where[0].samples
     chosen: list[slice | Tensor] = [slice(None)]
@@ -145,7 +145,7 @@ def _check_structures(ledger: Ledger, example: _Example, where: list[Layout]) ->
 
 def _check_structure(
     ledger: Ledger,
-    example: _Example,
+    example: Example,
     label: str,
     cotangents: list[Tensor | None],
     where: list[Layout],
@@ -185,7 +185,7 @@ def _check_structure(
         ledger.same("inputs alone", {label: alone}, {label: beside}, how)
 
 
-def _loop(example: _Example, cotangents: Sequence[Tensor | None], where: Sequence[Layout]) -> dict[str, Tensor]:
+def _loop(example: Example, cotangents: Sequence[Tensor | None], where: Sequence[Layout]) -> dict[str, Tensor]:
     """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
     layout, parameters = where[0], example.parameters
     columns = next(cotangent.shape[0] for cotangent in cotangents if cotangent is not None)
@@ -222,7 +222,7 @@ def _loop(example: _Example, cotangents: Sequence[Tensor | None], where: Sequenc
 class _Host(nn.Module):
     """A model that calls a function, for one set of data or more, with the samples in front."""
 
-    def __init__(self, examples: Sequence[_Example]) -> None:
+    def __init__(self, examples: Sequence[Example]) -> None:
         super().__init__()
         self.examples = list(examples)
         for label, parameter in examples[0].parameters.items():
@@ -257,7 +257,7 @@ class _Host(nn.Module):
         )
 
 
-def _check_in_a_model(ledger: Ledger, examples: list[_Example]) -> None:
+def _check_in_a_model(ledger: Ledger, examples: list[Example]) -> None:
     host = _Host(examples)
     targets = tuple(torch.randn_like(output.detach()) for output in host(*host.data))
     problem = Problem.of((host, _squared_error, host.data, targets))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from packprop.dataset.result import Result
-from packprop.reports.profile.layers import Layer, Spectrum, _spectrum
+from packprop.reports.profile.layers import Layer, Spectrum, spectrum_of
 from packprop.reports.profile.result import Profile
 
 ROOT, TOTAL = "(model)", "(total)"
 """Names of the rows of parameters that the model itself owns, and of all of them."""
 
 
-def _assemble(
+def assemble(
     model: nn.Module,
     result: Result,
     tables: dict[str, dict[str, Any]],
@@ -27,6 +27,7 @@ def _assemble(
     settings: dict[str, Any],
     started: float,
 ) -> Profile:
+    """The profile from values of parameters, over which each row sums."""
     count = result.samples
     # from the rows of a loss as reduced to samples' own losses, and from that loss to the mean one
     own = count if result.reduction == "mean" else 1
@@ -44,7 +45,7 @@ def _assemble(
         for side, factor in zip("BA", tables.get("kfac", {}).get(name, []), strict=False):
             scaled = factor * whole if side == "B" else factor
             terms = count * (settings["monte_carlo_samples"] if side == "B" else 1)
-            spectrum, eigenvalues = _spectrum(scaled, terms)
+            spectrum, eigenvalues = spectrum_of(scaled, terms)
             factors[name][side] = spectrum
             if eigenvalues is not None:
                 tensors[f"kfac/{name}/{side}"] = scaled

@@ -41,22 +41,23 @@ def check_folder(folder: str | Path) -> None:
     )
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens meanwhile."""
     scratch = path.with_name(path.name + ".part")
     scratch.write_bytes(content)
     os.replace(scratch, path)
 
 
-def _finite(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """The same nesting without what JSON has no word for."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [json_ready(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _layer(saved: dict[str, Any]) -> Layer:
+def layer_from(saved: dict[str, Any]) -> Layer:
+    """A row of the table from what was saved of it."""
     factors = {name: Spectrum(**spectrum) for name, spectrum in saved["factors"].items()}
     return Layer(**{**saved, "factors": factors})

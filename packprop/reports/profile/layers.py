@@ -61,7 +61,7 @@ class Layer:
     factors: dict[str, Spectrum] = field(default_factory=dict)
 
 
-def _spectrum(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
+def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
     """Rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
     size = factor.shape[1]
     if len(factor) < size:

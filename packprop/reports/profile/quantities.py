@@ -48,19 +48,20 @@ LARGEST_FACTOR = 2048
 """Side of the largest Kronecker factor that is built; eigenvalues take the third power of it."""
 
 
-class _GradientMoments(Extension):
+class GradientMoments(Extension):
     """Sum and summed squared deviation of the rows of ``grad_batch``: two of ``[*p]``."""
 
     savefield = "gradient_moments"
     rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """Sum and summed squared deviation."""
         total: Moments = values[0]
         return [total.mean * total.samples, total.deviation]
 
 
 @dataclass(frozen=True, eq=False)
-class _SampleGGNTrace(Extension):
+class SampleGGNTrace(Extension):
     """Trace of each sample's GGN block ``[n]``: squared norms of the columns that are swept back.
 
     The diagonal, which has the same sum, would need the entries of every column.
@@ -74,21 +75,25 @@ class _SampleGGNTrace(Extension):
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        """Squared norms, one for each sample."""
+        """Its name tells exact traces from estimates."""
         return (Row(self.seed, sq_norm, over_n=CAT[0]),)
 
     @property
     def name(self) -> str:
+        """Name in messages."""
         return "GGN trace"
 
 
 @dataclass(frozen=True, eq=False)
-class _BoundedKFAC(KFAC):
+class BoundedKFAC(KFAC):
     """``KFAC`` without its large factors: an empty ``[0, size]`` stands for those."""
 
     largest: int = LARGEST_FACTOR
 
     @property
     def rows(self) -> tuple[Row, ...]:
+        """Those of KFAC, where factors are not too large."""
         seed = super().rows[0].seed
 
         def cotangents(structure: Structure) -> Tensor:

@@ -14,9 +14,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import Tensor
 
-from packprop.reports.profile.files import _finite, _layer, _replace, check_folder
+from packprop.reports.profile.files import check_folder, json_ready, layer_from, replace_file
 from packprop.reports.profile.layers import Layer
-from packprop.reports.profile.table import WIDTH, _footer, _table
+from packprop.reports.profile.table import WIDTH, footer, profile_table
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Profile:
 
     def to_json(self) -> str:
         """``to_dict`` as text; ``null`` is what was not computed, and what is infinite or NaN."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> tuple[Path, Path]:
         """Write ``profile.json`` and ``profile.safetensors``, over older ones; return their paths.
@@ -68,8 +68,8 @@ class Profile:
         target.mkdir(parents=True, exist_ok=True)
         paths = target / "profile.json", target / "profile.safetensors"
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        _replace(paths[0], self.to_json().encode())
-        _replace(paths[1], safetensors.torch.save(tensors))
+        replace_file(paths[0], self.to_json().encode())
+        replace_file(paths[1], safetensors.torch.save(tensors))
         return paths
 
     @classmethod
@@ -77,8 +77,8 @@ class Profile:
         """Read what ``save`` wrote."""
         saved = json.loads((Path(folder) / "profile.json").read_text(encoding="utf-8"))
         tensors = safetensors.torch.load_file(Path(folder) / "profile.safetensors")
-        layers = [_layer(row) for row in saved["layers"]]
-        return cls(**{**saved, "layers": layers, "total": _layer(saved["total"])}, tensors=tensors)
+        layers = [layer_from(row) for row in saved["layers"]]
+        return cls(**{**saved, "layers": layers, "total": layer_from(saved["total"])}, tensors=tensors)
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -86,6 +86,6 @@ class Profile:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _table(self.layers, self.total, options.max_width)
+        yield profile_table(self.layers, self.total, options.max_width)
         yield Text()
-        yield from _footer(self.settings, self.loss, self.samples, self.batches)
+        yield from footer(self.settings, self.loss, self.samples, self.batches)

@@ -16,13 +16,13 @@ from packprop.dataset.compute import compute
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
-from packprop.reports.profile.assembly import _assemble
+from packprop.reports.profile.assembly import assemble
 from packprop.reports.profile.quantities import (
     EXACT_OUTPUTS,
     LARGEST_FACTOR,
-    _BoundedKFAC,
-    _GradientMoments,
-    _SampleGGNTrace,
+    BoundedKFAC,
+    GradientMoments,
+    SampleGGNTrace,
 )
 from packprop.reports.profile.result import Profile
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -86,12 +86,12 @@ def profile(
             outputs = _outputs_of_a_sample(model, loss, batches.first(), where)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-        asked: dict[str, Extension] = {"gradient": _GradientMoments(), "norms": BatchL2Grad()}
+        asked: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
         if curvature:
-            kfac = _BoundedKFAC(mc_samples, generator=generator, largest=largest_factor)
-            asked |= {"monte_carlo": _SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+            kfac = BoundedKFAC(mc_samples, generator=generator, largest=largest_factor)
+            asked |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
         if curvature and exact:
-            asked["exact"] = _SampleGGNTrace(EXACT)
+            asked["exact"] = SampleGGNTrace(EXACT)
         try:
             result = compute(model, loss, batches, list(asked.values()), progress=progress, memory=memory)
         except PackpropError as error:
@@ -118,7 +118,7 @@ def profile(
         "torch": torch.__version__,
     }
     tables = {key: result[extension] for key, extension in asked.items()}
-    return _assemble(model, result, tables, batches.count, settings, started)
+    return assemble(model, result, tables, batches.count, settings, started)
 
 
 def _outputs_of_a_sample(

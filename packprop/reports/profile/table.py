@@ -69,7 +69,8 @@ def _cells(layer: Layer, name: str) -> list[str]:
     ]
 
 
-def _table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
+def profile_table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
+    """The layers and their total, one row each, in as many columns of a terminal as there is room."""
     titles = [
         "\nlayer",
         "para-\nmeters",
@@ -108,7 +109,8 @@ def _table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
     return table
 
 
-def _footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
+def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
+    """What the numbers were computed from, and what the titles stand for."""
     draws = settings["monte_carlo_samples"]
     facts = [
         f"{settings['model']}: {settings['loss']} {_number(loss)}",

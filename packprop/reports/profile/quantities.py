@@ -71,12 +71,12 @@ class SampleGGNTrace(Extension):
 
     @property
     def savefield(self) -> str:  # type: ignore[override]
+        """The attribute tells exact traces from estimates."""
         return f"sample_ggn_trace_{'exact' if self.seed == EXACT else 'monte_carlo'}"
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Squared norms, one for each sample."""
-        """Its name tells exact traces from estimates."""
         return (Row(self.seed, sq_norm, over_n=CAT[0]),)
 
     @property

@@ -1,8 +1,8 @@
 """``python -m benchmarks.versions OTHER [suite ...]``: packprop of this checkout beside that of another one.
 
-For changes that shall cost nothing. Each checkout has a process of its own, in which calls are warm; the two take
-turns, so that a machine that slows down slows both. Printed and written to ``results/versions.json``: the median
-over rounds of the ratio of their times, this one over the other, and peaks from fresh processes.
+For changes that shall cost nothing. Each checkout has a process of its own, in which calls are warm; the two
+take turns, so that a machine that slows down slows both. Printed and written to ``results/versions.json``: the
+median over rounds of the ratio of their times, this one over the other, and peaks from fresh processes.
 
     git worktree add ../before COMMIT
     python -m benchmarks.versions ../before convolution extension-hook

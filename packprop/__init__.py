@@ -1,7 +1,7 @@
 """packprop packs more than the gradient into one backward pass of PyTorch.
 
 Seeds are swept back through the graph and become cotangents. A use says how its parameters meet these;
-statistics turn that into numbers; an extension says how the numbers merge. A plan says how large the chunks are.
+statistics turn that into numbers; an extension says how the numbers merge. A plan says how large chunks are.
 """
 
 from packprop import extensions

@@ -22,12 +22,11 @@ from packprop.tensors.precision import wider_dtype
 
 Cell = Callable[..., Any]
 
-
 FAST_CELLS: dict[str, dict[type, Cell]] = {}
 """The cells, by the name of the statistic and the type of the structure."""
 
 IN_CACHE = 2**16
-"""Entries of a temporary matrix that stays in a processor's cache until it was used."""
+"""Entries of a temporary matrix that stays in a processor's cache until it is used."""
 
 
 def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
@@ -42,7 +41,10 @@ def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
 
 @fast_cell("sum_sq", Outer)
 def _outer_sum_sq(structure: Outer) -> Tensor | None:
-    """Without shared positions the square of a product is the product of squares: one matrix product."""
+    """Without shared positions the square of a product is the product of squares: one matrix product.
+
+    With them, gradients are formed, squared and added up, and where that is faster one after the other.
+    """
     assert structure.cotangent is not None
     columns, _, positions, groups, fan_out = structure.cotangent.shape
     if positions != 1:

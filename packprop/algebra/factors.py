@@ -96,7 +96,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
 
 
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
-    """A look-up is affine in one-hot inputs."""
+    """``input_gram`` of a look-up, which is an affine map of one-hot inputs."""
     index = structure.index
     one_hot = torch.zeros(*index.shape, structure.entries, device=index.device, dtype=structure.dtype)
     one_hot.scatter_(2, index[..., None], 1.0)

@@ -86,7 +86,7 @@ class Partial:
         return [item for item in flat if isinstance(item, Tensor)]
 
     def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
-        """The view of the whole result that a value belongs into."""
+        """The view of the whole result that a value is written to."""
         if self._filled is None:
             shape = [*value.shape]
             for axis, extent in grown:

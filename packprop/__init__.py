@@ -1,7 +1,7 @@
 """packprop packs more than the gradient into one backward pass of PyTorch.
 
-Seeds are swept back to cotangents; a use says how its parameters meet these; statistics turn that into numbers;
-an extension says how numbers merge; the plan says how large the chunks are.
+Seeds are swept back through the graph and become cotangents. A use says how its parameters meet these;
+statistics turn that into numbers; an extension says how the numbers merge. A plan says how large chunks are.
 """
 
 from packprop import extensions
@@ -23,7 +23,7 @@ from packprop.reports.coverage_values import Coverage
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile
 
-# The older library's tutorials import from `custom_module`, `core` and `utils`: these paths stand apart.
+# Tutorials for BackPACK import from `custom_module`, `core` and `utils`: packages in compat/paths.
 __path__.append(f"{__path__[0]}/compat/paths")
 
 __all__ = [

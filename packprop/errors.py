@@ -1,14 +1,14 @@
-"""Errors in four parts: what was asked, where, why it cannot be had, what to do instead."""
+"""Errors in four parts: what was asked, where it failed, why, what to do instead."""
 
 from __future__ import annotations
 
 
 class PackpropError(RuntimeError):
-    """A quantity that was asked for cannot be computed rightly.
+    """A quantity that was asked for cannot be computed correctly.
 
     Args:
         asked: What the user asked for.
-        where: The parameter, function, layer or argument that it failed at.
+        where: The parameter, function, layer or argument at which it failed.
         why: The reason.
         instead: What the user can do.
     """

@@ -1,4 +1,4 @@
-"""What can be asked for: an extension is made of rows, a row of a seed and a statistic."""
+"""What can be asked for: an extension consists of rows, a row of a seed and a statistic."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from packprop.errors import BadInput
 
 @dataclass(frozen=True)
 class Seed:
-    """What is fed in at a node of the graph; extensions that want an equal seed share its sweep.
+    """What is fed in at a node of the graph; extensions with equal seeds share a sweep.
 
     Args:
         kind: ``"gradient"``, ``"ggn"``, ``"empirical"`` (the gradient at the scale of a drawn column of a
-            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing: the statistic is given
-            the graph, and yields a value for each leaf), or ``"none"`` for statistics of the inputs alone.
-        mc_samples: Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
-        generator: Source of the draws; ``None`` for the global one.
-        entrywise: Whether there shall be one column for each entry of the output, where fewer would do.
-        entries: Of a sample's output, for Jacobians; ``None`` for all.
+            GGN), ``"hessian"``, ``"hessian_mc"``, ``"jacobian"``, ``"graph"`` (nothing is fed in; the statistic
+            takes the graph, and yields a value for each leaf), or ``"none"`` (statistics of the inputs alone).
+        mc_samples: Number of Monte Carlo draws; ``None`` for the exact square root of the loss Hessian.
+        generator: Source of the draws; ``None`` for the global generator.
+        entrywise: Whether there must be one column for each entry of the output, even where fewer suffice.
+        entries: The entries of a sample's output that Jacobians are taken of; ``None`` for all.
     """
 
     kind: str
@@ -34,23 +34,11 @@ class Seed:
 
 
 GRADIENT = Seed("gradient")
-
-
 EXACT = Seed("ggn")
-
-
 ENTRYWISE = Seed("ggn", entrywise=True)
-
-
 EMPIRICAL = Seed("empirical")
-
-
 HESSIAN = Seed("hessian")
-
-
 INPUTS = Seed("none")
-
-
 GRAPH = Seed("graph")
 
 
@@ -64,10 +52,10 @@ class Row:
         over_n: How partial results of disjoint samples merge.
         over_v: How results of disjoint columns merge.
         whole: Whether the statistic needs all samples at once.
-        degree: Power of a factor on the loss that the statistic is multiplied by.
-        after: Makes the last row of an extension one of a second pass, which begins when the rows before it,
-            of the same seed or of inputs, are complete: turns their results into what takes their place, and
-            is given to the statistic beside the structure. See NOTE [Second pass].
+        degree: A factor on the loss multiplies the statistic by this power of the factor.
+        after: For the last row of an extension, if it needs a second pass. That begins when the rows before
+            it, of the same seed or of inputs, are complete. ``after`` turns their results into those that take
+            their place, and the statistic gets these as its second argument. See NOTE [Second pass].
     """
 
     seed: Seed
@@ -80,14 +68,14 @@ class Row:
 
     @property
     def sums(self) -> bool:
-        """Whether the result is no larger than a parameter, for many samples and columns."""
+        """Whether the result stays as large as a parameter for any number of samples and columns."""
         return not (self.over_n.grows or self.over_v.grows)
 
 
 class Extension:
-    """What a user asks for: rows of statistics, how they are finished, the attribute they are saved in.
+    """What a user asks for: its rows, how the value is made of their results, the attribute it is saved in.
 
-    Subclass it with three attributes, ``savefield``, ``rows`` and, if the value is not that of the only row,
+    A subclass defines ``savefield``, ``rows`` and, if the value is not simply the result of its only row,
     ``finish``.
     """
 
@@ -97,12 +85,12 @@ class Extension:
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a choice of samples that is no list of whole numbers."""
+        """Refuse a choice of samples that is not a list of whole numbers."""
         chosen = self.subsampling
         if chosen is None:
             return
-        fits = isinstance(chosen, (list, tuple, range)) and len(chosen) > 0
-        if not fits or any(isinstance(i, bool) or not isinstance(i, int) for i in chosen):
+        is_list = isinstance(chosen, (list, tuple, range)) and len(chosen) > 0
+        if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in chosen):
             raise BadInput(
                 f"{self.name}(subsampling={chosen!r}) was asked for.",
                 "subsampling",
@@ -112,14 +100,14 @@ class Extension:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The statistics that the value is made of."""
+        """The statistics that the value is computed from."""
         raise NotImplementedError(f"{type(self).__name__} must define rows")
 
     def finish(self, values: list[Any], samples: int) -> Any:
-        """The value from one merged result for each row and the number of samples seen."""
+        """The value, from the merged results of the rows and the number of samples that they cover."""
         return values[0]
 
     @property
     def name(self) -> str:
-        """Name in tables and messages."""
+        """The name in tables and messages."""
         return type(self).__name__

@@ -1,4 +1,4 @@
-"""Algorithms by name: one that is forced, or the fastest by shapes, or what holds least of a sample."""
+"""Algorithms by name: the one that the user forces, else the fastest that may hold the memory it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICES = {
     "factors": ("patches", "shifts"),
     "convolutions": ("patches", "groups"),
 }
-"""What is chosen -> the names of its algorithms."""
+"""What there is to compute -> the names of the algorithms for it."""
 
 
 _FORCED: ContextVar[dict[str, str] | None] = ContextVar("packprop_forced", default=None)
@@ -31,10 +31,10 @@ def algorithms(
     """Force algorithms by name where they apply; results do not change, time and memory do.
 
     Args:
-        norms: Of per-sample gradients of weights shared over positions: from the ``"gradients"`` themselves
-            (``s i o`` multiplications for each sample), or from ``"products"`` between pairs of positions
-            (``s^2 (i + o)``).
-        products: Per-sample gradients of a chunk in one ``"batched"`` product, or each as a ``"single"`` one.
+        norms: Norms of per-sample gradients of weights shared over positions: from the ``"gradients"``
+            themselves (``s i o`` multiplications for each sample), or from ``"products"`` between pairs of
+            positions (``s^2 (i + o)``).
+        products: Per-sample gradients of a chunk in one ``"batched"`` product, or each in a ``"single"`` one.
         factors: Input factors of convolutions from unfolded ``"patches"``, or from ``"shifts"`` of the input.
         convolutions: Per-sample gradients of convolutions from unfolded ``"patches"``, or by one convolution
             with ``"groups"`` for every sample, which unfolds nothing.
@@ -66,20 +66,21 @@ def forced_algorithm(kind: str) -> str | None:
 
 
 def choose_algorithm(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
-    """The name of an algorithm for one use.
+    """The name of the algorithm that one use takes.
 
     Args:
-        kind: What is chosen.
-        fastest: The one that takes least time.
-        holds: Bytes of one sample that each holds, and that the others do without.
-        held: Bytes of one sample that may be held.
+        kind: What there is to compute, a key of ``CHOICES``.
+        fastest: The algorithm that takes the least time.
+        holds: For each algorithm, the bytes that it keeps for one sample and that the others do not need.
+        held: The limit on these bytes; ``None`` for no limit.
 
     Returns:
-        The one that is forced, if one is; the fastest, if what it holds may be held; what holds least, if not.
+        The algorithm that is forced, if one is. Otherwise the fastest, if it stays within the limit; else the
+        one that holds the least.
     """
-    by_name = forced_algorithm(kind)
-    if by_name is not None:
-        return by_name
+    forced = forced_algorithm(kind)
+    if forced is not None:
+        return forced
     if held is None or holds[fastest] <= held:
         return fastest
     return min(holds, key=holds.__getitem__)

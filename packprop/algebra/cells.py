@@ -1,4 +1,8 @@
-"""Fast cells: statistics of one structure that need no per-sample gradients."""
+"""Fast cells: statistics of one structure that are computed without per-sample gradients.
+
+A cell belongs to one statistic and one structure, and equals the statistic's default (``statistics.py``). It
+returns ``None`` where it does not apply.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.algorithms import choose_algorithm
-from packprop.algebra.kernels import (
-    Extents,
-    convolved_by_groups,
-    square_norms,
-    squared_products,
-)
+from packprop.algebra.choices import norms_by_products
+from packprop.algebra.kernels import square_norms, squared_products, summed_products
 from packprop.algebra.monoid import Moments
-from packprop.algebra.structures import (
-    Lookup,
-    Outer,
-)
+from packprop.algebra.structures import Lookup, Outer, fold_matrix
 from packprop.tensors.device import device_kind
 from packprop.tensors.dry import is_dry_run
+from packprop.tensors.precision import wider_dtype
 
 Cell = Callable[..., Any]
 
+FAST_CELLS: dict[str, dict[type, Cell]] = {}
+"""The cells, by the name of the statistic and the type of the structure."""
 
 IN_CACHE = 2**16
-"""Entries of a temporary matrix that is best made and used up before it leaves the cache."""
-
-
-FAST_CELLS: dict[str, dict[type, Cell]] = {}
+"""Entries of a temporary matrix that stays in a processor's cache until it is used."""
 
 
 def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
-    """Register a faster way for one structure; it returns ``None`` where it does not apply."""
+    """Register a cell for the statistic of this name and a structure."""
 
     def register(cell: Cell) -> Cell:
         FAST_CELLS.setdefault(statistic, {})[structure] = cell
@@ -43,47 +39,26 @@ def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
     return register
 
 
-def norms_by_products(extents: Extents) -> bool:
-    """Whether norms of per-sample gradients of an affine use are best had without forming these.
-
-    Products over pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. The latter
-    also add up to the summed gradient, which need not be computed again, so they win from half of that on.
-    """
-    positions, groups, fan_in, fan_out = extents[:4]
-    if positions == 1:
-        return True
-    few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
-    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
-    size = extents.dtype.itemsize
-    holds = {
-        "gradients": size * (groups * fan_in * fan_out + inputs),
-        "products": size * (2 * groups * positions**2 + extents.unfolded),
-    }
-    return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
-
-
 @fast_cell("sum_sq", Outer)
 def _outer_sum_sq(structure: Outer) -> Tensor | None:
-    """Without shared positions the square of a product is the product of squares: one matrix product."""
+    """Without shared positions the square of a product is the product of squares: one matrix product.
+
+    With them, gradients are formed, squared and added up, and where that is faster one after the other.
+    """
     assert structure.cotangent is not None
     columns, _, positions, groups, fan_out = structure.cotangent.shape
     if positions != 1:
         if structure.formed or structure.by_groups or groups != 1:
             return None
         total = squared_products(*structure.matrices).unflatten(0, (columns, fan_out)).sum(0)
-        return to_parameter(structure, total)
+        return fold_matrix(structure, total)
     squares = structure.cotangent.squeeze(2).square().sum(0)
     return structure.fold(summed_products(squares, structure.x.squeeze(1).square()))
 
 
-def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """``[n, g, o]`` times ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
-    return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
-
-
 @fast_cell("batch_sq", Outer)
 def _outer_batch_sq(structure: Outer) -> Tensor | None:
-    """As in ``sum_sq``: columns are summed before the products are formed."""
+    """As for ``sum_sq``; squares of cotangents are summed over columns before the products are formed."""
     assert structure.cotangent is not None
     if structure.cotangent.shape[2] != 1:
         return None
@@ -93,7 +68,7 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
-    """Inner products over positions, where these are few (Goodfellow 2015)."""
+    """From inner products between pairs of positions, where these are few (Goodfellow 2015)."""
     cotangent = structure.cotangent
     assert cotangent is not None
     positions = cotangent.shape[2]
@@ -109,11 +84,10 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
 
 @fast_cell("moments", Outer)
 def _outer_moments(structure: Outer) -> Moments | None:
-    """Without shared positions: from matrix products in a wider precision, a block of outputs at a time.
+    """Without shared positions: by matrix products in a wider precision, a block of outputs at a time.
 
-    The mean is taken off after squares were summed up, and what cancels then are digits that gradients of
-    single samples would not have had: rounding these to ``dtype`` is off by more than the sum in double
-    precision.
+    The mean is subtracted after the squares were summed. What cancels then are digits that per-sample gradients
+    would not have had: rounding them to their own precision costs more than the sum in the wider one.
     """
     cotangent = structure.cotangent
     assert cotangent is not None
@@ -125,24 +99,12 @@ def _outer_moments(structure: Outer) -> Moments | None:
     squares = right.square()
     mean = cotangent.new_empty(groups, fan_out, right.shape[2])
     deviation = torch.empty_like(mean)
-    for some in _blocks(fan_out, groups * right.shape[2]):
-        part = left[:, some].to(wide)
+    for block in _blocks(fan_out, groups * right.shape[2]):
+        part = left[:, block].to(wide)
         sums = part @ right
-        mean[:, some] = sums / samples
-        deviation[:, some] = (part.square() @ squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
+        mean[:, block] = sums / samples
+        deviation[:, block] = (part.square() @ squares).addcmul_(sums, sums, value=-1 / samples).clamp_min_(0)
     return Moments(samples, structure.fold(mean), structure.fold(deviation))
-
-
-def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
-    """A precision with twice the digits, where there is one."""
-    return torch.float64 if dtype == torch.float32 and device != "mps" else None
-
-
-def _blocks(count: int, width: int) -> list[slice]:
-    """Parts of an axis, such that ``width`` entries for each of a part stay in a processor's cache."""
-    step = max(1, IN_CACHE // width)
-    blocks = [slice(start, start + step) for start in range(0, count, step)]
-    return blocks[:3] if is_dry_run() else blocks
 
 
 @fast_cell("gram", Outer)
@@ -159,7 +121,7 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Lookup)
 def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
-    """Only positions that looked up the same row meet: no table of size ``rows`` for each sample."""
+    """Only positions that looked up the same row contribute; no sample needs a table of its own."""
     cotangent = structure.cotangent
     assert cotangent is not None
     same = structure.index[:, :, None] == structure.index[:, None, :]
@@ -167,6 +129,8 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     return (products * same).sum((1, 2))
 
 
-def to_parameter(structure: Outer, matrix: Tensor) -> Tensor:
-    """``[o, i] -> [*p]``."""
-    return structure.fold(matrix.unsqueeze(-3))
+def _blocks(count: int, width: int) -> list[slice]:
+    """Slices of an axis, each so short that ``width`` entries for each of its indices stay in the cache."""
+    step = max(1, IN_CACHE // width)
+    blocks = [slice(start, start + step) for start in range(0, count, step)]
+    return blocks[:3] if is_dry_run() else blocks

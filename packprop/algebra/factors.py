@@ -1,4 +1,4 @@
-"""Kronecker factors: second moments of what multiplies the inputs, and of the inputs."""
+"""Kronecker factors: second moments of cotangents and of inputs, and squares in the basis of both."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from packprop.algebra.kernels import (
-    outer_products,
-    second_moment,
-    sum_of_squares,
-)
+from packprop.algebra.kernels import outer_products, second_moment, sum_of_squares
 from packprop.algebra.statistics import flat_rows, sum_sq
-from packprop.algebra.structures import (
-    Dense,
-    Lookup,
-    Outer,
-    Structure,
-)
+from packprop.algebra.structures import Dense, Lookup, Outer, Structure
 from packprop.errors import PackpropError
 
 Approximation = Literal["mixed", "expand", "reduce"]
-
+"""How positions that share a weight enter its factors; see NOTE [Kronecker factors]."""
 
 LARGEST_FACTOR = 2**14
 """Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
 
 
 def cotangent_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
-    """Second moment of what multiplies the inputs, summed over columns and samples.
+    """Second moment of cotangents, summed over columns and samples.
 
-    ``[g*o, g*o]`` for an affine use (of cotangents summed over positions, or of every position for
-    ``"expand"``), ``[o, o]`` for a table, ``[p, p]`` (the exact block) for anything else.
+    ``[g*o, g*o]`` for an affine use, ``[o, o]`` for a table; cotangents are summed over positions first, or for
+    ``"expand"`` taken at every position. For anything else ``[p, p]`` of per-sample gradients: the exact block.
     """
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
@@ -46,17 +37,6 @@ def cotangent_gram(structure: Structure, approximation: Approximation = "mixed")
             flat = (cotangent[:, :, 0] if cotangent.shape[2] == 1 else cotangent.sum(2)).flatten(2)
     _require_room(flat.shape[-1])
     return second_moment(flat.reshape(-1, flat.shape[-1]))
-
-
-def _require_room(size: int) -> None:
-    """Raise before a matrix is built that would not fit."""
-    if size > LARGEST_FACTOR:
-        raise PackpropError(
-            "A Kronecker factor was asked for.",
-            f"a parameter whose factor has {size} rows and as many columns",
-            f"it would take {4 * size**2 / 2**30:.1f} GiB in single precision",
-            "set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC) instead",
-        )
 
 
 def input_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
@@ -82,7 +62,7 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
 
 
 def input_sum(structure: Structure) -> Tensor | None:
-    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for others."""
+    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for other uses."""
     return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
 
 
@@ -90,9 +70,9 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     """Squares of per-sample gradients in an orthonormal basis, summed over columns and samples.
 
     Args:
-        structure: Of a parameter.
-        first: Matrices whose columns the basis is made of: ``[g*o, g*o]`` and ``[i, i]``, or ``[p, p]`` and
-            ``None``; more is not looked at.
+        structure: Structure of a parameter.
+        first: The results of the first pass. Two of them are the basis, as matrices of columns: ``[g*o, g*o]``
+            and ``[i, i]``, or ``[p, p]`` and ``None``. The rest are ignored.
 
     Returns:
         ``[g*o, i]``, or ``[p]``.
@@ -115,13 +95,8 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     return sum_of_squares(left.mT @ products @ right)
 
 
-def _matrix(gradient: Tensor) -> Tensor:
-    """``[..., 1, o, i] -> [..., o, i]``."""
-    return gradient.squeeze(-3)
-
-
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
-    """A look-up is affine in one-hot inputs."""
+    """``input_gram`` of a look-up, which is an affine map of one-hot inputs."""
     index = structure.index
     one_hot = torch.zeros(*index.shape, structure.entries, device=index.device, dtype=structure.dtype)
     one_hot.scatter_(2, index[..., None], 1.0)
@@ -129,3 +104,19 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
         one_hot = one_hot.mean(1, keepdim=True)
     total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
     return total / index.shape[1] if approximation == "expand" else total
+
+
+def _matrix(gradient: Tensor) -> Tensor:
+    """``[..., 1, o, i] -> [..., o, i]``."""
+    return gradient.squeeze(-3)
+
+
+def _require_room(size: int) -> None:
+    """Refuse to build a factor that would be too large."""
+    if size > LARGEST_FACTOR:
+        raise PackpropError(
+            "A Kronecker factor was asked for.",
+            f"a parameter whose factor has {size} rows and as many columns",
+            f"it would take {4 * size**2 / 2**30:.1f} GiB in single precision",
+            "set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC) instead",
+        )

@@ -1,14 +1,11 @@
-"""Which statistics form per-sample gradients."""
+"""Which statistics form per-sample gradients: those decide how much memory a chunk of samples takes."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from packprop.algebra.cells import norms_by_products, wider_dtype
+from packprop.algebra.choices import Extents, norms_by_products
 from packprop.algebra.factors import cotangent_gram, input_gram, input_sum, rotated_sum_sq
-from packprop.algebra.kernels import (
-    Extents,
-)
 from packprop.algebra.statistics import (
     Statistic,
     batch_sq,
@@ -19,21 +16,12 @@ from packprop.algebra.statistics import (
     sum_sq,
     summed_grad,
 )
-from packprop.algebra.structures import (
-    entry_order_of,
-)
+from packprop.algebra.structures import entry_order_of
 from packprop.tensors.device import device_kind
-from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.precision import accumulation_dtype, wider_dtype
 
-
-def forms_rows(statistic: Statistic, extents: Extents) -> bool:
-    """Whether a statistic of an affine use shared over positions goes through per-sample gradients."""
-    if extents.positions == 1:
-        return False
-    if statistic is sq_norm:
-        return not norms_by_products(extents)
-    return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
-
+OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments)
+"""Statistics that are functions of per-sample gradients, whatever structure these come from."""
 
 FACTORED = (
     sum_sq,
@@ -49,16 +37,22 @@ FACTORED = (
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
 
-def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
-    """Whether that is so of a statistic of a parameter.
+def forms_rows(statistic: Statistic, extents: Extents) -> bool:
+    """Whether a statistic of an affine use with shared positions forms per-sample gradients."""
+    if extents.positions == 1:
+        return False
+    if statistic is sq_norm:
+        return not norms_by_products(extents)
+    return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
 
-    A basis of all output channels mixes the groups of a convolution, and moments need a wider precision.
+
+def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
+    """Whether a statistic of an affine use without shared positions forms no per-sample gradients.
+
+    Two of those in ``FACTORED`` depend on more: a basis of all output channels mixes the groups of a
+    convolution, and moments need a precision wider than that of sums for a parameter ``like`` this one.
     """
     plain = getattr(statistic, "func", statistic)
     if plain is moments:
         return wider_dtype(accumulation_dtype(like.dtype), device_kind(like)) is not None
     return plain in FACTORED and not (plain is rotated_sum_sq and groups > 1)
-
-
-OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments)
-"""Statistics that are functions of per-sample gradients, whatever structure these come from."""

@@ -1,91 +1,59 @@
-"""Batches of matrix products, and of gradients of convolutions, by the fastest kernel that PyTorch has."""
+"""Products of matrices, sums of squares, gradients of convolutions: each by PyTorch's fastest kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from packprop.algebra.algorithms import choose_algorithm, forced_algorithm
+from packprop.algebra.algorithms import forced_algorithm
 from packprop.tensors.device import device_kind
 
 WORTH_A_CALL = 3 * 2**20
-"""Multiplications for each thread from which on one product is worth a call of its own.
+"""Multiplications for each thread from which on a product is faster in a call of its own than in a batch.
 
-A batch is shared out among threads product by product, which costs nothing; in one small product they wait.
+The products of a batch are shared out among threads at no cost; in a call for one small product threads wait.
 """
 
-
 WORTH_BLOCKS = 2**28
-"""Multiplications from which on a symmetric product is made of blocks up to its diagonal."""
-
+"""Multiplications from which on a symmetric product is computed in blocks, up to the diagonal."""
 
 BLOCKS = 4
-"""Of rows, which leave out three parts in eight of the multiplications; more are too small to be fast."""
-
+"""Blocks of rows; these leave out three eighths of the multiplications. More would be too small to be fast."""
 
 LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
-
 
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
 
-class Extents(NamedTuple):
-    """What the algorithms of an affine use are chosen by.
-
-    Args:
-        positions: That the parameter is shared over, in one sample.
-        groups: Of the map.
-        fan_in: Entries of a group that go in at a position.
-        fan_out: Entries that come out.
-        unfolds: Whether inputs are unfolded to positions, and gradients can be had without that.
-        dtype: Of inputs and cotangents.
-        device: The type of the device.
-        held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
-    """
-
-    positions: int
-    groups: int
-    fan_in: int
-    fan_out: int
-    unfolds: bool
-    dtype: torch.dtype
-    device: str
-    held: int | None
-
-    @property
-    def unfolded(self) -> int:
-        """Entries of one sample's inputs by position, where they are made for the purpose; else 0."""
-        return self.positions * self.groups * self.fan_in if self.unfolds else 0
-
-
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, into ``out`` if it is given."""
+    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if that is given."""
     products = products_one_by_one(left, right)
     if products is None:
         return torch.bmm(left, right.mT) if out is None else torch.bmm(left, right.mT, out=out)
     if out is None:
         out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
-    for place, product in zip(out, products, strict=True):
-        place.copy_(product)
+    for row, product in zip(out, products, strict=True):
+        row.copy_(product)
     return out
 
 
 def products_one_by_one(left: Tensor, right: Tensor) -> Iterator[Tensor] | None:
-    """The products of ``outer_products`` one after the other; ``None`` where all at once are faster."""
+    """The products of ``outer_products`` one after the other; ``None`` where a batch is faster."""
     kernel = _kernel_for(left, right)
     return None if kernel is None else map(kernel, _plain(left), _plain(right))
 
 
 def squared_products(left: Tensor, right: Tensor) -> Tensor:
-    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``; none outlives its turn.
+    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``.
 
-    For several columns at once; those of one are given to all statistics together.
+    Products that are formed one by one are dropped one by one. This is for several columns at once; for a
+    single column ``one_by_one`` gives each product to all statistics.
     """
     products = products_one_by_one(left, right)
     if products is None:
@@ -99,28 +67,34 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
 def second_moment(rows: Tensor) -> Tensor:
     """``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
 
-    What is above the diagonal of a large one is copied from below: no public product knows of symmetry.
+    Of a large moment, only blocks up to the diagonal are computed, and copied to above it: no public product
+    makes use of symmetry.
     """
-    turned = rows.mT
-    kernel = _kernel_for(turned[None], turned[None])
+    transposed = rows.mT
+    kernel = _kernel_for(transposed[None], transposed[None])
     if kernel is None:
-        return turned @ rows
-    turned = turned.contiguous()
+        return transposed @ rows
+    transposed = transposed.contiguous()
     terms, size = rows.shape
     if terms < LONG or terms * size**2 < WORTH_BLOCKS:
-        return kernel(turned, turned)
+        return kernel(transposed, transposed)
     moment = rows.new_empty(size, size)
     step = -(-size // BLOCKS)
     for start in range(0, size, step):
         stop = min(size, start + step)
-        below = kernel(turned[start:stop], turned[:stop])
+        below = kernel(transposed[start:stop], transposed[:stop])
         moment[start:stop, :stop] = below
         moment[:start, start:stop] = below[:, :start].mT
     return moment
 
 
+def summed_products(left: Tensor, right: Tensor) -> Tensor:
+    """``[n, g, o]`` times ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
+    return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+
+
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
-    """Squares of entries, or of what they deviate from ``centre``, summed over the leading axis."""
+    """Squares of entries, or of their deviations from ``centre``, summed over the leading axis."""
     if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or len(rows) > 64:
         return (rows if centre is None else rows - centre).square().sum(0)
     total = torch.zeros_like(rows[0])
@@ -138,18 +112,12 @@ def square_norms(rows: Tensor) -> Tensor:
     return norms.square_()
 
 
-def convolved_by_groups(extents: Extents) -> bool:
-    """Whether per-sample gradients of a convolution are best had from ``grouped_gradients``.
-
-    oneDNN's gradient of a weight takes images as they are. Unfolding them is the larger part of the work
-    where positions are many; where they are few, oneDNN spends more on rearranging its results.
-    """
-    if not extents.unfolds or extents.dtype not in (torch.float32, torch.float64):
-        return False
-    onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
-    many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
-    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
-    return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"
+def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
+    """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
+    large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
+    forced = forced_algorithm("products")
+    fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return fits and (large if forced is None else forced == "single")
 
 
 def grouped_gradients(
@@ -163,16 +131,16 @@ def grouped_gradients(
 ) -> Tensor:
     """Gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
 
-    The samples become groups of a convolution of one image, of which that is the weight's gradient.
+    The samples become groups of a convolution of one image; the gradients are those of its weight.
 
     Args:
         images: Inputs ``[n, g*c, *space]``.
-        cotangent: What arrived at the outputs ``[n, g*o, *space]``.
+        cotangent: Cotangent at the outputs ``[n, g*o, *space]``.
         shape: Shape of the weight.
-        stride: For each spatial axis, as the rest.
-        padding: The same on both sides.
-        dilation: Of the kernel.
-        groups: Of the convolution itself.
+        stride: Stride along each spatial axis.
+        padding: Padding along each spatial axis, the same on both sides.
+        dilation: Dilation along each spatial axis.
+        groups: Groups of the convolution itself.
     """
     gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[len(shape) - 3]
     samples = len(images)
@@ -188,20 +156,13 @@ def grouped_gradients(
     return merged.view(1, samples, *shape)
 
 
-def _plain(matrices: Tensor) -> Tensor:
-    """Matrices without gaps, by rows or by columns: for others oneDNN falls back to a loop over entries."""
-    _, rows, columns = matrices.shape
-    fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
-    return matrices if fits else matrices.contiguous()
-
-
 def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster by itself than in a batch.
+    """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster in calls of its own than in a batch.
 
-    The one private operator that is called: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses
-    in compiled models. Public products go to MKL, which takes a slower path on processors that Intel did
-    not make, at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without
-    the operator everything works by ``torch.bmm``.
+    This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
+    compiled models. Public products go to MKL. On processors that Intel did not make MKL takes a slower path,
+    at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without the operator
+    everything works by ``torch.bmm``.
     """
     fits = (
         device_kind(left) == device_kind(right)
@@ -213,9 +174,8 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     return (lambda a, b: library._linear_pointwise(a, b, None, "none", [], "")) if fits else None
 
 
-def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
-    large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
-    by_name = forced_algorithm("products")
-    fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return fits and (large if by_name is None else by_name == "single")
+def _plain(matrices: Tensor) -> Tensor:
+    """Matrices without gaps, by rows or by columns: for others oneDNN falls back to a loop over entries."""
+    _, rows, columns = matrices.shape
+    fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
+    return matrices if fits else matrices.contiguous()

@@ -1,7 +1,7 @@
-"""What is done with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
+"""Linear algebra with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
 
 Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
-over entries ``[o, i]``, ``[B]`` for ``B`` itself; weights that keep fan-in first (transposed convolutions,
+over entries ``[o, i]``, ``[B]`` for ``B`` itself. Weights that keep fan-in first (transposed convolutions,
 tables) must be brought to ``[o, i]`` before. ``Eigen``, which EKFAC saves, knows the order of its parameter.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from packprop.algebra.order import EntryOrder
 from packprop.errors import BadInput
 from packprop.tensors.dry import has_fault, is_dry_run
-from packprop.tensors.precision import accumulation_dtype, precision
+from packprop.tensors.precision import accumulation_dtype, result_dtype
 
 Factors = Sequence[Tensor]
 
 
 class Eigen(NamedTuple):
-    """A symmetric matrix by its eigenvectors, which are Kronecker products, and its eigenvalues.
+    """A symmetric matrix as its eigenvalues and eigenvectors, which are Kronecker products.
 
     Args:
         values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
         vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``.
-        order: Where the parameter keeps entries ``[o, i]``; ``None`` if in this order.
+        order: Where the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ Block = Factors | Eigen
 
 
 def eigen(block: Block) -> Eigen:
-    """The eigendecomposition of ``B kron A``; its eigenvectors are the products of those of the factors.
+    """The eigendecomposition of ``B kron A``, from those of the factors.
 
     Example:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
@@ -57,9 +57,9 @@ def eigen(block: Block) -> Eigen:
 def eigenvectors(factor: Tensor) -> Tensor:
     """Orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
 
-    Where the matrix is singular rounding would decide between the bases of its null space; the one taken has
-    no correlation under fixed weights of the coordinates. The largest entry of each column is positive. NaN
-    where the matrix is not finite: what is rotated by them shows it.
+    Where the matrix is singular, rounding would decide between the bases of its null space. The basis taken is
+    the one without correlation under fixed weights of the coordinates. The largest entry of each column is
+    positive. If the matrix is not finite the eigenvectors are NaN, which shows in everything they rotate.
     """
     factor = factor.detach()
     if has_fault(~factor.isfinite().all()):
@@ -126,7 +126,7 @@ def inverse(block: list[Tensor] | tuple[Tensor, ...], damping: float) -> list[Te
 def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
     """The damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
 
-    For factors damping is split between them (Martens and Grosse 2015, 6.3):
+    Two factors share the damping (Martens and Grosse 2015, 6.3):
     ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1``, with ``pi^2`` the mean eigenvalue of A over that of B.
     For ``[B]`` it is the exact ``(B + d)^-1``. ``solve`` inverts ``B kron A + d`` exactly.
 
@@ -152,14 +152,14 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
 def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
     """``(block + damping I)^-1`` times one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
 
-    By the eigenvectors of the factors, which are those of their product.
+    Uses the eigenvectors of the factors, whose products are those of the block.
 
     Raises:
         BadInput: If damping is negative, or the vectors do not fit the block.
     """
     _require_damping("solve", damping)
-    found = eigen(block)
-    return _scaled("solve", found, vectors, 1 / (found.values + damping))
+    decomposed = eigen(block)
+    return _scaled("solve", decomposed, vectors, 1 / (decomposed.values + damping))
 
 
 def trace(block: Block) -> Tensor:
@@ -188,18 +188,18 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
 
 
 def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
-    """Vectors with their coordinates in the eigenbasis multiplied by ``values``."""
+    """Vectors whose coordinates in the eigenbasis are multiplied by ``values``."""
     flat = _as_matrices(asked, block, vectors).to(values.dtype)
     left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
     rotated = left.mT @ flat if right is None else left.mT @ flat @ right
     rotated = left @ (rotated * values.reshape(rotated.shape[1:]))
     product = rotated if right is None else rotated @ right.mT
     product = product if block.order is None else block.order.to_parameter(product)
-    return product.reshape(vectors.shape).to(precision(vectors, product))
+    return product.reshape(vectors.shape).to(result_dtype(vectors, product))
 
 
 def _widened(factor: Tensor) -> Tensor:
-    """In a precision that decompositions are there for."""
+    """The factor in a precision that PyTorch decomposes matrices in."""
     return factor.to(accumulation_dtype(factor.dtype))
 
 
@@ -228,7 +228,7 @@ def _require_damping(asked: str, damping: float) -> None:
 
 
 def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
-    """``[v, o, i]``, with i = 1 for a single factor."""
+    """Vectors as matrices ``[v, o, i]``, with i = 1 for a single factor."""
     order = block.order if isinstance(block, Eigen) else None
     factors = block.vectors if isinstance(block, Eigen) else block
     _require_factors(asked, factors)

@@ -1,4 +1,4 @@
-"""How partial results merge: associative, so that chunks, batches and resumed runs are one thing."""
+"""How partial results merge: associatively, so that chunks, batches and resumed runs merge alike."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Monoid:
-    """One way to merge partial results along an axis.
+    """A way to merge partial results along an axis.
 
     Args:
         name: For messages and tables.
-        merge: Associative; takes two partial results.
-        result: Turns the partial result into the value.
-        axis: The axis that the value grows along, if it does.
+        merge: Associative; from two partial results to one.
+        result: From the last partial result to the value.
+        axis: The axis that the value grows along; ``None`` for a value of fixed size.
     """
 
     name: str
@@ -38,11 +38,20 @@ class Monoid:
 
     @property
     def grows(self) -> bool:
-        """Whether the size of the value grows along the axis."""
+        """Whether the value grows with every partial result."""
         return self.axis is not None
 
     def __repr__(self) -> str:
         return self.name
+
+
+def concatenate(axis: int) -> Monoid:
+    """Partial results are lists of pieces, joined once at the end along ``axis``."""
+
+    def result(pieces: list[Tensor]) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    return Monoid(f"CAT({axis})", lambda a, b: a + b, result, axis)
 
 
 def _merge_moments(a: Moments, b: Moments) -> Moments:
@@ -63,36 +72,31 @@ def _refuse(a: Any, b: Any) -> Any:
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Sum of two tensors; ``None`` is the statistic that a structure does not have."""
+    """Sum of two tensors; ``None`` stands for a statistic that a structure does not have."""
     return a if b is None else b if a is None else a + b
 
 
-def concatenate(axis: int) -> Monoid:
-    """Partial results are lists of pieces, joined once at the end along ``axis``."""
-
-    def result(pieces: list[Tensor]) -> Tensor:
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-    return Monoid(f"CAT({axis})", lambda a, b: a + b, result, axis)
-
-
 SUM = Monoid("SUM", _add, lambda total: total)
-
+"""Values are added up."""
 
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
-
+"""Values are joined along an axis."""
 
 SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
-
+"""There is one value; merging is refused."""
 
 KEEP = Monoid("KEEP", lambda a, b: a, lambda value: value)
-
+"""All values are equal, and the first is kept."""
 
 MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
+"""Moments are merged as by Chan et al. (1979)."""
 
 
 def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
-    """A result for a loss that is multiplied by ``factor``; ``degree`` as for a row (that of the mean)."""
+    """A result for a loss that is multiplied by ``factor``.
+
+    ``degree`` is that of the row; for moments it is that of their mean.
+    """
     if value is None or degree == 0:
         return value
     if isinstance(value, Moments):

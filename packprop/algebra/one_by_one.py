@@ -1,4 +1,4 @@
-"""Several statistics of one structure, taken of the gradients of one sample after the other."""
+"""Several statistics of one structure, from per-sample gradients that are formed one after the other."""
 
 from __future__ import annotations
 
@@ -9,63 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.cells import to_parameter
+from packprop.algebra.choices import Extents, convolved_by_groups
 from packprop.algebra.formation import forms_rows
-from packprop.algebra.kernels import (
-    Extents,
-    convolved_by_groups,
-    products_one_by_one,
-    worth_a_call,
-)
+from packprop.algebra.kernels import products_one_by_one, worth_a_call
 from packprop.algebra.monoid import Moments
 from packprop.algebra.statistics import Statistic, moments, per_sample_grad, sq_norm, sum_sq, summed_grad
-from packprop.algebra.structures import (
-    Outer,
-    Quadratic,
-)
+from packprop.algebra.structures import Outer, Quadratic, fold_matrix
 from packprop.tensors.dry import is_dry_run
 
 # NOTE [In turn]
 #
-# Gradients of single samples of a large weight that is shared over positions cost less to form than to
-# write down, read again for a sum, and again for each other statistic: each is formed, given to all that was
-# asked for while it is in the cache, and gone.
+# The per-sample gradients of a large weight that is shared over positions cost less to form than to write to
+# memory and to read again for a sum and for each other statistic. So each is formed, given to all statistics
+# that were asked for while it is in the cache, and dropped.
 
 Add = Callable[[Tensor, int], object]
-"""Takes a gradient ``[o, i]``, and how many there were with it."""
-
+"""Takes the gradient of one sample ``[o, i]``, and its number, counted from one."""
 
 Tally = tuple[Add, Callable[[], Any]]
-"""Adds up gradients of single samples, and returns their statistic."""
-
+"""Takes gradients one by one, and returns their statistic."""
 
 TALLIES: dict[Statistic, Callable[[Outer], Tally]] = {}
+"""How each statistic is computed from gradients that come one by one."""
 
 
-def together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
+def evaluate_together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
     """Values of several statistics of one structure; see NOTE [In turn]."""
     gradients = _gradients_one_by_one(structure, statistics)
     if gradients is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
     tallies = [TALLIES[statistic](structure) for statistic in statistics]
-    for count, gradient in enumerate(islice(gradients, 3) if is_dry_run() else gradients, 1):
+    for number, gradient in enumerate(islice(gradients, 3) if is_dry_run() else gradients, 1):
         for add, _ in tallies:
-            add(gradient, count)
+            add(gradient, number)
     return [value() for _, value in tallies]
 
 
-def _gradients_one_by_one(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
-    """Gradients of single samples ``[o, i]``, where these are best seen once; else ``None``."""
-    if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
-        return None
-    if structure.out is None and per_sample_grad in statistics:
-        return None
-    return products_one_by_one(*structure.matrices) if goes_one_by_one(statistics, structure.extents) else None
-
-
 def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
-    """Whether statistics of one column of an affine use are best had from one gradient after the other."""
+    """Whether statistics of one column of an affine use are best computed from gradients formed one by one."""
     positions, groups, fan_in, fan_out = extents[:4]
     return (
         groups == 1
@@ -76,7 +58,18 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     )
 
 
+def _gradients_one_by_one(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
+    """Per-sample gradients ``[o, i]`` where forming them one by one is best; else ``None``."""
+    if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
+        return None
+    if structure.out is None and per_sample_grad in statistics:
+        return None
+    return products_one_by_one(*structure.matrices) if goes_one_by_one(statistics, structure.extents) else None
+
+
 def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Callable[[Outer], Tally]]:
+    """Register the tally of a statistic."""
+
     def register(tally: Callable[[Outer], Tally]) -> Callable[[Outer], Tally]:
         TALLIES[statistic] = tally
         return tally
@@ -84,30 +77,24 @@ def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Call
     return register
 
 
-def _zeros(structure: Outer) -> Tensor:
-    """``[o, i]``."""
-    assert structure.cotangent is not None
-    return structure.cotangent.new_zeros(structure.cotangent.shape[4], structure.shape[3])
-
-
 @_tally_of(per_sample_grad)
 def _tally_rows(structure: Outer) -> Tally:
-    room = structure.out
-    assert room is not None
-    places = room.view(room.shape[1], -1, structure.shape[3])
-    return lambda gradient, count: places[count - 1].copy_(gradient), lambda: room
+    out = structure.out
+    assert out is not None
+    places = out.view(out.shape[1], -1, structure.shape[3])
+    return lambda gradient, number: places[number - 1].copy_(gradient), lambda: out
 
 
 @_tally_of(summed_grad)
 def _tally_sum(structure: Outer) -> Tally:
     total = _zeros(structure)
-    return lambda gradient, count: total.add_(gradient), lambda: to_parameter(structure, total)
+    return lambda gradient, number: total.add_(gradient), lambda: fold_matrix(structure, total)
 
 
 @_tally_of(sum_sq)
 def _tally_squares(structure: Outer) -> Tally:
     total = _zeros(structure)
-    return lambda gradient, count: total.addcmul_(gradient, gradient), lambda: to_parameter(structure, total)
+    return lambda gradient, number: total.addcmul_(gradient, gradient), lambda: fold_matrix(structure, total)
 
 
 @_tally_of(sq_norm)
@@ -115,8 +102,8 @@ def _tally_norms(structure: Outer) -> Tally:
     assert structure.cotangent is not None
     norms = structure.cotangent.new_empty(structure.shape[0])
 
-    def add(gradient: Tensor, count: int) -> None:
-        torch.linalg.vector_norm(gradient, out=norms[count - 1])
+    def add(gradient: Tensor, number: int) -> None:
+        torch.linalg.vector_norm(gradient, out=norms[number - 1])
 
     return add, norms.square_
 
@@ -126,9 +113,15 @@ def _tally_moments(structure: Outer) -> Tally:
     """Mean and squared deviation by Welford (1962)."""
     mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
 
-    def add(gradient: Tensor, count: int) -> None:
+    def add(gradient: Tensor, number: int) -> None:
         shift = gradient - mean
-        mean.add_(shift, alpha=1 / count)
-        deviation.addcmul_(shift, shift, value=1 - 1 / count)
+        mean.add_(shift, alpha=1 / number)
+        deviation.addcmul_(shift, shift, value=1 - 1 / number)
 
-    return add, lambda: Moments(samples, to_parameter(structure, mean), to_parameter(structure, deviation))
+    return add, lambda: Moments(samples, fold_matrix(structure, mean), fold_matrix(structure, deviation))
+
+
+def _zeros(structure: Outer) -> Tensor:
+    """Zeros ``[o, i]``."""
+    assert structure.cotangent is not None
+    return structure.cotangent.new_zeros(structure.cotangent.shape[4], structure.shape[3])

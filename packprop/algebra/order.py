@@ -14,7 +14,7 @@ Fold = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EntryOrder:
-    """Where a parameter keeps the entries of its matrix ``[g*o, i]``.
+    """Where a parameter keeps the entries of the matrix ``[g*o, i]`` that it stands for.
 
     Args:
         fold: From ``[..., g, o, i]`` to ``[..., *p]``.
@@ -33,8 +33,9 @@ class EntryOrder:
         groups, fan_out, fan_in = self.shape
         places = torch.arange(groups * fan_out * fan_in, device=vectors.device)
         index = self.to_parameter(places).reshape(1, -1).expand(len(vectors), -1)
-        found = torch.empty_like(vectors).reshape(len(vectors), -1)
-        return found.scatter(1, index, vectors.reshape(len(vectors), -1)).reshape(-1, groups * fan_out, fan_in)
+        matrices = torch.empty_like(vectors).reshape(len(vectors), -1)
+        matrices = matrices.scatter(1, index, vectors.reshape(len(vectors), -1))
+        return matrices.reshape(-1, groups * fan_out, fan_in)
 
     @property
     def parameter(self) -> torch.Size:
@@ -44,20 +45,20 @@ class EntryOrder:
 
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """``[..., g, o, i] -> [..., *p]`` in the same order; cached, so that equal folds are one object."""
-    return functools.partial(_as_it_is, shape=shape)
+    """``[..., g, o, i] -> [..., *p]``, order kept; cached, so that equal folds are one object."""
+    return functools.partial(_in_order, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
-    return functools.partial(_fan_in_first, shape=shape)
+    return functools.partial(_fan_in_leading, shape=shape)
 
 
-def _as_it_is(gradient: Tensor, shape: torch.Size) -> Tensor:
+def _in_order(gradient: Tensor, shape: torch.Size) -> Tensor:
     return gradient.reshape(gradient.shape[:-3] + shape)
 
 
-def _fan_in_first(gradient: Tensor, shape: torch.Size) -> Tensor:
+def _fan_in_leading(gradient: Tensor, shape: torch.Size) -> Tensor:
     split: Tensor = gradient.unflatten(-1, (-1, shape[2:].numel())).movedim(-2, -3)
     return split.reshape(gradient.shape[:-3] + shape)

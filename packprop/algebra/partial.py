@@ -1,4 +1,4 @@
-"""A result while chunks of it arrive: pieces are put in place, sums are added up."""
+"""A result while its chunks arrive: pieces are written to their place, sums are added up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packprop.algebra.monoid import SUM, Monoid, lift
 
 
 class Extent(NamedTuple):
-    """A piece ``start`` to ``stop`` of an axis that is ``total`` long."""
+    """The piece from ``start`` to ``stop`` of an axis of length ``total``."""
 
     start: int
     stop: int
@@ -21,24 +21,24 @@ class Extent(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is all there is."""
+        """Whether the piece is the whole axis."""
         return self.stop - self.start == self.total
 
 
 ONE = Extent(0, 1, 1)
-"""All of an axis of extent one."""
+"""All of an axis of length one."""
 
 
 class Partial:
-    """What is there of a result while chunks arrive: any columns, and for each of them all samples in order.
+    """A result while its chunks arrive: columns in any order, and for each of them all samples in order.
 
-    A result that grows is allocated once and filled, and sums are added up in place, so that no chunk leaves
-    behind anything larger than the result.
+    A result that grows is allocated once and filled, and sums are added up in place. So nothing larger than the
+    result stays after a chunk.
 
     Args:
         over_v: How results of disjoint columns merge.
         over_n: How results of disjoint samples merge.
-        spare: A tensor that nobody else holds, to be written over if the result fits into it.
+        spare: A tensor that nobody else uses, whose memory the result takes if it fits.
     """
 
     def __init__(self, over_v: Monoid, over_n: Monoid, spare: Tensor | None = None) -> None:
@@ -49,7 +49,7 @@ class Partial:
 
     def put(self, value: Any, columns: Extent, samples: Extent) -> None:
         """Merge the value of some columns and samples."""
-        if value is not None and value is self._out:  # it was written where it belongs
+        if value is not None and value is self._out:  # it was written to its place already
             return
         axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
         grown = [(axis, extent) for axis, extent in axes if axis is not None]
@@ -63,7 +63,10 @@ class Partial:
             self._total.add(lift(self._over_v, self._of_column.take()))
 
     def out(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
-        """Where a value ``[v, n, *p]`` of some columns and samples can be written, if it is only kept."""
+        """The place of a value ``[v, n, *p]`` in the result, to be written to at once.
+
+        ``None`` unless values are joined along both axes.
+        """
         if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None
         size = (columns.stop - columns.start, samples.stop - samples.start, *shape)
@@ -71,19 +74,19 @@ class Partial:
         return self._out
 
     def result(self) -> Any:
-        """The value, once everything has arrived."""
+        """The value, once all chunks have arrived."""
         if self._filled is None:
             return self._total.take()
         return self._filled if self._total.value is None else self._filled + self._total.take()
 
     def tensors(self) -> list[Tensor]:
-        """What is kept."""
+        """The tensors that are kept until the result is complete."""
         kept = [self._filled, self._of_column.value, self._total.value]
         flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
         return [item for item in flat if isinstance(item, Tensor)]
 
     def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
-        """Where in the whole result a value belongs."""
+        """The view of the whole result that a value is written to."""
         if self._filled is None:
             shape = [*value.shape]
             for axis, extent in grown:
@@ -97,7 +100,7 @@ class Partial:
         return place
 
     def _allocated(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Memory for the whole result."""
+        """Memory for the whole result: the spare tensor's, if it fits."""
         spare, self._spare = self._spare, None
         if (
             spare is not None
@@ -110,7 +113,7 @@ class Partial:
 
 
 class _Running:
-    """A merge of partial results so far; tensors that nobody else holds are added to in place."""
+    """The merge of the partial results so far; a sum that only this object refers to is added to in place."""
 
     def __init__(self, monoid: Monoid) -> None:
         self._monoid, self.value = monoid, cast(Any, None)
@@ -126,7 +129,7 @@ class _Running:
             self.value, self._begun = value, True
 
     def take(self) -> Any:
-        """The value; the next one begins anew."""
+        """Return the value, and begin anew."""
         value, self.value = self.value, None
         self._begun = self._own = False
         return self._monoid.result(value)

@@ -1,4 +1,4 @@
-"""Convolution geometry in one, two and three dimensions: the inputs that each output position sees."""
+"""Patches of a convolution in one, two or three dimensions: the inputs that each output position sees."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from packprop.algebra.kernels import outer_products
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """Inputs of an already padded convolution, one row for each output position.
+    """Inputs of a convolution, already padded, one row for each output position.
 
-    A strided view of ``x`` that is copied once, on reshaping; ``[b, g*c, *space] -> [b, s, g, i]``
+    A strided view of ``x``, copied once when it is reshaped; ``[b, g*c, *space] -> [b, s, g, i]``
     with ``i = c * prod(kernel)``, the order of a convolution weight's trailing axes.
     """
     dims = len(kernel)
@@ -38,9 +38,9 @@ def patches(
         ],
         x.storage_offset(),
     )
-    # b, c, *outputs, *kernel -> b, c, *kernel, *outputs: rows of one output position stay a matrix column
+    # b, c, *outputs, *kernel -> b, c, *kernel, *outputs: the inputs of one output position are a matrix column
     order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
-    columns = windows.permute(order).reshape(batch, groups, -1, _product(outputs))
+    columns = windows.permute(order).reshape(batch, groups, -1, math.prod(outputs))
     return columns.permute(0, 3, 1, 2)
 
 
@@ -51,25 +51,26 @@ def patch_moment(
 
     # NOTE [Moments of patches]
     Kernel offsets k and k' multiply pixels that lie ``d = k' - k`` apart, and so do all other pairs with the
-    same d; they differ only in which pixels at the borders take part. So the sum over all pixels is computed
-    once for each d, in place of once for each pair, and the few pixels that no output position brings
-    together are taken off again: by inclusion and exclusion over the axes, for boxes at the borders.
+    same d. They differ only in which pixels at the borders take part. So the sum over all pixels is computed
+    once for each d instead of once for each pair. It contains a few pairs of pixels that no output position
+    sees together. These lie in boxes at the borders, and are subtracted
+    by inclusion and exclusion over the axes.
 
     Args:
         x: Input without padding ``[b, g*c, *space]``.
         kernel: Extent of the kernel along each spatial axis.
         dilation: Step of the kernel along each spatial axis.
-        sides: Padding with zeros before and after each spatial axis.
+        sides: Zeros of padding before and after each spatial axis.
         groups: Groups of channels.
     """
     space = x.shape[2:]
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    # space leads and channels come last: a shift is then an offset into flat rows, and zeros behind every
-    # axis but the first keep what is shifted out at the end of one line from meeting the next
+    # Spatial axes lead and channels come last, so that a shift is an offset into flat rows. Zeros behind every
+    # axis but the first keep pixels that are shifted past the end of one line from meeting the next line.
     x = x.unflatten(1, (groups, -1)).movedim((0, 1, 2), (-3, -2, -1)).flatten(-3, -2)
     x = F.pad(x, [0, 0, 0, 0, *(width for r in reversed(reach[1:]) for width in (0, r))])
     flat = x.flatten(0, -2)
-    steps = [_product(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
+    steps = [math.prod(x.shape[axis + 1 : -1]) for axis in range(len(kernel))]
 
     def everywhere(shift: tuple[int, ...]) -> Tensor:
         offset = sum(d * step for d, step in zip(shift, steps, strict=True))
@@ -90,14 +91,14 @@ def patch_moment(
         if (shift,) not in sums:
             sums[shift,] = everywhere(shift)
         total = sums[shift,]
-        outside = []
+        borders = []
         for axis, pixels in enumerate(valid):
             low = first[axis] - sides[axis][0]
             high = low + space[axis] + sum(sides[axis]) - reach[axis]
             border = (range(pixels.start, min(low, pixels.stop)), range(max(high, pixels.start), pixels.stop))
-            outside.append([part for part in border if part])
+            borders.append([part for part in border if part])
         choices = [
-            [(1, pixels), *((-1, part) for part in parts)] for pixels, parts in zip(valid, outside, strict=True)
+            [(1, pixels), *((-1, part) for part in parts)] for pixels, parts in zip(valid, borders, strict=True)
         ]
         for boxes in list(itertools.product(*choices))[1:]:
             key = (shift, tuple(box for _, box in boxes))
@@ -144,7 +145,7 @@ def transposed_patches(
     for k, p, extra, d in zip(kernel, padding, output_padding, dilation, strict=True):
         widths = [d * (k - 1) - p, d * (k - 1) - p + extra, *widths]
     rows = patches(F.pad(stuffed, widths), kernel, (1,) * len(kernel), dilation, groups)
-    # the kernel is read backwards: flip its axes inside i = c * prod(kernel)
+    # The kernel is read backwards: its axes inside i = c * prod(kernel) are flipped.
     unfolded: Tensor = rows.unflatten(-1, (-1, *kernel))
     return unfolded.flip([*range(-len(kernel), 0)]).flatten(-len(kernel) - 1)
 
@@ -154,10 +155,3 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

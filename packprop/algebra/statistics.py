@@ -1,8 +1,8 @@
-"""What is made of a structure: one default each through per-sample gradients, and faster cells.
+"""Statistics of a structure: each has a default through per-sample gradients, and perhaps faster cells.
 
 Every statistic takes one structure, of some samples and some columns, and returns its partial result.
-Only ``per_sample_grad`` is required; the rest are derived from it. A fast cell is a function registered
-for one structure; the law "fast cell equals default" is tested for each of them.
+Only ``per_sample_grad`` is required; the rest are derived from it. A fast cell (``cells.py``) is a function
+registered for one structure; the law "fast cell equals default" is tested for each of them.
 """
 
 from __future__ import annotations
@@ -14,33 +14,12 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.cells import FAST_CELLS
-from packprop.algebra.kernels import (
-    square_norms,
-    sum_of_squares,
-)
+from packprop.algebra.kernels import square_norms, sum_of_squares
 from packprop.algebra.monoid import Moments
-from packprop.algebra.quadratic import product_batch_sum, product_sum, row_sum
-from packprop.algebra.structures import (
-    Diagonal,
-    Outer,
-    Product,
-    Quadratic,
-    Structure,
-    rows,
-)
+from packprop.algebra.quadratic import diagonal_batch, diagonal_sum, product_batch_sum, product_sum
+from packprop.algebra.structures import Diagonal, Outer, Product, Quadratic, Structure, rows
 
 Statistic = Callable[..., Any]
-
-
-def _fast(statistic: str, structure: Structure) -> Any:
-    cell = FAST_CELLS.get(statistic, {}).get(type(structure))
-    return None if cell is None else cell(structure)
-
-
-def flat_rows(structure: Structure) -> Tensor:
-    """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
-    gradients = rows(structure)
-    return gradients.reshape(*gradients.shape[:2], -1)
 
 
 def per_sample_grad(structure: Structure) -> Tensor:
@@ -54,9 +33,9 @@ def summed_grad(structure: Structure) -> Tensor:
 
 
 def sum_sq(structure: Quadratic) -> Tensor:
-    """Squares (or products) of per-sample gradients, summed over columns and samples, ``[*p]``."""
+    """Squares of per-sample gradients (or products, or diagonals), summed over columns and samples ``[*p]``."""
     if isinstance(structure, Diagonal):
-        return row_sum(structure.source)
+        return diagonal_sum(structure)
     if isinstance(structure, Product):
         return product_sum(structure)
     fast = _fast("sum_sq", structure)
@@ -64,9 +43,9 @@ def sum_sq(structure: Quadratic) -> Tensor:
 
 
 def batch_sq(structure: Quadratic) -> Tensor:
-    """Squares (or products) of per-sample gradients, summed over columns, ``[n, *p]``."""
+    """Squares of per-sample gradients (or products, or diagonals), summed over columns, ``[n, *p]``."""
     if isinstance(structure, Diagonal):
-        return rows(structure.source)[0]
+        return diagonal_batch(structure)
     if isinstance(structure, Product):
         return product_batch_sum(structure)
     fast = _fast("batch_sq", structure)
@@ -96,3 +75,15 @@ def moments(structure: Structure) -> Moments:
     gradients = rows(structure)[0]
     mean = summed_grad(structure) / gradients.shape[0]
     return Moments(gradients.shape[0], mean, sum_of_squares(gradients, mean))
+
+
+def flat_rows(structure: Structure) -> Tensor:
+    """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
+    gradients = rows(structure)
+    return gradients.reshape(*gradients.shape[:2], -1)
+
+
+def _fast(statistic: str, structure: Structure) -> Any:
+    """The value of the fast cell, if there is one for the structure and it applies; else ``None``."""
+    cell = FAST_CELLS.get(statistic, {}).get(type(structure))
+    return None if cell is None else cell(structure)

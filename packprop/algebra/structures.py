@@ -1,7 +1,7 @@
 """How a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
 
 A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
-``v n s g o`` and ``n s g i``. It knows nothing of where they came from.
+``v n s g o`` and ``n s g i``. It does not know which function they come from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packprop.algebra.kernels import Extents, convolved_by_groups, outer_products
+from packprop.algebra.choices import Extents, convolved_by_groups
+from packprop.algebra.kernels import outer_products
 from packprop.algebra.order import EntryOrder, Fold
 from packprop.tensors.device import device_kind
 
@@ -31,13 +32,16 @@ class Outer:
     """An affine use, ``y[n,s,g,o] = sum_i W[g,o,i] x[n,s,g,i]``.
 
     Args:
-        given: Inputs ``[n, s, g, i]``, there already or made when they are needed.
+        given: Inputs ``[n, s, g, i]``, as a tensor or as the function that makes it; read them from ``x``.
         cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
         fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
-        moment: Makes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than the inputs do.
-        out: Where per-sample gradients are written ``[1, n, *p]``, in the order of ``g o i``, if anywhere.
-        direct: Makes per-sample gradients ``[1, n, *p]`` without inputs by position, where there is such a way.
-        held: Bytes of one sample that an algorithm may hold if another holds less; ``None`` for any number.
+        moment: Computes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than making the inputs.
+        out: The memory that per-sample gradients ``[1, n, *p]`` are written to, in the order ``g o i``; else
+            ``None``.
+        direct: Computes per-sample gradients ``[1, n, *p]`` without inputs by position; ``None`` where no
+            function does.
+        held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
+            holds less. ``None`` for no limit.
     """
 
     given: Tensor | LazyTensor
@@ -55,12 +59,12 @@ class Outer:
 
     @property
     def shape(self) -> Sequence[int]:
-        """Shape of the inputs, which need not be made for it."""
+        """Shape of the inputs, without making them."""
         return self.given.shape
 
     @property
     def extents(self) -> Extents:
-        """What algorithms are chosen by."""
+        """The sizes that algorithms are chosen by."""
         cotangent = self.cotangent
         assert cotangent is not None
         _, positions, groups, fan_in = self.shape
@@ -69,12 +73,12 @@ class Outer:
 
     @property
     def formed(self) -> bool:
-        """Whether per-sample gradients are there already."""
+        """Whether per-sample gradients were computed already."""
         return "rows" in vars(self)
 
     @cached_property
     def by_groups(self) -> bool:
-        """Whether per-sample gradients are made of inputs as they are."""
+        """Whether per-sample gradients are computed by ``direct``."""
         return self.cotangent is not None and self.direct is not None and convolved_by_groups(self.extents)
 
     @cached_property
@@ -84,8 +88,8 @@ class Outer:
         if cotangent is None:
             return None
         if self.direct is not None and self.by_groups:
-            made = self.direct()
-            return made if self.out is None else self.out.copy_(made)
+            gradients = self.direct()
+            return gradients if self.out is None else self.out.copy_(gradients)
         x = self.x
         columns, samples, positions, groups, fan_out = cotangent.shape
         if positions == 1:
@@ -132,7 +136,7 @@ class Lookup:
 
     @property
     def formed(self) -> bool:
-        """Whether per-sample gradients are there already."""
+        """Whether per-sample gradients were computed already."""
         return "rows" in vars(self)
 
     @cached_property
@@ -159,12 +163,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class Product:
-    """Two sets of columns whose rows are multiplied entry by entry, instead of one that is squared.
+    """Two sets of columns whose per-sample gradients are multiplied entry by entry, instead of one squared.
 
     Args:
-        left: The one.
-        right: The other; ``None`` for ``left`` again.
-        weights: What the product of each column and sample is multiplied by ``[v, n]``, of either sign.
+        left: The first set.
+        right: The second set; ``None`` for ``left`` again.
+        weights: A factor for each column and sample ``[v, n]``, of either sign.
     """
 
     left: Outer | Lookup | Dense
@@ -175,18 +179,18 @@ class Product:
     def products(self) -> Tensor:
         """Products of rows ``[v, n, *p]``."""
         left = rows(self.left)
-        found = left.square() if self.right is None else left * rows(self.right)
+        products = left.square() if self.right is None else left * rows(self.right)
         if self.weights is None:
-            return found
-        return found * self.weights.reshape(*self.weights.shape, *[1] * (found.dim() - 2))
+            return products
+        return products * self.weights.reshape(*self.weights.shape, *[1] * (products.dim() - 2))
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """A structure whose rows are diagonals already: of each sample, or of all of them together.
+    """Diagonals that need no squaring: of each sample, or of all samples together.
 
     Args:
-        source: Its rows ``[1, n, *p]`` are the diagonals.
+        source: The structure whose rows ``[1, n, *p]`` are the diagonals.
     """
 
     source: Outer | Lookup | Dense
@@ -194,25 +198,29 @@ class Diagonal:
 
 Structure = Outer | Lookup | Dense
 
-
 Quadratic = Structure | Product | Diagonal
-"""What has squares of rows: of one set of columns, products of two, or the diagonals that these are."""
+"""What ``sum_sq`` and ``batch_sq`` take: rows to be squared, rows to be multiplied, or diagonals already."""
 
 
 def rows(structure: Structure) -> Tensor:
-    """Per-sample gradients ``[v, n, *p]`` of any structure that has a cotangent; computed once for each."""
+    """Per-sample gradients ``[v, n, *p]`` of a structure that has a cotangent; computed only once."""
     gradients = structure.rows
     assert gradients is not None, "this structure was built without a cotangent"
     return gradients
 
 
+def fold_matrix(structure: Outer, matrix: Tensor) -> Tensor:
+    """``[o, i] -> [*p]``: a matrix for a parameter without groups."""
+    return structure.fold(matrix.unsqueeze(-3))
+
+
 def fold_table(gradient: Tensor) -> Tensor:
-    """``[..., 1, o, i] -> [..., i, o]``: of a table, whose rows are what one-hot inputs choose."""
+    """``[..., 1, o, i] -> [..., i, o]``: a matrix for a table, whose rows one-hot inputs choose."""
     return gradient.squeeze(-3).mT
 
 
 def entry_order_of(structure: Structure) -> EntryOrder | None:
-    """Where the parameter keeps entries ``[g, o, i]``; ``None`` for one that no input multiplies."""
+    """Where the parameter keeps entries ``[g, o, i]``; ``None`` for a parameter that no input multiplies."""
     if isinstance(structure, Dense):
         return None
     assert structure.cotangent is not None
@@ -222,9 +230,10 @@ def entry_order_of(structure: Structure) -> EntryOrder | None:
 
 
 def with_squares(structure: Structure) -> Structure | None:
-    """The same with squares of the inputs; ``None`` where these cannot be told from the cotangents.
+    """The same structure with squared inputs; ``None`` for ``Dense``, which holds no inputs by themselves.
 
-    Every output has at most one input to each parameter entry, so ``J * J`` is the Jacobian of squares.
+    Each output multiplies an entry of the parameter by at most one input. So the squared Jacobian ``J * J`` is
+    the Jacobian of the use with squared inputs.
     """
     if isinstance(structure, Outer):
         return replace(structure, given=structure.x.square(), moment=None, direct=None)

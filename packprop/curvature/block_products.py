@@ -19,7 +19,7 @@ from packprop.curvature.seeds import columns
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
 from packprop.tensors.dry import has_fault, is_dry_run
-from packprop.tensors.precision import precision
+from packprop.tensors.precision import result_dtype
 from packprop.tensors.state import version
 from packprop.types import EXACT
 
@@ -85,7 +85,7 @@ class BlockProduct:
                 "inputs or other tensors of the forward pass were changed in place since",
                 "run a forward and a backward pass with the extension again",
             ) from error
-        return (product[0] if bare else product).to(precision(vectors, product))
+        return (product[0] if bare else product).to(result_dtype(vectors, product))
 
 
 class State(NamedTuple):

@@ -21,7 +21,7 @@ from packprop.curvature.linear import Vectors
 from packprop.curvature.products import Product, ggn_product, hessian_product
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.search import leaves_above
-from packprop.tensors.precision import precision
+from packprop.tensors.precision import result_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Operator:
         ]
         found = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
         products = torch.cat(found, 1) + self.damping * columns.to(self.dtype)
-        return products.mT.reshape(vectors.shape).to(vectors.device, precision(vectors, products))
+        return products.mT.reshape(vectors.shape).to(vectors.device, result_dtype(vectors, products))
 
     def to_scipy(self) -> Any:
         """The same as a ``scipy.sparse.linalg.LinearOperator``, of arrays ``[p]`` or ``[p, v]`` on the CPU.

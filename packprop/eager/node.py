@@ -14,21 +14,21 @@ from packprop.eager.pieces import (
     Hook,
     Job,
     bad,
+    devices_of,
     freed,
-    random_numbers,
-    random_states,
 )
 from packprop.eager.reach import key_of, undisturbed
 from packprop.eager.sweep import Sweep
 from packprop.errors import PackpropError
 from packprop.recording.marks import graph_is_kept
+from packprop.tensors.random import random_numbers_from, random_states
 
 
 def attach(job: Job, leaves: list[Any]) -> Tensor:
     """The value of a job; if anything requires a gradient, with a node that has it ready."""
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
-    random = random_states(leaves) if may_recompute else {}
+    random = random_states(devices_of(leaves)) if may_recompute else {}
     sweep = Sweep(job, leaves)
     value = sweep.run()
     shared = [sweep.outside[key] for key in sweep.shared]
@@ -74,7 +74,7 @@ class _Again:
                     "its memory was freed after the call, and keep='recompute' needs it again",
                     "free it after the backward pass; or leave out keep='recompute'",
                 )
-        with random_numbers(self.random), torch.enable_grad():
+        with random_numbers_from(self.random), torch.enable_grad():
             if create_graph:
                 return self._differentiably(leaves, arriving)
             known = {key_of(tensor): tensor for tensor in self.shared}

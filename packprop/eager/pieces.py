@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypedDict
@@ -16,6 +16,7 @@ from torch.utils import _pytree
 from packprop.errors import BadInput
 from packprop.memory.bytes import byte_count as memory_bytes
 from packprop.recording.saved_hooks import hooks_in_force
+from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
 
 Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
@@ -144,7 +145,7 @@ class Job:
             return values[0]
         if values[0].ndim and self.axis == 0:
             return torch.cat(values)
-        return torch.stack(values).sum(0, dtype=wide(values[0].dtype)).to(values[0].dtype)
+        return torch.stack(values).sum(0, dtype=accumulation_dtype(values[0].dtype)).to(values[0].dtype)
 
     def seed(self, output: Tensor, arriving: Tensor | None, start: int) -> Tensor | None:
         """What is fed in at the value of one piece."""
@@ -274,11 +275,6 @@ def freed(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` are accumulated in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 # NOTE [What a branch must not share]
 # Autocast keeps the low-precision copies of parameters for the rest of the forward pass, with their
 # piece of graph: a branch that found one there would lead into the graph around it, and one that
@@ -309,30 +305,6 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def random_states(leaves: list[Any]) -> dict[torch.device, Tensor]:
-    """The state of the random numbers on the CPU and on every device of the leaves."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            states[device] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-@contextmanager
-def random_numbers(states: dict[torch.device, Tensor]) -> Iterator[None]:
-    """Draw from `states`, and afterwards go on as if nothing had been drawn."""
-    before = random_states([torch.empty(0, device=device) for device in states])
-    try:
-        _set_random(states)
-        yield
-    finally:
-        _set_random(before)
-
-
-def _set_random(states: dict[torch.device, Tensor]) -> None:
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+def devices_of(leaves: list[Any]) -> set[torch.device]:
+    """The devices of the tensors among the leaves."""
+    return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}

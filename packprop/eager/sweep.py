@@ -15,12 +15,13 @@ from packprop.eager.pieces import (
     Keep,
     bad,
     byte_count,
-    random_states,
+    devices_of,
     surroundings,
-    wide,
 )
 from packprop.eager.reach import Key, clock, reached, tensors_of, undisturbed
 from packprop.errors import PackpropError, PackpropWarning
+from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.random import random_states
 
 
 class Sweep:
@@ -55,7 +56,7 @@ class Sweep:
             detached[number] = detached[number].detach()
         check = self.job.choices["check"] and self.arriving is None
         for number, (start, length, piece) in enumerate(self.job.split(detached)):
-            before = random_states(piece) if check else {}
+            before = random_states(devices_of(piece)) if check else {}
             self._piece(start, length, piece)
             if check and number == 1:
                 self._compare(detached, before)
@@ -153,7 +154,7 @@ class Sweep:
             store[key] = store[key] + gradient if key in store else gradient
         elif where is None:
             if key not in store:
-                store[key] = torch.zeros_like(like, dtype=wide(like.dtype))
+                store[key] = torch.zeros_like(like, dtype=accumulation_dtype(like.dtype))
             store[key].add_(gradient)
         else:
             if key not in store:
@@ -163,7 +164,7 @@ class Sweep:
     def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
         """Refuse a function whose first two pieces together give another value than apart."""
         job = self.job
-        after = random_states(leaves)
+        after = random_states(devices_of(leaves))
         if any(not torch.equal(state, after[device]) for device, state in before.items()):
             text = f"check=True: {job.where} draws random numbers, so its pieces were not compared"
             warnings.warn(text, PackpropWarning, stacklevel=6)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.one_by_one import together
+from packprop.algebra.one_by_one import evaluate_together
 from packprop.algebra.order import fold_to
 from packprop.algebra.partial import ONE, Extent, Partial
 from packprop.algebra.statistics import per_sample_grad, summed_grad
@@ -171,7 +171,7 @@ class Accumulator:
     def _values(self, leaf: Tensor, structure: Quadratic, tasks: list[Task]) -> list[Any]:
         """What is asked of a chunk; rows of a second pass are given what was made of the first."""
         if tasks[0].row.after is None:
-            return together(structure, [task.row.statistic for task in tasks])
+            return evaluate_together(structure, [task.row.statistic for task in tasks])
         return [task.row.statistic(structure, self._first[id(task.extension), id(leaf)]) for task in tasks]
 
     def _in_place(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.algebra.choices import convolved_by_groups
 from packprop.algebra.formation import OF_ROWS, forms_no_rows
-from packprop.algebra.kernels import convolved_by_groups
 from packprop.algebra.one_by_one import goes_one_by_one
 from packprop.algebra.statistics import Statistic, per_sample_grad
 from packprop.engine.contributions import Contribution, extents_of

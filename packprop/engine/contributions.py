@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from packprop.algebra.kernels import Extents
+from packprop.algebra.choices import Extents
 from packprop.algebra.structures import Diagonal, Product, Quadratic, Structure, join
 from packprop.functions.building import select_samples
 from packprop.functions.entry import Samples

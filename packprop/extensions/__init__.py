@@ -1,5 +1,6 @@
-"""The catalogue: what can be asked for in one backward pass, a row each."""
+"""The catalogue: what can be asked for in one backward pass, each quantity a class of a few rows."""
 
+from packprop.extensions.averaged import HBP, KFRA
 from packprop.extensions.diagonal import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
@@ -15,7 +16,7 @@ from packprop.extensions.first_order import (
 )
 from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessianMC
 from packprop.extensions.jacobian import BatchJacobian
-from packprop.extensions.kronecker import EKFAC, HBP, KFAC, KFLR, KFRA
+from packprop.extensions.kronecker import EKFAC, KFAC, KFLR
 from packprop.extensions.products import GGNMP, HMP, PCHMP
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row

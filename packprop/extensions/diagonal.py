@@ -1,8 +1,9 @@
 """Diagonals of the generalized Gauss-Newton matrix (GGN), of the loss as reduced (Schraudolph 2002).
 
-``G = sum_n J_n^T H_n J_n``, with ``J_n`` the Jacobian of what the loss was given and ``H_n`` the Hessian of the
-loss in it. For cross entropy and squared error G is the Fisher information. Exact diagonals sweep back every
-column of a square root of ``H_n``; Monte Carlo ones ``mc_samples`` gradients for targets drawn from the model.
+``G = sum_n J_n^T H_n J_n``, with ``J_n`` the Jacobian of the loss's input in the parameters and ``H_n`` the
+Hessian of the loss in its input. For cross entropy and squared error G is the Fisher information. For exact
+diagonals every column of a square root of ``H_n`` is swept back; for Monte Carlo estimates ``mc_samples``
+gradients are, each for targets drawn from the model.
 """
 
 from __future__ import annotations

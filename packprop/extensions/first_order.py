@@ -1,7 +1,7 @@
 """Gradients of single samples and their statistics.
 
-A sample's gradient is a row of ``grad_batch``: rows sum to ``.grad``, so that under a mean loss they carry its
-``1/N``. A factor on the loss multiplies rows by itself and their squares by its square.
+A sample's gradient is a row of ``grad_batch``. The rows sum to ``.grad``, so that under a mean loss each has
+the factor ``1/N``. A factor on the loss multiplies the rows, and its square multiplies their squares.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class SumGradSquared(Extension):
 class Variance(Extension):
     """Population variance of the rows of ``grad_batch``, ``variance``: ``[*p]``; never negative.
 
-    Nothing cancels: mean and squared deviations are taken from per-sample gradients, by Welford's recurrence
-    (1962) where these come one at a time, or for linear layers in float32 from sums in float64, and merged over
-    chunks as by Chan, Golub and LeVeque (1979), in at least float32; the result is rounded once.
+    Nothing cancels. Mean and squared deviations are computed from per-sample gradients, by Welford's recurrence
+    (1962) where these come one at a time, or for linear layers in float32 from sums in float64. They are merged
+    over chunks as by Chan, Golub and LeVeque (1979), in at least float32. The result is rounded once.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -84,7 +84,7 @@ class Variance(Extension):
     rows = (Row(GRADIENT, moments, over_n=MOMENTS, degree=1),)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Squared deviations over the number of samples."""
+        """Squared deviations divided by the number of samples."""
         total: Moments = values[0]
         return total.deviation / total.samples
 

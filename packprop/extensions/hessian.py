@@ -1,7 +1,7 @@
 """Diagonals of the Hessian of the loss as reduced, in the parameters.
 
-See NOTE [Hessian diagonal] (``packprop/hessian.py``) for the ways that they are taken. On graphs that are
-linear by parts above the last layer they equal the GGN's, and cost the same.
+See NOTE [Hessian diagonal] (``packprop/curvature/routes.py``) for the routes to them. On graphs that are
+piecewise linear above the last layer they equal those of the GGN, and cost the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from packprop.algebra.monoid import CAT
 from packprop.algebra.statistics import batch_sq, sum_sq
-from packprop.extensions.sampled import require_draws
+from packprop.extensions.arguments import require_draws
 from packprop.types import HESSIAN, Extension, Row, Seed
 
 
@@ -47,12 +47,12 @@ class BatchDiagHessian(Extension):
 class DiagHessianMC(Extension):
     """Unbiased estimate of the Hessian's diagonal from random signs, ``diag_h_mc``: ``[*p]``.
 
-    One Hessian-vector product for each draw (Bekas et al. 2007), for sizes where the exact diagonal is out of
-    reach. Its variance is the sum of squares of a row's other entries, those between parameters included, over
-    the draws.
+    One Hessian-vector product for each draw (Bekas et al. 2007), for models too large for the exact diagonal.
+    The variance of an entry is the sum of squares of the other entries in its row of the Hessian, those between
+    parameters included, divided by the number of draws.
 
     Args:
-        mc_samples: Draws.
+        mc_samples: Number of draws.
         generator: Makes the draws repeatable; the global random state is left alone then.
     """
 
@@ -66,5 +66,5 @@ class DiagHessianMC(Extension):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Means over draws."""
+        """The mean over draws."""
         return (Row(Seed("hessian_mc", self.mc_samples, self.generator), sum_sq),)

@@ -18,12 +18,12 @@ from packprop.types import Extension, Row, Seed
 class BatchJacobian(Extension):
     """Jacobian of each sample's output, ``jac_batch``: ``[n, c, *p]``.
 
-    The output is what the extended module returned, whatever was made of it afterwards: the loss, or any other
-    reduction that ``backward()`` is called on, leaves no trace in the result.
+    The output is what the extended module returned. The loss, or any other reduction that ``backward()`` is
+    called on, does not enter the result.
 
     Args:
-        outputs: Which entries of a sample's output (flattened) to take, in this order: the Jacobian in chunks;
-            ``None`` for all.
+        outputs: Which entries of a sample's flattened output to take, in this order, so that a Jacobian can be
+            computed in pieces; ``None`` for all.
         subsampling: Indices of samples; they come in this order.
     """
 
@@ -46,12 +46,12 @@ class BatchJacobian(Extension):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Unit columns as they arrive."""
+        """Gradients of single output entries."""
         entries = None if self.outputs is None else tuple(self.outputs)
         seed = Seed("jacobian", entries=entries)
         return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0),)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Samples first."""
+        """Bring the samples to the first axis."""
         jacobians: Tensor = values[0]
         return jacobians.transpose(0, 1)

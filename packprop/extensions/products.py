@@ -1,8 +1,8 @@
-"""Products with the blocks of curvature matrices, one for each parameter, saved as functions.
+"""Products with the blocks of curvature matrices, saved as one function for each parameter.
 
-A function takes vectors ``[v, *p]``, or a bare ``[*p]``, and returns their products with the block of its
-parameter, of the loss as reduced. It holds the graph of the forward pass, which ``backward()`` then keeps, and
-stays valid until it is dropped (``del parameter.hmp``) or overwritten; nothing is run again, so there is no
+A function takes vectors ``[v, *p]``, or a single ``[*p]``, and returns their products with the block of its
+parameter, for the loss as reduced. It holds the graph of the forward pass, which ``backward()`` then keeps, and
+stays valid until it is deleted (``del parameter.hmp``) or overwritten. Nothing is run again, so there is no
 random state to restore. After a parameter was changed in place it raises an error.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from packprop.algebra.monoid import SINGLE
 from packprop.curvature.block_products import BlockProduct, Matrix, Modify, block_products
-from packprop.errors import BadInput
+from packprop.extensions.arguments import require_one_of
 from packprop.graph.graph import Graph
 from packprop.types import GRAPH, Extension, Row
 
 
 @dataclass(frozen=True, eq=False)
 class _Products(Extension):
-    """What the three share: the attribute, as an argument."""
+    """What the three share: one function for each parameter, and the attribute as an argument."""
 
     savefield: str = ""  # type: ignore[misc]  # a choice of each instance here
     matrix: ClassVar[Matrix] = "hessian"
@@ -48,7 +48,7 @@ class HMP(_Products):
     """Product with the Hessian's block, ``hmp``.
 
     Args:
-        savefield: The attribute.
+        savefield: The attribute that the function is saved in.
     """
 
     savefield: str = "hmp"  # type: ignore[misc]  # as above
@@ -59,7 +59,7 @@ class GGNMP(_Products):
     """Product with the block of the generalized Gauss-Newton matrix, ``ggnmp`` (Schraudolph 2002).
 
     Args:
-        savefield: The attribute.
+        savefield: The attribute that the function is saved in.
     """
 
     savefield: str = "ggnmp"  # type: ignore[misc]  # as above
@@ -70,12 +70,12 @@ class GGNMP(_Products):
 class PCHMP(_Products):
     """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2018).
 
-    The GGN, and at each elementwise nonlinearity its curvature with negative entries removed (``"clip"``) or
+    The GGN plus the curvature of each elementwise nonlinearity, with negative entries removed (``"clip"``) or
     made positive (``"abs"``). Behind nonlinearities of another kind it is not defined, and refused.
 
     Args:
-        savefield: The attribute.
-        modify: What is done with negative curvature.
+        savefield: The attribute that the function is saved in.
+        modify: How negative curvature is treated.
     """
 
     savefield: str = "pchmp"  # type: ignore[misc]  # as above
@@ -84,10 +84,5 @@ class PCHMP(_Products):
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
-        if self.modify not in get_args(Modify):
-            raise BadInput(
-                f"PCHMP(modify={self.modify!r}) was asked for.",
-                "modify",
-                "it is not one of those that are known",
-                f"choose from {', '.join(map(repr, get_args(Modify)))}",
-            )
+        asked = f"PCHMP(modify={self.modify!r}) was asked for."
+        require_one_of(asked, "modify", self.modify, get_args(Modify))

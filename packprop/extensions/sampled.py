@@ -1,4 +1,4 @@
-"""What extensions with Monte Carlo draws share: their arguments, and the seed that these make."""
+"""What extensions with Monte Carlo draws share: their arguments, and the seed that follows from these."""
 
 from __future__ import annotations
 
@@ -7,23 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from packprop.errors import BadInput
+from packprop.extensions.arguments import require_draws
 from packprop.types import Extension, Seed
-
-
-def require_draws(name: str, mc_samples: object) -> None:
-    """Refuse what is no number of draws.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    if type(mc_samples) is not int or mc_samples < 1:
-        raise BadInput(
-            f"{name}(mc_samples={mc_samples!r}) was asked for.",
-            "mc_samples",
-            "it is the number of Monte Carlo draws",
-            "give a whole number of at least 1",
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,5 +32,5 @@ class Sampled(Extension):
 
     @property
     def seed(self) -> Seed:
-        """Columns that extensions with equal draws and generator share."""
+        """The seed, which extensions with equal draws and generator share."""
         return Seed("ggn", self.mc_samples, self.generator)

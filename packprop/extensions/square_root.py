@@ -15,8 +15,7 @@ from packprop.types import ENTRYWISE, Extension, Row
 class SqrtGGNExact(Extension):
     """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
 
-    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision
-    once.
+    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision once.
 
     Args:
         subsampling: Indices of samples; they come in this order, at the scale of the full batch.
@@ -31,8 +30,7 @@ class SqrtGGNExact(Extension):
 class SqrtGGNMC(Sampled):
     """Root of a Monte Carlo estimate of the GGN block, ``sqrt_ggn_mc``: ``[m, n, *p]``, m draws.
 
-    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision
-    once.
+    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision once.
 
     Args:
         mc_samples: Draws for each sample of the batch.
@@ -44,5 +42,5 @@ class SqrtGGNMC(Sampled):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Sampled columns as they arrive."""
+        """Gradients of sampled columns."""
         return (Row(self.seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
-from packprop.tensors.random import random_state, set_random_state
+from packprop.tensors.random import random_numbers_from
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
@@ -29,7 +29,7 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
         if all(cotangent is None for cotangent in cotangents):
             return Dense(None)
         differentiable = torch.is_grad_enabled()
-        with torch.enable_grad(), _replayed(call.random_state):
+        with torch.enable_grad(), _random_numbers_of(call):
             weight = parameter.view_as(parameter) if differentiable else parameter.detach()
             weight.requires_grad_(True)
 
@@ -164,15 +164,6 @@ def _only(cotangent: Tensor, layout: Layout, sample: int) -> Tensor:
     return cotangent * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(cotangent.dim())])
 
 
-@contextlib.contextmanager
-def _replayed(state: Any) -> Iterator[None]:
-    """The random state that the call saw, for as long as it is evaluated again."""
-    if state is None:
-        yield
-        return
-    before = random_state()
-    set_random_state(state)
-    try:
-        yield
-    finally:
-        set_random_state(before)
+def _random_numbers_of(call: Call) -> AbstractContextManager[None]:
+    """Inside, random numbers are drawn as the call drew them, if it drew any."""
+    return nullcontext() if call.random_state is None else random_numbers_from(call.random_state)

@@ -34,7 +34,7 @@ from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.tensors.random import random_state
+from packprop.tensors.random import random_states
 from packprop.tensors.state import version
 
 IN_PLACE_WITHOUT_INPUT = frozenset({"add_", "sub_", "__iadd__", "__isub__"})
@@ -213,9 +213,9 @@ class Recorder(TorchFunctionMode):
         kept = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             kept = (args[0].clone(), *args[1:])
-        state = None if func in RULES or is_dry_run() else random_state()
+        state = None if func in RULES or is_dry_run() else random_states()
         out = func(*args, **kwargs)
-        if state is not None and all(map(torch.equal, state, random_state())):
+        if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None
         if out is None:  # an assignment: the graph walk names the parameter that went into it
             self._samples.add(args[0])

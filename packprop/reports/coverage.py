@@ -27,7 +27,7 @@ from packprop.recording.marks import EXTENDED, HANDLES, MIXES, USE, RecordedUse,
 from packprop.recording.switch import extend, is_extended, record
 from packprop.reports.coverage_values import Consumption, Coverage, Family, ParameterCoverage
 from packprop.tensors.nesting import tensors_in
-from packprop.tensors.random import random_state, set_random_state
+from packprop.tensors.random import random_states, set_random_states
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed
 
 ASKED = "coverage(model, batch) was called."
@@ -122,7 +122,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         for parameter in module.parameters(recurse=False)
     ]
     fresh = [module for module in modules if not is_extended(module)]
-    known, state = model in EXTENDED, random_state()
+    known, state = model in EXTENDED, random_states()
     copies: dict[int, Tensor] = {}
     for module, _, buffers in attributes:
         for name, buffer in buffers.items():
@@ -143,7 +143,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, buffer)
         for parameter, value in values:
             parameter.data.copy_(value)
-        set_random_state(state)
+        set_random_states(state)
 
 
 def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:

@@ -1,1 +1,1 @@
-"""What is known of a tensor without computing with it: its samples, precision, device, state."""
+"""What is known about a tensor without computing with it: where its samples are, precision, device, state."""

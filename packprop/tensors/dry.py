@@ -1,4 +1,4 @@
-"""Tensors without data: their descriptions, and passes that are run with none."""
+"""Tensors without data: their descriptions, and dry runs, which are passes over such tensors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """What there is to know of a tensor."""
+        """The description of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self, device: torch.device) -> Tensor:
-        """A tensor like it, whose data mean nothing."""
+        """A tensor that fits the description; its data mean nothing."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return made.requires_grad_(self.requires_grad)
 
 
 @contextlib.contextmanager
 def dry_run(device: str = "cpu") -> Iterator[None]:
-    """Inside, tensors have no data but a type of device. What depends on data is taken to be in order."""
+    """Inside, tensors have no data, and are treated as if on ``device``. Checks of data find no fault."""
     token = _DEVICE.set(device)
     try:
         yield
@@ -44,15 +44,15 @@ def dry_run(device: str = "cpu") -> Iterator[None]:
 
 
 def dry_run_device() -> str | None:
-    """The type of device that a dry run is made for; ``None`` if tensors have data."""
+    """The type of device that the dry run stands in for; ``None`` outside of a dry run."""
     return _DEVICE.get()
 
 
 def is_dry_run() -> bool:
-    """Whether tensors have no data."""
+    """Whether this is a dry run, in which tensors have no data."""
     return dry_run_device() is not None
 
 
 def has_fault(condition: Tensor) -> bool:
-    """Whether a fault is there, by a condition of one entry; none is seen where there are no data."""
+    """Whether a condition of one entry, which is true for faulty data, holds; never in a dry run."""
     return not is_dry_run() and bool(condition)

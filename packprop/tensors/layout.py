@@ -35,7 +35,7 @@ class Layout(NamedTuple):
         return tensor.movedim(axis if self.major else axis + 1, skip)
 
     def front_shape(self, shape: torch.Size) -> torch.Size:
-        """The shape that ``to_front`` makes of ``shape``."""
+        """The shape of what ``to_front`` returns for a tensor of ``shape``."""
         if self.axis is None:
             return torch.Size([1, *shape])
         parts = [] if self.parts == 1 else [self.parts]
@@ -81,7 +81,7 @@ def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:
         for axis, size in enumerate(shape)
         if size > samples and size % samples == 0
     ]
-    found = exact + folded
+    layouts = exact + folded
     if shape and shape[0] % samples == 0:  # the leading axis first, folded or not
-        found.sort(key=lambda layout: layout.axis != 0)
-    return found
+        layouts.sort(key=lambda layout: layout.axis != 0)
+    return layouts

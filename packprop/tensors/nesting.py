@@ -1,4 +1,4 @@
-"""Tensors inside of nested containers."""
+"""Tensors inside nested containers."""
 
 from __future__ import annotations
 

@@ -1,16 +1,23 @@
-"""The precision that sums are accumulated in, and that of results."""
+"""The precision of sums and of results."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def precision(vectors: Tensor, products: Tensor) -> torch.dtype:
-    """That of the vectors; products of whole numbers are fractions."""
-    return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that sums are accumulated in: at least float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    """The precision that sums are accumulated in: at least that of float32; whole numbers stay as they are."""
+    return _WIDER.get(dtype, dtype)
+
+
+def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
+    """A precision with twice the digits; ``None`` where the device has no such precision."""
+    return torch.float64 if dtype == torch.float32 and device != "mps" else None
+
+
+def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
+    """The precision of products with ``vectors``: theirs; if they are whole numbers, that of ``products``."""
+    return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype

@@ -1,21 +1,48 @@
-"""The state of the random generators."""
+"""The states of the random generators: reading them, setting them, drawing from them for a while."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+RandomStates = dict[torch.device, Tensor]
+"""One state for each device; the CPU is always among them."""
 
-def random_state() -> list[Tensor]:
-    """State of the generators of the CPU and of every initialised CUDA device."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
+
+def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:
+    """The states of the generators of the CPU and of ``devices``; by default, of all CUDA devices in use."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in _cuda_devices() if devices is None else devices:
+        if device.type not in ("cpu", "meta"):
+            states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
-def set_random_state(states: list[Tensor]) -> None:
-    """Put back what ``random_state`` returned."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
+def set_random_states(states: RandomStates) -> None:
+    """Put back what ``random_states`` returned."""
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def random_numbers_from(states: RandomStates) -> Iterator[None]:
+    """Inside, random numbers are drawn from ``states``; afterwards it is as if nothing had been drawn."""
+    before = random_states(states)
+    try:
+        set_random_states(states)
+        yield
+    finally:
+        set_random_states(before)
+
+
+def _cuda_devices() -> list[torch.device]:
+    """Every CUDA device, once CUDA is initialised."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return []

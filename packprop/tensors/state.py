@@ -1,4 +1,4 @@
-"""Whether a tensor was changed, is held by others, or has hooks."""
+"""The state of a tensor: whether it was changed, who else refers to it, whether it has hooks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from torch import Tensor
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 if that is not counted.
+    """How often a tensor was changed in place; 0 if PyTorch does not count that.
 
-    ``Tensor._version`` is private, and stands here alone: nothing public tells whether a tensor still holds
-    what was computed with, and a number from other values would be wrong without a sign of it.
+    ``Tensor._version`` is private, and used here alone. Nothing public tells whether a tensor still has the
+    values that it was recorded with, and results from other values would be wrong without any sign of it.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_sole(holder: list[Tensor]) -> bool:
-    """Whether the one tensor of a list, and what it is stored in, are held by nothing else.
+    """Whether nothing else refers to the one tensor in ``holder``, or to its storage.
 
-    Views, arrays and saved tensors share the storage or the tensor, references in Python are counted, too; all
-    of it is compared with a tensor that was just made. Memory that belongs to an array, or that is shared with
-    other processes, cannot be resized. ``Tensor._use_count`` and ``_storage_Use_Count`` are private, and stand
-    here alone: nothing public tells whether memory would be free without a tensor.
+    Views, arrays and saved tensors share the storage or the tensor. References from Python are counted, too,
+    which is why the tensor comes in a list. The counts are compared with those of a tensor that was just made.
+    Memory that belongs to an array, or that is shared with other processes, cannot be resized.
+    ``Tensor._use_count`` and ``_storage_Use_Count`` are private, and used here alone: nothing public tells
+    whether memory would be free without a tensor.
     """
     storage = holder[0].untyped_storage()
     own = storage.resizable() and not storage.is_shared() and weakref.getweakrefcount(holder[0]) == 0
     del storage
-    return own and _holders(holder) == _holders([torch.empty(0, device=holder[0].device)])
+    return own and _reference_counts(holder) == _reference_counts([torch.empty(0, device=holder[0].device)])
 
 
-def _holders(holder: list[Tensor]) -> tuple[int, ...]:
+def _reference_counts(holder: list[Tensor]) -> tuple[int, ...]:
+    """References to a tensor and to its storage, from Python and from C++."""
     storage = holder[0].untyped_storage()
     return (
         sys.getrefcount(holder[0]),
@@ -43,7 +45,7 @@ def _holders(holder: list[Tensor]) -> tuple[int, ...]:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether hooks of the user's see, and may change, what is fed in at a tensor.
+    """Whether hooks of the user see, and may change, the gradient that is fed in at a tensor.
 
     ``Tensor._backward_hooks`` is private: nothing public tells whether there are any.
     """

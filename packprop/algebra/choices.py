@@ -1,0 +1,74 @@
+"""Which algorithm an affine use takes, by its sizes; results do not depend on it, time and memory do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from packprop.algebra.algorithms import choose_algorithm
+
+
+class Extents(NamedTuple):
+    """The sizes of an affine use that its algorithms are chosen by, and what else the choice depends on.
+
+    Args:
+        positions: Positions of one sample that share the parameter.
+        groups: Groups of the affine map.
+        fan_in: Inputs of one group at one position.
+        fan_out: Outputs of one group at one position.
+        unfolds: Whether inputs must be unfolded to get them by position, as in a convolution, and an algorithm
+            for per-sample gradients exists that does not unfold them.
+        dtype: Of inputs and cotangents.
+        device: The type of the device.
+        held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
+            holds less. ``None`` for no limit.
+    """
+
+    positions: int
+    groups: int
+    fan_in: int
+    fan_out: int
+    unfolds: bool
+    dtype: torch.dtype
+    device: str
+    held: int | None
+
+    @property
+    def unfolded(self) -> int:
+        """Entries of one sample's unfolded inputs; 0 where inputs are there by position anyway."""
+        return self.positions * self.groups * self.fan_in if self.unfolds else 0
+
+
+def norms_by_products(extents: Extents) -> bool:
+    """Whether norms of per-sample gradients are best computed without forming the gradients.
+
+    Products between pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. Gradients
+    also add up to the summed gradient, which need not be computed again; so they are preferred up to twice the
+    multiplications of the products.
+    """
+    positions, groups, fan_in, fan_out = extents[:4]
+    if positions == 1:
+        return True
+    few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
+    inputs = 0 if convolved_by_groups(extents) else extents.unfolded
+    size = extents.dtype.itemsize
+    holds = {
+        "gradients": size * (groups * fan_in * fan_out + inputs),
+        "products": size * (2 * groups * positions**2 + extents.unfolded),
+    }
+    return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
+
+
+def convolved_by_groups(extents: Extents) -> bool:
+    """Whether per-sample gradients of a convolution are best computed by ``grouped_gradients``.
+
+    oneDNN's gradient of a weight takes images as they are. Where positions are many, unfolding the images is
+    most of the work; where they are few, oneDNN spends more on rearranging its results.
+    """
+    if not extents.unfolds or extents.dtype not in (torch.float32, torch.float64):
+        return False
+    onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
+    many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
+    holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
+    return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"

@@ -1,0 +1,35 @@
+"""Refusals that extensions share: an argument is checked when the extension is made."""
+
+from __future__ import annotations
+
+from packprop.errors import BadInput
+
+
+def require_one_of(asked: str, where: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of the choices.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if value not in choices:
+        raise BadInput(
+            asked,
+            where,
+            "it is not one of those that are known",
+            f"choose from {', '.join(map(repr, choices))}",
+        )
+
+
+def require_draws(name: str, mc_samples: object) -> None:
+    """Refuse what is not a number of Monte Carlo draws.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if type(mc_samples) is not int or mc_samples < 1:
+        raise BadInput(
+            f"{name}(mc_samples={mc_samples!r}) was asked for.",
+            "mc_samples",
+            "it is the number of Monte Carlo draws",
+            "give a whole number of at least 1",
+        )

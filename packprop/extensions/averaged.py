@@ -1,0 +1,111 @@
+"""Kronecker factors from curvature that is averaged over samples layer by layer: KFRA and HBP.
+
+See NOTE [Kronecker factors] (``packprop/extensions/kronecker.py``) for conventions and scales, and
+NOTE [Averaged recursion] (``packprop/curvature/recursion.py``) for what is averaged.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.factors import input_gram, input_sum
+from packprop.curvature.recursion import Curvature, averaged_factors
+from packprop.errors import BadInput
+from packprop.extensions.arguments import require_one_of
+from packprop.extensions.kronecker import factor_rows, finished_factors
+from packprop.types import EXACT, GRAPH, INPUTS, Extension, Row, Seed
+
+LossHessian = Literal["exact", "sampling", "sum"]
+Backprop = Literal["sqrt", "average"]
+BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
+
+
+@dataclass(frozen=True, eq=False)
+class KFRA(Extension):
+    """Kronecker factors of the GGN by averaging over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
+
+    For chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017). Other graphs are
+    refused. Conventions and scales are those of KFAC.
+    """
+
+    savefield = "kfra"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The recursion, and second moments of inputs."""
+        return _averaged_rows(EXACT, "ggn", False)
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """``B``, and ``A`` divided by the number of samples."""
+        return finished_factors(values, samples)
+
+
+@dataclass(frozen=True, eq=False)
+class HBP(Extension):
+    """Hessian backpropagation with its options, ``hbp``: ``[B, A]`` or ``[B]`` (Dangel et al. 2020).
+
+    With ``backprop_strategy="sqrt"`` it is KFLR (``"exact"``) or KFAC (``"sampling"``) under another name. With
+    ``"average"`` one matrix is averaged over samples layer by layer, as for KFRA, and on the same graphs.
+
+    Args:
+        curv_type: ``"ggn"``, or with ``"average"`` also ``"hessian"``, ``"pch-abs"``, ``"pch-clip"``: whether
+            elementwise nonlinearities add their curvature, and how negative curvature is treated.
+        loss_hessian_strategy: ``"exact"`` columns or ``"sampling"``; ``"sum"``: exact, summed over samples.
+        backprop_strategy: ``"sqrt"`` or ``"average"``.
+        ea_strategy: ``"E[J^T E(H) J]"``; or ``"E(J^T) E(H) E(J)"``: Jacobians and inputs are averaged first.
+        savefield: The attribute that the value is saved in.
+        generator: Makes draws repeatable.
+    """
+
+    curv_type: Curvature = "ggn"
+    loss_hessian_strategy: LossHessian = "sum"
+    backprop_strategy: Backprop = "average"
+    ea_strategy: str = BOTEV_MARTENS
+    savefield: str = "hbp"  # type: ignore[misc]  # a choice of each instance here
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        asked = f"HBP({self.curv_type!r}, {self.loss_hessian_strategy!r}, ...) was asked for."
+        require_one_of(asked, "curv_type", self.curv_type, get_args(Curvature))
+        require_one_of(asked, "loss_hessian_strategy", self.loss_hessian_strategy, get_args(LossHessian))
+        require_one_of(asked, "backprop_strategy", self.backprop_strategy, get_args(Backprop))
+        require_one_of(asked, "ea_strategy", self.ea_strategy, (BOTEV_MARTENS, CHEN))
+        plain = self.curv_type == "ggn" and self.ea_strategy == BOTEV_MARTENS
+        if self.backprop_strategy == "sqrt" and not plain:
+            raise BadInput(
+                asked,
+                f"backprop_strategy='sqrt' with {self.curv_type!r} and {self.ea_strategy!r}",
+                "columns of a root carry neither negative curvature nor averages",
+                "choose backprop_strategy='average'",
+            )
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of KFLR, of KFAC, or of the recursion."""
+        drawn = self.loss_hessian_strategy == "sampling"
+        seed = Seed("ggn", 1, self.generator) if drawn else EXACT
+        if self.backprop_strategy == "sqrt":
+            return factor_rows(seed, "mixed")
+        return _averaged_rows(seed, self.curv_type, self.ea_strategy == CHEN)
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """``B``, and ``A`` from moments of the inputs."""
+        if self.ea_strategy == CHEN and values[1] is not None:
+            mean = values[1] / samples
+            return [values[0], torch.outer(mean, mean)]
+        return finished_factors(values, samples)
+
+
+def _averaged_rows(seed: Seed, curvature: Curvature, average_jacobians: bool) -> tuple[Row, ...]:
+    """The rows of both factors: the recursion, and moments of inputs."""
+    factors = functools.partial(
+        averaged_factors, seed=seed, curvature=curvature, average_jacobians=average_jacobians
+    )
+    inputs: Any = input_sum if average_jacobians else input_gram
+    return (Row(GRAPH, factors, whole=True), Row(INPUTS, inputs, degree=0))

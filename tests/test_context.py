@@ -932,7 +932,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("small_bites")
+@pytest.mark.usefixtures("small_chunks")
 def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken = wide(), []
     allocated = Partial._allocated
@@ -957,7 +957,7 @@ def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(kept, before, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("small_bites")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("how", HOLDS)
 def test_results_that_somebody_holds_stay_as_they_are(how: str) -> None:
     model = wide()
@@ -978,7 +978,7 @@ def test_results_that_somebody_holds_stay_as_they_are(how: str) -> None:
         held.backward()  # PyTorch refuses if what it saved was changed
 
 
-@pytest.mark.usefixtures("small_bites")
+@pytest.mark.usefixtures("small_chunks")
 def test_a_pass_that_is_refused_leaves_the_results_of_the_one_before() -> None:
     model = wide()
     x, y = torch.randn(8, 30), torch.randint(3, (8,))
@@ -1021,7 +1021,7 @@ def test_a_refusal_comes_before_any_value() -> None:
     assert model[0].weight.grad_batch.data_ptr() == place
 
 
-@pytest.mark.usefixtures("small_bites")
+@pytest.mark.usefixtures("small_chunks")
 def test_results_of_another_batch_size_do_not_fit() -> None:
     model = wide()
     x, y = torch.randn(8, 30), torch.randint(3, (8,))

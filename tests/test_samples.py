@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from packprop.tensors.layout import layouts
+from packprop.tensors.layout import possible_layouts
 from tests.mixing import MIXING
 from tests.models import Apply, Raw
 from tests.running import assert_near, right_or_refused
@@ -590,7 +590,7 @@ def test_packed_sequences_are_right_or_refused() -> None:
 @pytest.mark.parametrize("samples", [1, 2, 3, 6])
 def test_the_shape_with_samples_in_front_is_that_of_the_tensor(shape: tuple[int, ...], samples: int) -> None:
     tensor = torch.randn(shape)
-    for layout in layouts(tensor.shape, samples):
+    for layout in possible_layouts(tensor.shape, samples):
         front = layout.to_front(tensor)
         assert front.shape == layout.front_shape(tensor.shape), layout
         assert torch.equal(layout.from_front(front), tensor), layout

@@ -32,8 +32,8 @@ from packprop.graph.site import Site
 from packprop.graph.walk import walk
 from packprop.types import Extension
 from tests.cases import BY_NAME, CASES, Case
-from tests.oracle import Problem
-from tests.running import backward, forward
+from tests.references.oracle import Problem
+from tests.references.running import backward, forward
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "coverage.md"

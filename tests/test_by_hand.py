@@ -15,8 +15,8 @@ from benchmarks.tracked import size_of
 from packprop import extensions
 from packprop.engine import chunks
 from packprop.memory.live import LiveBytes
-from tests.oracle import Oracle, Problem
-from tests.running import ROWS, Row, as_tensors, assert_all_near, generator
+from tests.references.oracle import Oracle, Problem
+from tests.references.running import ROWS, Row, as_tensors, assert_all_near, generator
 
 SIDE, SAMPLES = 8, 3
 

@@ -13,7 +13,7 @@ from packprop.engine import backward_pass
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
-from tests.running import (
+from tests.references.running import (
     ROWS,
     SECOND_ORDER,
     Row,

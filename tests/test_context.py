@@ -25,9 +25,11 @@ from packprop.algebra.partial import Partial
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME
-from tests.models import Attention, LanguageModel, ResNet, VisionTransformer
-from tests.oracle import Oracle, Problem
-from tests.running import (
+from tests.cases.models.attention import Attention, VisionTransformer
+from tests.cases.models.convolutional import ResNet
+from tests.cases.models.language import LanguageModel
+from tests.references.oracle import Oracle, Problem
+from tests.references.running import (
     FIRST_ORDER,
     HESSIANS,
     ROWS,

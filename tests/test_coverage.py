@@ -16,8 +16,8 @@ from packprop.recording.marks import EXTENDED, HANDLES
 from packprop.reports.coverage import coverage
 from packprop.reports.coverage_values import Consumption, Coverage
 from tests.cases import BY_NAME, CASES, Case, call
-from tests.models import Apply, Raw
-from tests.running import backward
+from tests.cases.models.wrapping import Apply, Raw
+from tests.references.running import backward
 
 SIZE = 3
 

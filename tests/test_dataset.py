@@ -19,8 +19,8 @@ from packprop.dataset.batches import Batches
 from packprop.dataset.result import Result
 from packprop.recording.switch import is_extended
 from tests.cases import CASES, Case, map_tensors
-from tests.oracle import Oracle
-from tests.running import assert_all_near, assert_near
+from tests.references.oracle import Oracle
+from tests.references.running import assert_all_near, assert_near
 
 DEFAULT = {field.name: field.default for field in fields(Case)}
 SIZE = 7

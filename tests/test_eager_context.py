@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import PackpropError, eager_backward, extensions
-from tests.running import assert_near
+from tests.references.running import assert_near
 
 
 class Penalised(nn.Module):

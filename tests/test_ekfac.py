@@ -20,8 +20,8 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory.live import LiveBytes
 from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME
-from tests.oracle import Oracle
-from tests.running import assert_near, backward, check_eigen, results
+from tests.references.oracle import Oracle
+from tests.references.running import assert_near, backward, check_eigen, results
 
 STRUCTURES = [
     *("linear-deep", "linear-3d-square", "matmul-x-w", "matmul-w-xt-square", "einsum-heads", "tied-transpose"),

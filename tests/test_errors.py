@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from tests.mixing import MIXING
-from tests.models import Apply, Raw
-from tests.running import FIRST_ORDER, ROWS, SECOND_ORDER, Row, as_tensors, assert_near
+from tests.cases.models.wrapping import Apply, Raw
+from tests.references.mixing import MIXING
+from tests.references.running import FIRST_ORDER, ROWS, SECOND_ORDER, Row, as_tensors, assert_near
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

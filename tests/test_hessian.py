@@ -17,8 +17,8 @@ from packprop.curvature.shared_rows import SharedRows
 from packprop.engine import backward_pass
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
-from tests.oracle import Oracle
-from tests.running import assert_all_near, assert_near, backward, results
+from tests.references.oracle import Oracle
+from tests.references.running import assert_all_near, assert_near, backward, results
 
 # What PyTorch itself has no second derivatives of.
 NOT_TWICE = {

@@ -10,8 +10,8 @@ import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
-from tests.oracle import Oracle
-from tests.running import assert_near, backward, results
+from tests.references.oracle import Oracle
+from tests.references.running import assert_near, backward, results
 
 # Cases where what the loss receives is the model's output as it is.
 PLAIN = [c for c in CASES if "smoke" in c.tags and "flattened" not in c.tags]

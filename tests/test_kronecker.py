@@ -14,8 +14,8 @@ from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.errors import BadInput, PackpropError
 from tests.cases import BY_NAME, ONE_OF_EACH, Case
-from tests.oracle import Oracle
-from tests.running import assert_near, backward, forward, results
+from tests.references.oracle import Oracle
+from tests.references.running import assert_near, backward, forward, results
 
 
 @pytest.mark.parametrize(

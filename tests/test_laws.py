@@ -13,8 +13,8 @@ import packprop
 from packprop import extensions
 from packprop.tensors.nesting import tensors_in
 from tests.cases import BY_NAME, CASES, Case, map_tensors
-from tests.oracle import Problem
-from tests.running import (
+from tests.references.oracle import Problem
+from tests.references.running import (
     ROWS,
     Row,
     as_tensors,

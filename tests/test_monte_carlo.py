@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from tests.cases import BY_NAME
-from tests.oracle import Oracle
-from tests.running import ROWS, Row, as_tensors, assert_near, backward, generator, results
+from tests.references.oracle import Oracle
+from tests.references.running import ROWS, Row, as_tensors, assert_near, backward, generator, results
 
 SAMPLED = [row for row in ROWS if row.sampled]
 each_row = pytest.mark.parametrize("row", SAMPLED, ids=lambda row: row.name)

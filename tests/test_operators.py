@@ -19,8 +19,8 @@ from packprop.algebra import kronecker
 from packprop.curvature import operators
 from packprop.curvature.operators import Operator
 from packprop.errors import BadInput, PackpropError
-from tests.models import two_modules_one_weight
-from tests.running import assert_near
+from tests.cases.models.sharing import two_modules_one_weight
+from tests.references.running import assert_near
 
 N = 5
 DTYPES = [torch.float64, torch.float32]

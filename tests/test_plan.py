@@ -29,9 +29,9 @@ from packprop.memory.planning import plan_again
 from packprop.memory.search import HELD, choices, looser
 from packprop.tensors.nesting import tensors_in
 from tests.cases import CASES, Case
-from tests.models import Checkpointed
-from tests.oracle import Problem
-from tests.running import (
+from tests.cases.models.wrapping import Checkpointed
+from tests.references.oracle import Problem
+from tests.references.running import (
     ROWS,
     Row,
     as_tensors,

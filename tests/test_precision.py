@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from tests.oracle import Oracle, Problem
-from tests.running import (
+from tests.references.oracle import Oracle, Problem
+from tests.references.running import (
     ROWS,
     Row,
     as_tensors,

@@ -23,7 +23,7 @@ from packprop.algebra import kernels
 from packprop.functions.nodes import is_once_differentiable
 from packprop.recording.marks import RecordedUse
 from packprop.tensors.state import is_sole, version
-from tests.models import Cube
+from tests.cases.models.functions import Cube
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packprop"
 

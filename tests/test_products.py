@@ -16,9 +16,9 @@ from packprop.curvature import products
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.walk import walk
 from tests.cases import BY_NAME, CASES, ONE_OF_EACH, Case
-from tests.models import Cube
-from tests.oracle import Oracle, Problem
-from tests.running import Row, assert_near, backward, forward, results
+from tests.cases.models.functions import Cube
+from tests.references.oracle import Oracle, Problem
+from tests.references.running import Row, assert_near, backward, forward, results
 
 SMOKE = [case for case in CASES if "smoke" in case.tags]
 PRODUCTS = [Row(extensions.HMP, "hmp", 1), Row(extensions.GGNMP, "ggnmp", 2)]

@@ -21,9 +21,9 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from packprop.tensors.layout import possible_layouts
-from tests.mixing import MIXING
-from tests.models import Apply, Raw
-from tests.running import assert_near, right_or_refused
+from tests.cases.models.wrapping import Apply, Raw
+from tests.references.mixing import MIXING
+from tests.references.running import assert_near, right_or_refused
 
 
 def rows_of(

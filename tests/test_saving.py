@@ -24,7 +24,7 @@ from packprop.engine import chunks
 from packprop.errors import PackpropError
 from packprop.recording import regions
 from packprop.recording.marks import USE, RecordedUse, marks_of
-from tests.running import ROWS, Row, as_tensors, generator
+from tests.references.running import ROWS, Row, as_tensors, generator
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
 

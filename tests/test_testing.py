@@ -30,7 +30,7 @@ from packprop.functions.registry import RULES
 from packprop.testing import CheckFailed, Report, check_extension, check_model, check_use
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
 from tests.cases import BY_NAME
-from tests.running import generator
+from tests.references.running import generator
 
 ROOT = Path(__file__).resolve().parents[1]
 R = torch.randn

@@ -16,7 +16,7 @@ from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, Case
-from tests.oracle import Oracle, Problem
+from tests.references.oracle import Oracle, Problem
 
 DRAWS = 2
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.cases import CASES, Case, regression
-from tests.oracle import Oracle
+from tests.references.oracle import Oracle
 
 EVERY = [
     pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")

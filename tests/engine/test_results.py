@@ -1,9 +1,8 @@
-"""What must hold between quantities, and from one backward pass to the next, whatever the model."""
+"""What must hold from one backward pass to the next, and what becomes of the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.tensors.nesting import tensors_in
-from tests.cases import BY_NAME, CASES, Case, map_tensors
+from tests.cases import BY_NAME
+from tests.references.law_cases import SIZE, each_row
 from tests.references.oracle import Problem
 from tests.references.running import (
     ROWS,
@@ -26,200 +26,7 @@ from tests.references.running import (
     generator,
     make_all,
     results,
-    rows_for,
 )
-
-# One of each structure, each way of sharing, and the whole models.
-LAW_CASES = [
-    case
-    for case in CASES
-    if "smoke" in case.tags
-    or case.name
-    in {
-        "linear-3d-square",
-        "conv2d-groups",
-        "convtranspose2d-options",
-        "layernorm-shared",
-        "embedding-positions",
-        "embedding-bag-mean",
-        "prelu-channels",
-        "class-token-through-layer",
-        "einsum-quadratic",
-        "weight-norm",
-        "tied-transpose",
-        "windows",
-        "time-first-inside",
-        "lstm",
-        "cdist",
-        "own-coupled",
-        "mse-map",
-        "ce-map-weights-ignore-smoothing",
-        "flattened-attention-mse",
-        "none-then-weighted-mean",
-        "two-forward-passes",
-    }
-]
-SIZE = 4
-each_case = pytest.mark.parametrize("case", LAW_CASES, ids=lambda case: case.name)
-each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-
-
-@each_case
-def test_first_order_follows_from_the_rows(case: Case) -> None:
-    problem = case.problem(SIZE, case.reductions[0])
-    backward(problem, *make_all([r for r in ROWS if r.order == 1]), record=case.record)
-    for name, parameter in problem.parameters.items():
-        rows = parameter.grad_batch
-        flat = rows.flatten(1)
-        assert_near(rows.sum(0), parameter.grad, name)
-        assert_near(parameter.batch_l2, flat.square().sum(1), name)
-        assert_near(parameter.sum_grad_squared, rows.square().sum(0), name)
-        assert_near(parameter.variance, rows.var(0, correction=0), name)
-        assert_near(parameter.batch_dot, flat @ flat.T, name)
-        assert_near(parameter.batch_dot.diagonal(), parameter.batch_l2, name)
-        assert (parameter.variance >= 0).all()
-
-
-@each_case
-def test_second_order_follows_from_the_root(case: Case) -> None:
-    problem = case.problem(SIZE, case.reductions[0])
-    backward(problem, *make_all([r for r in ROWS if r.order == 2]), record=case.record)
-    for name, parameter in problem.parameters.items():
-        exact, drawn = parameter.sqrt_ggn_exact.square(), parameter.sqrt_ggn_mc.square()
-        assert_near(parameter.diag_ggn_exact_batch, exact.sum(0), name)
-        assert_near(parameter.diag_ggn_exact, exact.sum((0, 1)), name)
-        assert_near(parameter.diag_ggn_mc_batch, drawn.sum(0), name)
-        assert_near(parameter.diag_ggn_mc, drawn.sum((0, 1)), name)
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in LAW_CASES if c.reductions == ("mean", "sum")], ids=lambda case: case.name
-)
-def test_mean_and_sum_differ_by_the_divisor(case: Case) -> None:
-    """Gradients scale with the loss, and so does curvature (not with its square)."""
-    mean, total = case.problem(SIZE, "mean"), case.problem(SIZE, "sum")
-    divisor = (total.total() / mean.total()).item()
-    for problem in (mean, total):
-        backward(problem, *make_all(rows_for(case)), record=case.record)
-    for attribute, power in (
-        ("grad_batch", 1),
-        ("batch_l2", 2),
-        ("variance", 2),
-        ("diag_ggn_exact", 1),
-        ("diag_ggn_mc", 1),
-        ("sqrt_ggn_mc", 0.5),
-    ):
-        scaled = {k: v * divisor**power for k, v in results(mean, attribute).items()}
-        assert_all_near(results(total, attribute), scaled, attribute)
-
-
-@pytest.mark.parametrize("kept", [[0], [3, 1], [2, 0, 3, 1], [-1, 0]], ids=str)
-@pytest.mark.parametrize("row", [r for r in ROWS if r.subsampling], ids=lambda row: row.name)
-@each_case
-def test_subsampling_takes_rows_in_list_order(case: Case, row: Row, kept: list[int]) -> None:
-    """Rows of the listed samples, in list order, with the scale of the full batch."""
-    whole, part = case.problem(SIZE, case.reductions[0]), case.problem(SIZE, case.reductions[0])
-    backward(whole, row(generator()), record=case.record)
-    asked = row(generator(), subsampling=kept)
-    backward(part, asked, record=case.record)
-    axis = 0 if row.attribute == "grad_batch" else 1
-    index = torch.tensor(kept) % SIZE
-    expected = {k: v.index_select(axis, index) for k, v in results(whole, row.attribute).items()}
-    assert_all_near(results(part, row.attribute), expected, row.attribute)
-
-
-@each_case
-def test_order_of_samples_does_not_matter(case: Case) -> None:
-    """The same samples in another order give the same rows in that order."""
-    original, shuffled = (case.problem(SIZE, case.reductions[0]) for _ in range(2))
-    order = torch.tensor([2, 0, 3, 1])
-    inputs, targets = (map_tensors(lambda t: t[order], tree) for tree in (shuffled.inputs, shuffled.targets))
-    backward(original, extensions.BatchGrad(), record=case.record)
-    extend(shuffled)
-    loss = case.whole(shuffled.model, shuffled.loss, inputs, targets)
-    with packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-    expected = {k: v[order] for k, v in results(original, "grad_batch").items()}
-    assert_all_near(results(shuffled, "grad_batch"), expected, "grad_batch")
-
-
-def own_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold trainable parameters themselves."""
-    return [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-
-
-@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "all"])
-@each_case
-def test_hook_sees_each_module_once_when_it_is_ready(case: Case, rows: list[Row]) -> None:
-    problem = case.problem(SIZE, case.reductions[0])
-    seen: list[nn.Module] = []
-
-    def hook(module: nn.Module) -> None:
-        seen.append(module)
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                assert all(hasattr(parameter, row.attribute) for row in rows)
-
-    loss = forward(problem, case.record)
-    with packprop.backpack(*make_all(rows), extension_hook=hook):
-        loss.backward()
-    with_parameters = [m for m in seen if m in set(own_modules(problem.model))]
-    assert len(with_parameters) == len(set(with_parameters))
-    owned = {id(p) for m in with_parameters for p in m.parameters(recurse=False)}
-    assert owned >= {id(p) for p in problem.parameters.values()}
-
-
-@each_row
-def test_hook_may_free_what_it_has_read(row: Row) -> None:
-    problem = BY_NAME["conv2d-deep"].problem(SIZE)
-    taken: dict[str, Any] = {}
-    names = {id(p): k for k, p in problem.parameters.items()}
-
-    def hook(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            if hasattr(parameter, row.attribute):
-                taken[names[id(parameter)]] = getattr(parameter, row.attribute)
-                delattr(parameter, row.attribute)
-
-    loss = forward(problem)
-    with packprop.backpack(row(), extension_hook=hook):
-        loss.backward()
-    assert taken.keys() == problem.parameters.keys()
-    assert not any(hasattr(p, row.attribute) for p in problem.parameters.values())
-
-
-def test_trace_by_hook_equals_the_sum_of_the_diagonal() -> None:
-    """The use that the hook is for: reduce each module's result and let it go."""
-    problem, other = (BY_NAME["conv2d-deep"].problem(SIZE) for _ in range(2))
-    trace = torch.zeros((), dtype=torch.float64)
-
-    def hook(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            trace.add_(parameter.diag_ggn_exact.sum())
-            del parameter.diag_ggn_exact
-
-    loss = forward(problem)
-    with packprop.backpack(extensions.DiagGGNExact(), extension_hook=hook):
-        loss.backward()
-    backward(other, extensions.DiagGGNExact())
-    expected = sum(d.sum() for d in results(other, "diag_ggn_exact").values())
-    assert_near(trace, expected, "trace")
-
-
-def test_hook_error_reaches_the_user_and_ends_the_pass() -> None:
-    problem = BY_NAME["linear-deep"].problem(SIZE)
-
-    def hook(module: nn.Module) -> None:
-        raise KeyError("mine")
-
-    loss = forward(problem)
-    with (
-        pytest.raises(KeyError, match="mine"),
-        packprop.backpack(extensions.BatchGrad(), extension_hook=hook),
-    ):
-        loss.backward()
-    backward(problem, extensions.BatchGrad())
-    results(problem, "grad_batch")
 
 
 def cloned(problem: Problem, row: Row) -> dict[str, list[Tensor]]:

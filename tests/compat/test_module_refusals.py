@@ -13,9 +13,8 @@ from packprop.compat.own import (
     ModuleExtension,
 )
 from packprop.errors import PackpropError
-from tests.compat.module_extensions import Fourth, LinearSquares, run
+from tests.compat.module_extensions import Fourth, LinearSquares, Propagated, run
 from tests.compat.programs import installed, mlp, vectors
-from tests.compat.test_own_rules import Propagated
 
 
 @installed

@@ -2,71 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from torch import Tensor, nn
 
-from packprop.compat.custom_module.branching import Parallel, SumModule
-from packprop.compat.own import (
-    ModuleExtension,
-    SecondOrderBackpropExtension,
-)
-from tests.compat.module_extensions import run
+from packprop.compat.custom_module.branching import Parallel
+from tests.compat.module_extensions import Propagated, run
 from tests.compat.programs import dense_ggn, flat, installed, mlp, near, softmax_hessian, vectors
-
-
-class Propagated(SecondOrderBackpropExtension):
-    """A user's own second order: squares of GGN columns, propagated module by module from the loss."""
-
-    def __init__(self) -> None:
-        class OfLoss(ModuleExtension):
-            def backpropagate(
-                self, extension: Any, module: Any, g_inp: Any, g_out: Any, arrived: Any
-            ) -> Tensor:
-                assert arrived is None
-                p = module.input0.softmax(-1)
-                roots = torch.diag_embed(p.sqrt()) - torch.einsum("no,nv->nov", p, p.sqrt())
-                return roots.movedim(-1, 0) / len(p) ** 0.5
-
-        class OfLinear(ModuleExtension):
-            def __init__(self) -> None:
-                super().__init__(["weight", "bias"])
-
-            def weight(self, extension: Any, module: Any, g_inp: Any, g_out: Any, columns: Any) -> Tensor:
-                return torch.einsum("vno,ni->oi", columns**2, module.input0**2)
-
-            def bias(self, extension: Any, module: Any, g_inp: Any, g_out: Any, columns: Any) -> Tensor:
-                return (columns**2).sum((0, 1))
-
-            def backpropagate(
-                self, extension: Any, module: Any, g_inp: Any, g_out: Any, columns: Any
-            ) -> Tensor:
-                return columns @ module.weight
-
-        class OfSigmoid(ModuleExtension):
-            def backpropagate(
-                self, extension: Any, module: Any, g_inp: Any, g_out: Any, columns: Any
-            ) -> Tensor:
-                return columns * (module.output * (1 - module.output))
-
-        class Same(ModuleExtension):
-            def backpropagate(
-                self, extension: Any, module: Any, g_inp: Any, g_out: Any, columns: Any
-            ) -> Tensor:
-                return columns
-
-        super().__init__(
-            "propagated",
-            {
-                nn.CrossEntropyLoss: OfLoss(),
-                nn.Linear: OfLinear(),
-                nn.Sigmoid: OfSigmoid(),
-                nn.Identity: Same(),
-                SumModule: Same(),
-            },
-        )
 
 
 class Accumulating(Propagated):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WEIGHT = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3))
@@ -43,3 +46,26 @@ def gradients(value: Tensor, *of: Tensor) -> list[Tensor]:
 def assert_same(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
     for ours, plain in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
+def kept(value: Tensor) -> tuple[Tensor, ...]:
+    return value.grad_fn.saved_tensors
+
+
+class Layer(nn.Module):
+    """A layer that adds a penalty on what it computes."""
+
+    def __init__(self, evaluate: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D, dtype=torch.float64)
+        self.critic = nn.Linear(D, 2, dtype=torch.float64)
+        self.evaluate = evaluate
+        self.calls = 0
+
+    def penalty(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.dropout(self.critic(x), 0.3).exp().sum()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x).tanh()
+        return x, self.evaluate(self.penalty, x)

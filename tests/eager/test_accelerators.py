@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packprop.eager import eager_backward
-from tests.eager.branches import KEEPS, assert_same, gradients, needs_cuda
-from tests.eager.test_kept import kept
+from tests.eager.branches import KEEPS, assert_same, gradients, kept, needs_cuda
 
 
 @needs_cuda

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 from packprop.eager import eager_backward, pieces
 from packprop.errors import PackpropError
-from tests.eager.branches import WEIGHT, N, assert_same, gradients, network, per_sample, per_sample_shared
-
-
-def kept(value: Tensor) -> tuple[Tensor, ...]:
-    return value.grad_fn.saved_tensors
+from tests.eager.branches import WEIGHT, N, assert_same, gradients, kept, network, per_sample, per_sample_shared
 
 
 def test_lower_precision_halves_what_is_kept() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.eager import eager_backward
-from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, network, per_sample
-from tests.eager.test_kept import kept
+from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, kept, network, per_sample
 
 
 class Witness(torch.autograd.Function):

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packprop.eager import eager_backward
-from tests.eager.branches import WEIGHT, D, N, assert_same, gradients, network
-from tests.eager.test_kept import kept
+from tests.eager.branches import WEIGHT, D, N, assert_same, gradients, kept, network
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 5])

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.eager import eager_backward
-from tests.eager.branches import assert_same, network
-from tests.eager.test_surroundings import Layer
+from tests.eager.branches import Layer, assert_same, network
 
 
 class Sharded(nn.Module):

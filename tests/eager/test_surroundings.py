@@ -14,7 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from packprop.eager import eager_backward
-from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, needs_question, network, scalar
+from tests.eager.branches import (
+    KEEPS,
+    WEIGHT,
+    D,
+    Layer,
+    N,
+    assert_same,
+    gradients,
+    needs_question,
+    network,
+    scalar,
+)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -90,25 +101,6 @@ def test_a_gradient_scaler() -> None:
         scaler.step(optimizer)
         results.append([leaf.detach()])
     assert_same(*results)
-
-
-class Layer(nn.Module):
-    """A layer that adds a penalty on what it computes."""
-
-    def __init__(self, evaluate: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D, dtype=torch.float64)
-        self.critic = nn.Linear(D, 2, dtype=torch.float64)
-        self.evaluate = evaluate
-        self.calls = 0
-
-    def penalty(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return F.dropout(self.critic(x), 0.3).exp().sum()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.linear(x).tanh()
-        return x, self.evaluate(self.penalty, x)
 
 
 def train(

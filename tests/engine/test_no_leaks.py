@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from tests.cases.models.convolutional import ResNet
-from tests.references.per_sample import batch, network
+from tests.references.per_sample import batch, images, network
 from tests.references.running import (
     FIRST_ORDER,
     ROWS,
@@ -45,10 +45,6 @@ def loops() -> list[Any]:
         ("resnet", lambda: ResNet().double().eval(), lambda: images(3)),
     ]
     return [pytest.param(*rest, id=name) for name, *rest in models]
-
-
-def images(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 1, 4, 4).double(), torch.randint(3, (size,))
 
 
 @pytest.mark.usefixtures("_no_garbage_collection")

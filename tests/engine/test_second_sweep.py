@@ -15,27 +15,9 @@ from packprop.algebra import kronecker
 from packprop.engine import backward_pass, chunks
 from packprop.memory.live import LiveBytes
 from tests.cases import BY_NAME
+from tests.references.eigenvalues import drawn, step
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 3, 2), nn.Sigmoid(), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(12, 3)).double()
-
-
-def step(*asked: Any, **options: Any) -> nn.Sequential:
-    model, loss = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
-    x, y = torch.randn(6, 2, 5, 5, dtype=torch.float64), torch.randint(3, (6,))
-    value = loss(model(x), y)
-    with packprop.backpack(*asked, **options):
-        value.backward()
-    return model
-
-
-def drawn(samples: int, **options: Any) -> extensions.EKFAC:
-    return extensions.EKFAC(samples, generator=torch.Generator().manual_seed(1), **options)
 
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:

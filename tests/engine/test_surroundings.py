@@ -15,8 +15,7 @@ import packprop
 from packprop import extensions
 from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
-from tests.engine.test_no_leaks import images
-from tests.references.per_sample import batch, network, rows_by_loop
+from tests.references.per_sample import batch, images, network, rows_by_loop
 from tests.references.running import (
     assert_near,
     right_or_refused,

@@ -16,7 +16,8 @@ from packprop.types import Extension
 from tests.references.running import generator
 from tests.references.tensors import R
 
-# Functions are no numbers that merge: test_products.py. Recursions are refused on most of the small problems.
+# Values that are functions cannot be merged as numbers; they are tested in tests/curvature. Recursions are
+# refused on most of the small problems.
 FUNCTIONS, CHAINS = {"GGNMP", "HMP", "PCHMP"}, {"HBP", "KFRA"}
 
 

@@ -15,7 +15,7 @@ from packprop.algebra.factors import rotated_sum_sq
 from packprop.errors import BadInput, PackpropError
 from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME
-from tests.engine.test_second_sweep import step
+from tests.references.eigenvalues import step
 from tests.references.oracle import Oracle
 from tests.references.running import assert_near, backward, check_eigen, results
 

@@ -46,3 +46,7 @@ def check_rows(model: nn.Module, x: Tensor, y: Tensor) -> None:
     for name, expected in rows_by_loop(model, x, y).items():
         assert_near(model.get_parameter(name).grad_batch, expected, name)
         assert hasattr(model.get_parameter(name), "diag_ggn_exact")
+
+
+def images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 1, 4, 4).double(), torch.randint(3, (size,))

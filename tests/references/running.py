@@ -211,7 +211,7 @@ def check_sampled(
 
     All came from one backward pass and one draw. A drawn column is ``J_n^T u`` for some ``u``: it
     lies in the row space of the Jacobian, for all parameters at once; the other quantities follow
-    from the columns. How ``u`` is distributed is tested in test_monte_carlo.py.
+    from the columns. How ``u`` is distributed is tested in tests/functions/test_draws.py.
     """
     saved = results(problem, "sqrt_ggn_mc")
     root = stacked(saved)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import CASES, Case, regression
+from tests.cases import CASES, Case
+from tests.cases.building import regression
 from tests.references.oracle import Oracle
 
 EVERY = [

@@ -21,12 +21,7 @@ from packprop.functions.losses.roots import bernoulli_root
 from packprop.testing import CheckFailed, check_extension, check_model
 from tests.cases import BY_NAME
 from tests.references.tensors import R
-from tests.testing.test_own import write_an_extension
-
-
-def classifier() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    return model, nn.CrossEntropyLoss(), R(3, 3), torch.tensor([0, 2, 1])
+from tests.testing.registered import classifier, write_an_extension
 
 
 @pytest.mark.parametrize(

@@ -8,45 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.overrides import wrap_torch_function
 
-import packprop
-from packprop.functions.building import scaled
 from packprop.testing import check_extension, check_use
-from packprop.types import GRADIENT, Extension, Row
-from tests.references.tensors import R, p
+from tests.testing.registered import gate, gates, write_a_use, write_an_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# In under ten lines
-
-
-@wrap_torch_function(lambda x, weight: (x, weight))
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight.sigmoid()
-
-
-def gates(n: int) -> tuple[Tensor, ...]:
-    return R(n, 4), p(4)
-
-
-def write_a_use() -> None:
-    @packprop.register_use(gate)
-    def rule(call, x, weight):
-        return [scaled(call, weight, lambda: x * weight.sigmoid() * (1 - weight.sigmoid()))]
-
-
-def write_an_extension() -> Extension:
-    class MeanAbsolute(Extension):
-        savefield = "mean_absolute"
-        rows = (Row(GRADIENT, lambda structure: structure.rows.abs().sum((0, 1))),)
-
-        def finish(self, values, samples):
-            return values[0] / samples
-
-    return MeanAbsolute()
 
 
 def test_a_use_of_ones_own() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 import packprop
 from packprop.testing import CheckFailed, Report, check_extension, check_model
-from tests.testing.test_models import classifier
-from tests.testing.test_wrong_extensions import absolute, made
+from tests.testing.registered import absolute, classifier, made
 
 
 def test_a_report_prints_and_counts() -> None:

@@ -16,20 +16,7 @@ from packprop.algebra.structures import Outer
 from packprop.dataset import state
 from packprop.testing import CheckFailed, check_extension
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
-
-
-def absolute(structure: Any) -> Tensor:
-    return structure.rows.abs().sum((0, 1))
-
-
-def made(statistic: Callable[..., Any], finish: Any = None, **options: Any) -> Extension:
-    """An extension of one row."""
-    seed = options.pop("seed", GRADIENT)
-    body = {"savefield": "made", "rows": (Row(seed, statistic, **options),)}
-    if finish is not None:
-        body["finish"] = finish
-    kind = type("Made", (Extension,), body)
-    return kind()  # type: ignore[no-any-return]
+from tests.testing.registered import absolute, made
 
 
 def counts_passes(self: Extension, values: list[Any], samples: int) -> Tensor:

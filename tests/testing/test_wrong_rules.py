@@ -18,7 +18,7 @@ from packprop.functions.building import affine, rowwise, scaled, select_samples
 from packprop.functions.entry import Entry
 from packprop.testing import CheckFailed, check_use
 from tests.references.tensors import R, p
-from tests.testing.test_own import gate, gates
+from tests.testing.registered import gate, gates
 
 
 def right_factor(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests import coverage_page
 from tests.cases import BY_NAME
-from tests.coverage_page import CATALOGUE, COMMAND, PAGE, ROOT, Line, cell, cells, table
+from tests.house import coverage_page
+from tests.house.coverage_page import CATALOGUE, COMMAND, PAGE, ROOT, Line, cell, cells, table
 
 
 def test_the_page_is_what_the_code_says() -> None:
     """In a process of its own: it collects tests."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.coverage_page"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.house.coverage_page"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == PAGE.read_text(encoding="utf-8"), f"docs/coverage.md is stale: run `{COMMAND}`"

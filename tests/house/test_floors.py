@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest first, as in CONTRIBUTING.md: folders, and the files that stand beside them. What stands on a floor may
 # import its own floor and those below it.
@@ -222,7 +222,7 @@ RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, p
 LONGEST = 400
 """Lines of a source file."""
 
-PACKPROP = Path(__file__).resolve().parents[1] / "packprop"
+PACKPROP = Path(__file__).resolve().parents[2] / "packprop"
 
 IN_ORDER = {
     "__init__.py": "from packprop.context import extend\nfrom .reports import cli\n",

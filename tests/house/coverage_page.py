@@ -1,9 +1,9 @@
 """Writes docs/coverage.md: every extension crossed with every use and every loss, and the test of each cell.
 
-``python -m tests.coverage_page`` prints the page. By hand are its words alone: a forward pass of each case says
-which functions use its parameters and which loss it has; tests that compare an extension with a reference,
-case by case, are marked ``covers``, and are collected; pairs that no such test covers are run, and must be
-refused. A pair that is neither is a gap, and there is no page.
+``python -m tests.house.coverage_page`` prints the page. Only its words are written by hand: a forward pass of
+each case says which functions use its parameters and which loss it has; tests that compare an extension with a
+reference, case by case, are marked ``covers``, and are collected; pairs that no such test covers are run, and
+must be refused. A pair that is neither is a gap: then an error names it, and no page is printed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Problem
 from tests.references.running import backward, forward
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coverage.md"
 COMMAND = "make coverage-table"
 
@@ -126,7 +126,7 @@ def rows_of(found: ReachedUse, site: Site, layer: str, times: int) -> Iterator[s
             yield NORMALISED
     if times > 1:
         yield SHARED
-    if found.recorded.source is not None or found.host is not None:
+    if found.recorded.source is not None or found.checkpoint is not None:
         yield REGION
 
 
@@ -197,7 +197,7 @@ def collected() -> Covered:
     """Every pair of extension and case that a marked test compares with a reference, and that test."""
     collector = Collector()
     files = [
-        path for path in sorted((ROOT / "tests").glob("test_*.py")) if ".covers(" in path.read_text("utf-8")
+        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if ".covers(" in path.read_text("utf-8")
     ]
     options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *map(str, files)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -261,7 +261,7 @@ def cells(lines: Iterable[Line], covered: Covered) -> dict[tuple[str, str], Cell
                 found[line.title, name] = known
     if gaps:
         raise SystemExit(
-            "These pairs are neither refused nor compared with a reference: add a case to tests/cases.py, or "
+            "These pairs are neither refused nor compared with a reference: add a case to tests/cases, or "
             "mark the test that compares them with `covers`.\n  " + "\n  ".join(gaps)
         )
     return found
@@ -281,14 +281,14 @@ a test fails if the page is not what the code says.
 - {REFUSED} refused, by an error that says why: the number below the table.
 
 **Which test?** That of the extension under [Tests](#tests), with the row's case in the place of `CASE`. A
-letter behind a mark stands for another case. Cases are in [tests/cases.py](../tests/cases.py); `+ 36` says in
+letter behind a mark stands for another case. Cases are in [tests/cases](../tests/cases); `+ 36` says in
 how many more the row occurs. Refusals are run whenever this page is checked.
 
 **What does a row say?** What becomes of one use of a parameter, or of one loss, whatever else the model does.
 For `KFRA`, `HBP`, `PCHMP` and all that differentiates twice, what lies between parameter and loss matters too:
 an error names what is in the way. Where attention is differentiated twice, tests run the forward pass with
 PyTorch's math kernel, as the error for its fused kernels says. `packprop.coverage(model, batch)` says of each
-parameter of your model how it is used, and which way its Hessian diagonal goes.
+parameter of your model how it is used, and which route its Hessian diagonal takes.
 """
 
 

@@ -14,7 +14,7 @@ from packprop import Profile, examples, extensions
 from packprop.examples import load_digits
 from packprop.reports import cli
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"(?<![\w/])-?\d[\d.]*(?:e-?\d+)?(?![\w/])")

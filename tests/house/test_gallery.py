@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 GALLERY = DOCS / "gallery"
 PAGES = sorted(path.stem for path in GALLERY.glob("*.py"))
 # A figure may turn out otherwise on another machine, its unit and its sign, too; a word may not.

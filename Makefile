@@ -47,7 +47,7 @@ format: $(VENV)/.installed-lint ## Put the code in its standard format
 
 .PHONY: coverage-table
 coverage-table: $(VENV)/.installed-test ## Write docs/coverage.md: each extension on each use and loss
-	$(BIN)/python -W ignore -m tests.coverage_page > docs/coverage.md.new
+	$(BIN)/python -W ignore -m tests.house.coverage_page > docs/coverage.md.new
 	mv docs/coverage.md.new docs/coverage.md
 
 .PHONY: bench

@@ -1,0 +1,90 @@
+"""What is done with corrected eigenvalues."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.algebra import kronecker
+from packprop.errors import BadInput, PackpropWarning
+from tests.cases import BY_NAME
+from tests.references.running import assert_near, backward
+
+
+def test_helpers_agree_with_the_dense_matrix() -> None:
+    problem = BY_NAME["conv2d-deep"].problem(3)
+    backward(problem, extensions.EKFAC(fisher="exact"))
+    for name, parameter in [*problem.parameters.items(), *transposed()]:
+        found = parameter.ekfac
+        whole = kronecker.dense(found)
+        eye = torch.eye(len(whole), dtype=whole.dtype)
+        vectors = torch.randn(4, *parameter.shape, dtype=whole.dtype)
+        flat = vectors.flatten(1)
+        assert_near(kronecker.multiply(found, vectors), (flat @ whole).view_as(vectors), name)
+        assert_near(kronecker.multiply(found, vectors[0]), (whole @ flat[0]).view_as(vectors[0]), name)
+        solved = torch.linalg.solve(whole + 0.3 * eye, flat.T).T
+        assert_near(kronecker.solve(found, vectors, 0.3), solved.reshape(vectors.shape), name)
+        inverse = kronecker.inverse(found, 0.3)
+        assert isinstance(inverse, kronecker.Eigen)
+        assert_near(kronecker.dense(inverse) @ (whole + 0.3 * eye), eye, name)
+        assert_near(kronecker.trace(found), whole.trace(), name)
+        assert_near(kronecker.logdet(found, 0.3), torch.logdet(whole + 0.3 * eye), name)
+        assert kronecker.eigen(found) is found
+        with pytest.raises(BadInput, match="negative"):
+            kronecker.inverse(found, -1.0)
+        with pytest.raises(BadInput, match="rows"):
+            kronecker.multiply(found, torch.zeros(7919, dtype=whole.dtype))
+
+
+def transposed() -> list[tuple[str, Tensor]]:
+    """Square in fan-in and fan-out, so that shapes do not tell which is which."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose1d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
+    packprop.extend(model.double())
+    loss = packprop.extend(nn.CrossEntropyLoss())
+    with packprop.backpack(extensions.EKFAC(fisher="exact")):
+        loss(model(torch.randn(5, 4, 3, dtype=torch.float64)), torch.randint(2, (5,))).backward()
+    return [(f"transposed {name}", parameter) for name, parameter in model.named_parameters()]
+
+
+@pytest.mark.parametrize("factors", [1, 2])
+def test_eigendecompositions_of_plain_factors(factors: int) -> None:
+    roots = [torch.randn(size, size + 2, dtype=torch.float64) for size in (3, 4)[:factors]]
+    given = [root @ root.T for root in roots]
+    found = kronecker.eigen(given)
+    assert_near(kronecker.dense(found), kronecker.dense(given), "eigen")
+    vectors = torch.randn(2, *(len(each) for each in given), dtype=torch.float64)
+    assert_near(kronecker.multiply(found, vectors), kronecker.multiply(given, vectors), "multiply")
+
+
+def test_results_are_copied_and_pickled() -> None:
+    for _, parameter in transposed():
+        for again in (copy.deepcopy(parameter.ekfac), pickle.loads(pickle.dumps(parameter.ekfac))):
+            assert_near(kronecker.dense(again), kronecker.dense(parameter.ekfac), "again")
+
+
+def test_null_spaces_have_a_basis_that_rounding_does_not_choose() -> None:
+    root = torch.randn(8, 3, dtype=torch.float64)
+    factor = root @ root.T
+    first = kronecker.eigenvectors(factor)
+    noise = torch.randn(8, 8, dtype=torch.float64) * 1e-16 * factor.abs().max()
+    second = kronecker.eigenvectors(factor + noise + noise.T)
+    assert_near(second, first, "eigenvectors", 1e-11)
+    assert_near(first.T @ first, torch.eye(8, dtype=torch.float64), "orthonormal")
+    assert_near(
+        factor @ first[:, :5], torch.zeros(8, 5, dtype=torch.float64), "null space", floor=factor.norm()
+    )
+
+
+def test_what_is_not_finite_is_warned_of() -> None:
+    model, loss = packprop.extend(nn.Linear(2, 2)), packprop.extend(nn.MSELoss())
+    x = torch.tensor([[1.0, float("inf")], [0.0, 1.0]])
+    with pytest.warns(PackpropWarning, match="NaN or infinite"), packprop.backpack(extensions.EKFAC()):
+        loss(model(x), torch.zeros(2, 2)).backward()
+    assert model.weight.ekfac.values.isnan().all()

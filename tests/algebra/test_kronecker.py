@@ -1,0 +1,53 @@
+"""What is done with Kronecker factors: products, inverses, damping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from packprop.algebra import kronecker
+from packprop.errors import BadInput
+from tests.references.running import assert_near
+
+
+def spd(size: int) -> Tensor:
+    root = torch.randn(size, size + 2, dtype=torch.float64)
+    return root @ root.T
+
+
+@pytest.mark.parametrize("factors", [[spd(3), spd(4)], [spd(5)]], ids=["two", "one"])
+def test_helpers_agree_with_the_dense_matrix(factors: list[Tensor]) -> None:
+    whole = kronecker.dense(factors)
+    eye = torch.eye(len(whole), dtype=torch.float64)
+    shape = [len(factor) for factor in factors]
+    vectors = torch.randn(6, *shape, dtype=torch.float64)
+    flat = vectors.flatten(1)
+    assert_near(kronecker.multiply(factors, vectors), (flat @ whole).view_as(vectors), "multiply")
+    assert_near(kronecker.multiply(factors, vectors[0]), (whole @ flat[0]).view_as(vectors[0]), "one vector")
+    solved = torch.linalg.solve(whole + 0.3 * eye, flat.T).T
+    assert_near(kronecker.solve(factors, vectors, 0.3), solved.reshape(vectors.shape), "solve")
+    assert_near(kronecker.trace(factors), whole.trace(), "trace")
+    assert_near(kronecker.logdet(factors), torch.logdet(whole), "logdet")
+    assert_near(kronecker.logdet(factors, 0.3), torch.logdet(whole + 0.3 * eye), "damped logdet")
+    exact = kronecker.dense(kronecker.inverse(factors, 0.0))
+    assert_near(exact @ whole, eye, "inverse")
+
+
+def test_split_damping_keeps_the_trace_in_balance() -> None:
+    factors, damping = [spd(3), 100 * spd(4)], 0.5
+    inverse = kronecker.inverse(factors, damping)
+    shifts = [torch.linalg.inv(i) - f for i, f in zip(inverse, factors, strict=True)]
+    sizes = [shift.diagonal().mean() for shift in shifts]
+    assert_near(sizes[0] * sizes[1], torch.tensor(damping, dtype=torch.float64), "the product of both shifts")
+    means = [factor.diagonal().mean() for factor in factors]
+    assert_near(sizes[1] / sizes[0], means[1] / means[0], "their ratio")
+
+
+def test_bad_arguments_of_helpers() -> None:
+    with pytest.raises(BadInput, match="square"):
+        kronecker.dense([torch.zeros(2, 3)])
+    with pytest.raises(BadInput, match="negative"):
+        kronecker.solve([torch.eye(2)], torch.zeros(2), -1.0)
+    with pytest.raises(BadInput, match="6 rows"):
+        kronecker.multiply([torch.eye(2), torch.eye(3)], torch.zeros(4, 5))

@@ -1,0 +1,210 @@
+"""Cases about loss functions, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.cases.building import (
+    FLATTENED,
+    classes,
+    labels,
+    maps,
+    net,
+    probabilities,
+    regression,
+    sequence,
+    some_ignored,
+)
+from tests.cases.case import Case, Data, Functional
+from tests.cases.models.losses import DoubleWell, LogCosh, SoftMaximum
+
+
+def cases() -> Iterator[Case]:
+    linear = classes((3,), 3)
+
+    weights = torch.tensor([0.5, 2.0, 1.3])
+
+    def ce(name: str, data: Data, model: Callable[[], nn.Module], **options: Any) -> Case:
+        return Case(f"ce-{name}", model, lambda: nn.CrossEntropyLoss(**options), data)
+
+    yield ce("plain", linear, net())
+    yield ce("two-classes", classes((3,), 2), net(2))
+    yield ce("weights", linear, net(), weight=weights)
+    yield ce("ignore-default", some_ignored((3,), (), -100), net())
+    yield ce("ignore-index", some_ignored((3,), (), 2), net(), ignore_index=2)
+    yield ce("label-smoothing", linear, net(), label_smoothing=0.3)
+    yield ce("probabilities", probabilities((3,)), net())
+    yield ce("probabilities-weights", probabilities((3,)), net(), weight=weights)
+    yield ce("probabilities-smoothing", probabilities((3,)), net(), label_smoothing=0.2)
+    yield ce("weights-smoothing", linear, net(), weight=weights, label_smoothing=0.2)
+    yield ce(
+        "weights-ignore-smoothing",
+        some_ignored((3,), (), 1),
+        net(),
+        weight=weights,
+        ignore_index=1,
+        label_smoothing=0.1,
+    )
+    yield ce(
+        "probabilities-weights-smoothing",
+        probabilities((3,)),
+        net(),
+        weight=weights,
+        label_smoothing=0.2,
+    )
+    yield ce("sequence", classes((2, 3), 3, (3,)), sequence(3))  # every axis as long as N
+    yield ce("map", classes((1, 3, 3), 3, (2, 2)), maps(3))
+    yield ce("map-weights", classes((1, 3, 3), 3, (2, 2)), maps(3), weight=weights)
+    yield ce(
+        "map-weights-ignore-smoothing",
+        some_ignored((1, 3, 3), (2, 2), -1),
+        maps(3),
+        weight=weights,
+        ignore_index=-1,
+        label_smoothing=0.1,
+    )
+    yield ce("map-probabilities", probabilities((1, 3, 3), (2, 2)), maps(3), weight=weights)
+    yield ce("map-interacting", classes((1, 4, 4), 3, (2, 2)), maps(3, 2))
+
+    for name, data, outputs in (
+        ("vector", regression((3,), (2,)), 2),
+        ("one", regression((3,), (1,)), 1),
+    ):
+        yield Case(f"mse-{name}", net(outputs), nn.MSELoss, data)
+    yield Case(
+        "mse-scalar-per-sample",
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)),
+        nn.MSELoss,
+        regression((3,), ()),
+    )
+    yield Case("mse-map", maps(2), nn.MSELoss, regression((1, 3, 3), (2, 2, 2)))
+    yield Case("mse-shared", net(2), nn.MSELoss, regression((2, 3), (2, 2)))
+    yield Case(
+        "mse-flattened-over-samples",
+        net(2),
+        nn.MSELoss,
+        regression((3,), (2,)),
+        output=lambda model, x: model(x).flatten(),
+        score=lambda loss, f, y: loss(f, y.flatten()),
+        tags=FLATTENED,
+    )
+
+    def bce(name: str, data: Data, model: Callable[[], nn.Module], **options: Any) -> Case:
+        return Case(f"bce-{name}", model, lambda: nn.BCEWithLogitsLoss(**options), data)
+
+    two = torch.tensor([0.5, 3.0])
+    yield bce("vector", labels((3,), (2,)), net(2))
+    yield bce("soft-targets", lambda n: (torch.randn(n, 3), torch.rand(n, 2)), net(2))
+    yield bce("weight", labels((3,), (2,)), net(2), weight=two)
+    yield bce("pos-weight", labels((3,), (2,)), net(2), pos_weight=two)
+    yield bce("weight-pos-weight", labels((3,), (2,)), net(2), weight=two, pos_weight=two.flip(0))
+    yield bce("map", labels((1, 3, 3), (2, 2, 2)), maps(2))
+    yield bce("map-pos-weight", labels((1, 3, 3), (2, 2, 2)), maps(2), pos_weight=two.view(2, 1, 1))
+    yield Case(
+        "bce-scalar-per-sample",
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)),
+        nn.BCEWithLogitsLoss,
+        labels((3,), ()),
+    )
+    yield Case(
+        "bce-weight-per-sample",
+        net(2),
+        lambda: Functional(F.binary_cross_entropy_with_logits),
+        lambda n: (torch.randn(n, 3), ((torch.rand(n, 2) > 0.5) * 1.0, torch.rand(n, 1) + 0.5)),
+        score=lambda loss, f, y: loss(f, y[0], y[1]),
+        record=True,
+    )
+
+    yield Case(
+        "l1",
+        net(2),
+        nn.L1Loss,
+        regression((3,), (2,)),
+        order=1,
+        refuses_curvature=("l1_loss", "zero"),
+    )
+    yield Case("smooth-l1", net(2), lambda: nn.SmoothL1Loss(beta=0.7), regression((3,), (2,)))
+    yield Case("huber", net(2), lambda: nn.HuberLoss(delta=0.6), regression((3,), (2,)))
+    yield Case(
+        "nll",
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)),
+        lambda: nn.NLLLoss(weight=weights, ignore_index=2),
+        some_ignored((3,), (), 2),
+        order=1,
+        refuses_curvature=("nll_loss", "cross_entropy"),
+    )
+    yield Case(
+        "nll-map",
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.LogSoftmax(1)),
+        nn.NLLLoss,
+        classes((1, 3, 3), 3, (2, 2)),
+        order=1,
+        refuses_curvature=("nll_loss", "cross_entropy"),
+    )
+    yield Case(
+        "bce-of-probabilities",
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.Sigmoid()),
+        nn.BCELoss,
+        labels((3,), (2,)),
+    )
+    yield Case(
+        "gaussian-nll",
+        net(2),
+        lambda: nn.GaussianNLLLoss(full=True),
+        lambda n: (torch.randn(n, 3), (torch.randn(n, 2), torch.rand(n, 2) + 0.5)),
+        score=lambda loss, f, y: loss(f, y[0], y[1]),
+    )
+    yield Case(
+        "soft-margin",
+        net(2),
+        nn.SoftMarginLoss,
+        lambda n: (torch.randn(n, 3), torch.randn(n, 2).sign()),
+    )
+    yield Case(
+        "multi-margin",
+        net(3),
+        nn.MultiMarginLoss,
+        linear,
+        order=1,
+    )
+    yield Case(
+        "multilabel-margin",
+        net(3),
+        nn.MultiLabelMarginLoss,
+        lambda n: (torch.randn(n, 3), torch.tensor([2, 0, -1]).repeat(n, 1)),
+        order=1,
+    )
+    yield Case("multilabel-soft-margin", net(2), nn.MultiLabelSoftMarginLoss, labels((3,), (2,)))
+    yield Case(
+        "hinge-embedding",
+        net(2),
+        nn.HingeEmbeddingLoss,
+        lambda n: (torch.randn(n, 3), torch.randn(n, 2).sign()),
+    )
+    yield Case(
+        "kl-divergence",
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)),
+        nn.KLDivLoss,
+        probabilities((3,)),
+    )
+    yield Case("own-convex", net(2), LogCosh, regression((3,), (2,)))
+    yield Case("own-convex-map", maps(2), LogCosh, regression((1, 3, 3), (2, 2, 2)))
+    yield Case("own-coupled", net(3), SoftMaximum, regression((3,), (3,)))
+    yield Case(
+        "poisson",
+        net(2),
+        nn.PoissonNLLLoss,
+        lambda n: (torch.randn(n, 3), torch.randint(4, (n, 2)) * 1.0),
+    )
+    yield Case(
+        "own-not-convex",
+        net(2),
+        DoubleWell,
+        regression((3,), (2,)),
+        refuses_curvature=("positive semi-definite",),
+    )

@@ -1,0 +1,166 @@
+"""Cases about networks: residual ones, attention, samples on other axes, recurrent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tests.cases.building import SMOKE, classes, use
+from tests.cases.case import Case, along
+from tests.cases.models.attention import (
+    Attention,
+    FlashAttention,
+    LearnedQueries,
+    LibraryAttention,
+    TimeFirst,
+    VisionTransformer,
+    Windows,
+)
+from tests.cases.models.convolutional import ResNet
+from tests.cases.models.recurrent import InitialState, Recurrent, cell_loop, last_step
+from tests.cases.models.wrapping import Apply
+
+
+def _steps(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 2), torch.randn(n, 3)
+
+
+def cases() -> Iterator[Case]:
+    yield Case("resnet", ResNet, nn.CrossEntropyLoss, classes((1, 4, 4), 3), tags=SMOKE)
+    for name, attention in (
+        ("hand-written", Attention),
+        ("scaled-dot-product", FlashAttention),
+        ("library", LibraryAttention),
+        ("library-batch-second", lambda width, heads: LibraryAttention(width, heads, False)),
+    ):
+        yield Case(
+            f"vision-transformer-{name}",
+            partial(VisionTransformer, attention),
+            nn.CrossEntropyLoss,
+            classes((1, 4, 4), 3),
+            tags=SMOKE if name == "hand-written" else frozenset(),
+        )
+    yield Case(
+        "learned-queries",
+        LearnedQueries,
+        nn.CrossEntropyLoss,
+        classes((3, 2), 3),
+        dense=("query.weight",),
+    )
+    yield use(
+        "attention-bias-kv",
+        lambda: Apply(
+            lambda m, x: m.a(x, x, x)[0],
+            a=nn.MultiheadAttention(2, 1, add_bias_kv=True, add_zero_attn=True, batch_first=True),
+        ),
+        (3, 2),
+        6,
+    )
+    yield use(
+        "attention-cross-with-masks",
+        lambda: Apply(
+            lambda m, x: m.a(
+                x[:, :2, :2],
+                x[:, :, 1:],
+                x,
+                key_padding_mask=x[:, :, 0] > 0.8,
+                attn_mask=torch.tensor([[False, False, True], [False, False, False]]),
+            )[0],
+            a=nn.MultiheadAttention(2, 2, kdim=2, vdim=3, batch_first=True),
+        ),
+        (3, 3),
+        4,
+    )
+    yield use(
+        "transformer-decoder-layer",
+        lambda: Apply(
+            lambda m, x: m.a(x[:, :2], x),
+            a=nn.TransformerDecoderLayer(2, 1, 2, dropout=0.0, batch_first=True),
+        ),
+        (3, 2),
+        4,
+    )
+    yield use(
+        "transformer-encoder-layer",
+        lambda: nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True),
+        (3, 4),
+        12,
+    )
+    yield Case("windows", Windows, nn.CrossEntropyLoss, classes((4, 4, 2), 3))
+    yield Case("time-first-inside", TimeFirst, nn.CrossEntropyLoss, classes((3, 3), 3))
+    yield Case(
+        "time-first-input",
+        lambda: Apply(
+            lambda m, x: m.head(torch.tanh(m.layer(x)).mean(0)),
+            layer=nn.Linear(2, 3),
+            head=nn.Linear(3, 3),
+        ),
+        nn.CrossEntropyLoss,
+        lambda n: (torch.randn(3, n, 2), torch.randint(3, (n,))),
+        take_input=along(1),
+    )
+    yield Case(
+        "flattened-inside",
+        lambda: Apply(
+            lambda m, x: m.head(torch.tanh(m.layer(x.reshape(-1, 2))).view(x.shape[0], -1)),
+            layer=nn.Linear(2, 2),
+            head=nn.Linear(6, 3),
+        ),
+        nn.CrossEntropyLoss,
+        classes((3, 2), 3),
+    )
+    yield Case(
+        "flattened-inside-then-position-bias",
+        lambda: Apply(
+            lambda m, x: m.head((m.layer(x.reshape(-1, 3)).view(-1, 3, 3) * m.scale(x)).mean(1)),
+            layer=nn.Linear(3, 3),
+            scale=nn.Linear(3, 3),
+            head=nn.Linear(3, 3),
+        ),
+        nn.CrossEntropyLoss,
+        classes((3, 3), 3),
+    )
+    for layer in (nn.RNN, nn.GRU, nn.LSTM):
+        yield Case(
+            layer.__name__.lower(),
+            partial(last_step, layer),
+            nn.CrossEntropyLoss,
+            classes((3, 2), 3),
+        )
+    yield Case("rnn-relu", partial(last_step, partial(nn.RNN, nonlinearity="relu")), nn.MSELoss, _steps)
+    yield Case(
+        "lstm-time-first",
+        lambda: Recurrent(nn.LSTM(2, 2), 2),
+        nn.CrossEntropyLoss,
+        lambda n: (torch.randn(3, n, 2), torch.randint(3, (n,))),
+        take_input=along(1),
+    )
+    yield Case(
+        "gru-two-layers-both-directions",
+        lambda: Recurrent(nn.GRU(2, 1, num_layers=2, bidirectional=True, batch_first=True), 4, final=True),
+        nn.CrossEntropyLoss,
+        classes((3, 2), 3),
+    )
+    yield Case(
+        "lstm-final-state-given-initial-state",
+        lambda: Apply(
+            lambda m, x, h, c: m.recurrent(x, (h.transpose(0, 1), c.transpose(0, 1))),
+            recurrent=Recurrent(nn.LSTM(2, 2, batch_first=True), 2, final=True),
+        ),
+        nn.CrossEntropyLoss,
+        lambda n: (
+            (torch.randn(n, 2, 2), torch.randn(n, 1, 2), torch.randn(n, 1, 2)),
+            torch.randint(3, (n,)),
+        ),
+    )
+    yield Case("gru-trained-initial-state", InitialState, nn.CrossEntropyLoss, classes((2, 2), 3))
+    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        yield use(
+            f"{cell.__name__.removesuffix('Cell').lower()}-cell-loop",
+            lambda cell=cell: Apply(cell_loop, cell=cell(2, 2)),
+            (3, 2),
+            2,
+        )

@@ -1,0 +1,233 @@
+"""Hessian diagonals of every case against the oracle, by every route that they can be taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import packprop
+from packprop import extensions
+from packprop.curvature import routes
+from packprop.curvature.output_diagonals import OutputDiagonals
+from packprop.curvature.shared_rows import SharedRows
+from packprop.engine import backward_pass
+from packprop.errors import PackpropError
+from tests.cases import BY_NAME, CASES, Case
+from tests.references.oracle import Oracle
+from tests.references.running import assert_all_near, assert_near, backward, results
+
+# What PyTorch itself has no second derivatives of.
+NOT_TWICE = {
+    "cdist": "_cdist_backward",
+    "multi-margin": "multi_margin_loss_backward",
+    "multilabel-margin": "multilabel_margin_loss_backward",
+    "checkpoint-reentrant": "use_reentrant=False",
+    # It has one, and a wrong one.
+    "weight-norm": "WeightNormInterface",
+    "weight-norm-convolution": "WeightNormInterface",
+    "weight-norm-hook": "WeightNormInterface",
+    "weight-norm-twice": "WeightNormInterface",
+}
+EVERY = [
+    pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
+    for case in CASES
+    if not case.refuses and case.name not in NOT_TWICE and not case.name.startswith("embedding-bag")
+    for size in case.sizes
+    for reduction in case.reductions
+]
+
+
+@pytest.mark.covers("DiagHessian", "BatchDiagHessian")
+@pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
+def test_every_case(case: Case, size: int, reduction: str | None) -> None:
+    problem = case.problem(size, reduction)
+    oracle = Oracle(case.problem(size, reduction))
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
+        expected, batch = oracle.diag_h, oracle.diag_h_batch
+    assert_all_near(results(problem, "diag_h"), expected, "diag_h", 1e-9)
+    assert_all_near(results(problem, "diag_h_batch"), batch, "diag_h_batch", 1e-9)
+    assert all(p.diag_h.dtype == torch.float64 for p in problem.parameters.values())
+
+
+@pytest.mark.parametrize("name", NOT_TWICE)
+def test_what_cannot_be_differentiated_twice_is_named(name: str) -> None:
+    problem = BY_NAME[name].problem(3)
+    with pytest.raises(PackpropError, match=NOT_TWICE[name]):
+        backward(problem, extensions.DiagHessian())
+
+
+@pytest.mark.covers("DiagHessian", "BatchDiagHessian")
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("embedding-bag")])
+def test_what_pytorch_refuses_but_the_way_does_not_need(name: str) -> None:
+    """embedding_bag has no double backward, but is linear in its table: compared with differences."""
+    problem = BY_NAME[name].problem(3)
+    backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian())
+    step = 1e-6
+    for key, parameter in problem.parameters.items():
+        rows = []
+        for flat in range(parameter.numel()):
+            entry = parameter.data.view(-1)
+            sides = []
+            for shift in (step, -2 * step, step):
+                entry[flat] += shift
+                problem.model.zero_grad()
+                sides.append(Oracle(problem).grad_batch[key].flatten(1)[:, flat])
+            rows.append((sides[0] - sides[1]) / (2 * step))
+        expected = torch.stack(rows, 1).view(3, *parameter.shape)
+        assert_near(results(problem, "diag_h_batch")[key], expected, key, 1e-6, 1e-2)
+        assert_near(results(problem, "diag_h")[key], expected.sum(0), key, 1e-6, 1e-2)
+
+
+SMOKE = [case for case in CASES if "smoke" in case.tags]
+AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-shared", "siamese", "embedding")]
+
+
+@pytest.mark.parametrize("case", [*SMOKE, *AFFINE], ids=lambda case: case.name)
+@pytest.mark.parametrize("way", ["output", "parameter"])
+def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is taken for known, the way that needs to know nothing gives the same."""
+    if way == "output":
+        monkeypatch.setattr(routes, "kind_of", lambda node, dependent: "nonlinear")
+    else:
+        monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
+    went, choose = set(), routes.choose_routes
+
+    def spy(graph: Any, *options: Any) -> Any:
+        chosen = choose(graph, *options)
+        went.update(chosen.way(leaf) for leaf in graph.leaves())
+        return chosen
+
+    monkeypatch.setattr(backward_pass, "choose_ways", spy)
+    problem = case.problem(3, case.reductions[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
+        oracle = Oracle(case.problem(3, case.reductions[0]))
+        assert_all_near(results(problem, "diag_h"), oracle.diag_h, "diag_h", 1e-9)
+        assert_all_near(results(problem, "diag_h_batch"), oracle.diag_h_batch, "diag_h_batch", 1e-9)
+    if case.name not in ("linear-alone", "module-twice"):  # where nothing lies between, nothing is unknown
+        assert way in went
+    assert went <= {way, "parameter", "swept"}
+    if way == "parameter":
+        assert went == {"parameter"}
+
+
+@pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
+def test_alone_and_for_some_samples(case: Case) -> None:
+    together, alone, some = (case.problem(3, case.reductions[0]) for _ in range(3))
+    chosen = [2, 0]
+    with sdpa_kernel(SDPBackend.MATH):
+        backward(together, extensions.BatchDiagHessian(), record=case.record)
+        backward(alone, extensions.DiagHessian(), record=case.record)
+        backward(
+            some,
+            extensions.DiagHessian(subsampling=chosen),
+            extensions.BatchDiagHessian(subsampling=chosen),
+            extensions.DiagGGNExact(),
+            extensions.Variance(),
+            record=case.record,
+        )
+    rows = results(together, "diag_h_batch")
+    assert_all_near(results(alone, "diag_h"), {k: d.sum(0) for k, d in rows.items()}, "diag_h", 1e-9)
+    assert_all_near(results(some, "diag_h_batch"), {k: d[chosen] for k, d in rows.items()}, "some rows", 1e-9)
+    assert_all_near(results(some, "diag_h"), {k: d[chosen].sum(0) for k, d in rows.items()}, "some", 1e-9)
+
+
+def piecewise() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2)),
+        *(nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 5)),
+    ).eval()
+
+
+def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    sweeping = backward_pass.BackwardPass._columns
+
+    def count(self: Any, groups: Any, *options: Any) -> None:
+        swept.append(sum(group.count for group in groups))
+        sweeping(self, groups, *options)
+
+    monkeypatch.setattr(backward_pass.BackwardPass, "_columns", count)
+    torch.manual_seed(0)
+    model, lossfunc = packprop.extend(piecewise()), packprop.extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(torch.randn(4, 1, 12, 12)), torch.arange(4))
+    with packprop.backpack(extensions.DiagHessian(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert swept == [4]  # of five classes
+    for parameter in model.parameters():
+        assert torch.equal(parameter.diag_h, parameter.diag_ggn_exact)
+
+
+def deep(kind: str) -> tuple[nn.Module, Tensor]:
+    """Smooth functions between affine maps that all samples share, and inputs for three samples."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 4)]
+        return nn.Sequential(*layers, nn.SiLU(), nn.Linear(4, 3)).double(), torch.randn(3, 3).double()
+    layers = [nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Conv2d(2, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2, stride=1)]
+    head = [nn.Flatten(), nn.Linear(8, 4), nn.Sigmoid(), nn.Linear(4, 3)]
+    return nn.Sequential(*layers, *head).double(), torch.randn(3, 1, 5, 5).double()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, None])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_columns_of_elementwise_functions_in_chunks(
+    kind: str, at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
+    if at_once is not None:
+        monkeypatch.setattr(
+            backward_pass.BackwardPass, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
+        )
+    taken: list[str] = []
+    for owner, name in ((SharedRows, "rows"), (OutputDiagonals, "add_columns")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, f=function, n=name: (taken.append(n), f(*given))[1])
+    model, x = deep(kind)
+    y, lossfunc = torch.tensor([0, 2, 1]), packprop.extend(nn.CrossEntropyLoss())
+    packprop.extend(model)
+    with packprop.backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        lossfunc(model(x), y).backward()
+    assert {"rows", "add_columns"} <= {*taken} if kind == "linear" else "rows" in taken
+    for key, parameter in model.named_parameters():
+        (slope,) = torch.autograd.grad(lossfunc(model(x), y), parameter, create_graph=True)
+        entries = slope.flatten()
+        rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten() for entry in entries]
+        assert_near(parameter.diag_h.flatten(), torch.stack(rows).diagonal(), key)
+        assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, key)
+
+
+@pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.KFRA, extensions.KFLR])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_planned_without_data(kind: str, asked: Any) -> None:
+    model, x = deep(kind)
+    found = packprop.plan(model, nn.CrossEntropyLoss(), (x, torch.tensor([0, 2, 1])), [asked()])
+    assert found.peak > found.results > 0
+
+
+def test_no_dense_square_root_is_formed() -> None:
+    """Columns of an elementwise function come and go: the peak is far below units x units for each sample."""
+    units, samples = 300, 64
+    model = nn.Sequential(nn.Linear(8, units), nn.Sigmoid(), nn.Linear(units, units), nn.Sigmoid())
+    batch = torch.randn(samples, 8), torch.randint(3, (samples,))
+    found = packprop.plan(
+        nn.Sequential(model, nn.Linear(units, 3)), nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()]
+    )
+    assert found.peak < 0.4 * samples * units**2 * 4
+
+
+def test_negative_curvature_is_kept() -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh()).double())
+    model[0].weight.data.fill_(1.0)
+    x, y = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), -5.0, dtype=torch.float64)
+    with packprop.backpack(extensions.DiagHessian(), extensions.DiagGGNExact()):
+        packprop.extend(nn.MSELoss())(model(x), y).backward()
+    t = torch.tensor(1.0, dtype=torch.float64).tanh()
+    exact = 2 * (1 - t**2) ** 2 + 2 * (t + 5) * (-2 * t * (1 - t**2))
+    assert_near(model[0].weight.diag_h.squeeze(), exact, "diag_h")
+    assert model[0].weight.diag_h < 0 < model[0].weight.diag_ggn_exact

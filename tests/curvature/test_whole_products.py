@@ -1,0 +1,159 @@
+"""Products with whole curvature matrices, and the Monte Carlo diagonal of the Hessian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import packprop
+from packprop import extensions
+from packprop.curvature import products
+from packprop.errors import PackpropError
+from packprop.graph.walk import walk
+from tests.cases import BY_NAME, Case
+from tests.cases.models.functions import Cube
+from tests.curvature.dense import TWICE, symmetric
+from tests.references.running import assert_near, backward, forward
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def dense_hessian(loss: Tensor, parameters: list[Tensor]) -> Tensor:
+    options: Any = dict(allow_unused=True, materialize_grads=True)
+    slope = flat(torch.autograd.grad(loss, parameters, create_graph=True, **options))
+    rows = [flat(torch.autograd.grad(g, parameters, retain_graph=True, **options)) for g in slope]
+    return symmetric(torch.stack(rows))
+
+
+class Normed(nn.Module):
+    """Everything that forward over reverse gets wrong, and attention that is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.batch, self.layer = nn.BatchNorm1d(4), nn.LayerNorm(4)
+        self.instance = nn.InstanceNorm1d(3, affine=True)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(torch.tanh(self.inner(x)))
+        x = self.batch(x.flatten(0, 1)).view_as(x)
+        x = self.instance(F.scaled_dot_product_attention(x, x, x))
+        return self.head(x.flatten(1))
+
+
+def test_whole_products_through_norms_and_attention() -> None:
+    torch.manual_seed(0)
+    model = Normed().double().train()
+    x, y = torch.randn(5, 3, 4, dtype=torch.float64), torch.randint(2, (5,))
+    parameters = list(model.parameters())
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+    jacobian = torch.stack(
+        [flat(torch.autograd.grad(entry, parameters, retain_graph=True)) for entry in outputs.flatten()]
+    )
+    hessian = dense_hessian(loss, parameters)
+    vectors = [torch.randn(2, *p.shape, dtype=torch.float64) for p in parameters]
+    stacked = torch.cat([vector.flatten(1) for vector in vectors], 1)
+
+    def side_by_side(found: list[Tensor]) -> Tensor:
+        return torch.cat([each.flatten(1) for each in found], 1)
+
+    found = side_by_side(products.hvp(lambda: F.cross_entropy(model(x), y), parameters, vectors))
+    assert_near(found, stacked @ hessian, "hvp", 1e-9)
+    assert_near(
+        side_by_side(products.hvp(loss, parameters, vectors)), stacked @ hessian, "hvp of a graph", 1e-9
+    )
+    bare = products.hvp(loss, parameters, [vector[0] for vector in vectors])
+    assert_near(flat(bare), stacked[0] @ hessian, "hvp of one vector", 1e-9)
+    pushed = products.jvp(outputs, parameters, vectors)
+    assert_near(pushed.flatten(1), stacked @ jacobian.T, "jvp", 1e-9)
+    pulled = products.vjp(outputs, parameters, pushed)
+    assert_near(side_by_side(pulled), pushed.flatten(1) @ jacobian, "vjp", 1e-9)
+
+    p = outputs.detach().softmax(1)
+    inner = torch.block_diag(*[(torch.diag(row) - torch.outer(row, row)) / 5 for row in p])
+    ggn = jacobian.T @ inner @ jacobian
+
+    def compute() -> tuple[Tensor, Tensor]:
+        f = model(x)
+        return f, F.cross_entropy(f, y)
+
+    for graph in ((outputs, loss), compute):
+        assert_near(side_by_side(products.ggnvp(graph, parameters, vectors)), stacked @ ggn, "ggnvp", 1e-9)
+
+
+def test_a_fused_kernel_is_named() -> None:
+    problem = BY_NAME["vision-transformer-scaled-dot-product"].problem(3)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        loss = forward(problem)
+    with pytest.raises(PackpropError, match="sdpa_kernel"), packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+    parameters = list(problem.parameters.values())
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        loss = problem.total()
+    with pytest.raises(PackpropError, match="sdpa_kernel"):
+        products.hvp(loss, parameters, [torch.ones_like(p) for p in parameters])
+
+
+def test_parameters_without_curvature_get_zeros() -> None:
+    w, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    found = products.hvp(lambda: w.sum(), [w, unused], [torch.ones(2), torch.ones(3)])
+    assert [each.tolist() for each in found] == [[0, 0], [0, 0, 0]]
+
+
+def test_many_signs_come_near_the_diagonal() -> None:
+    problem = BY_NAME["resnet"].problem(3)
+    draws = 4000
+    source = torch.Generator().manual_seed(0)
+    backward(problem, extensions.DiagHessianMC(draws, source), extensions.DiagHessian())
+    parameters = list(problem.parameters.values())
+    hessian = dense_hessian(problem.total(), parameters)
+    deviation = (hessian.square().sum(1) - hessian.diagonal().square()).sqrt() / draws**0.5
+    error = flat([p.diag_h_mc - p.diag_h for p in parameters]).abs()
+    assert bool((error <= 5 * deviation + 1e-10).all())
+    assert bool((error > 0).any())
+
+
+@pytest.mark.covers("DiagHessianMC")
+@pytest.mark.parametrize("case", [c for c in TWICE if c.name != "weight-norm"], ids=lambda case: case.name)
+def test_sign_columns_are_what_they_say(case: Case) -> None:
+    """With the signs known, the estimate is the mean of u * H u to the last digit."""
+    draws, problem = 2, case.problem(3, case.reductions[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        asked = extensions.DiagHessianMC(draws, generator=torch.Generator().manual_seed(0))
+        backward(problem, asked, record=case.record)
+        source = torch.Generator().manual_seed(0)
+        parameters = list(problem.parameters.values())
+        in_order = walk([forward(problem, case.record)], [None], None).leaves()
+        hessian = dense_hessian(problem.total(), parameters)
+    expected = torch.zeros(len(hessian), dtype=torch.float64)
+    for _ in range(draws):
+        drawn = {id(p): 2.0 * torch.randint(0, 2, p.shape, generator=source) - 1 for p in in_order}
+        signs = flat([drawn[id(p)].double() for p in parameters])
+        expected += signs * (hessian @ signs) / draws
+    assert_near(flat([p.diag_h_mc for p in parameters]), expected, "diag_h_mc", 1e-9)
+
+
+def test_whole_numbers_as_vectors() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    backward(problem, extensions.GGNMP())
+    weight = problem.parameters["0.weight"]
+    ones = torch.ones_like(weight)
+    assert_near(weight.ggnmp(ones.long()), weight.ggnmp(ones), "ggnmp")
+    operator = packprop.operators.hessian(lambda: (weight**3).sum(), [weight])
+    assert_near(operator @ ones.flatten().long(), operator @ ones.flatten(), "operator")
+
+
+def test_functions_without_second_derivative_are_refused_at_inner_tensors_too() -> None:
+    inner = torch.randn(3, requires_grad=True) * 1
+    with pytest.raises(PackpropError, match="once_differentiable"):
+        products.jvp(Cube.apply(inner), [inner], [torch.ones(3)])

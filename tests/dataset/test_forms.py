@@ -1,0 +1,137 @@
+"""Forms of data, and what is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import packprop
+from packprop import BadInput, PackpropError, extensions
+from packprop.dataset.batches import Batches
+from packprop.dataset.result import Result
+from packprop.recording.switch import is_extended
+from tests.dataset.small import EXACT, SIZE, compute, small
+from tests.references.running import assert_all_near, assert_near
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    """A data set that hands out one sample at a time."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "pair": lambda x, y: (x, y),
+    "pair in a list": lambda x, y: [x, y],
+    "TensorDataset": TensorDataset,
+    "Dataset": Pairs,
+    "DataLoader": lambda x, y: DataLoader(Pairs(x, y), batch_size=3),
+    "list of lists": lambda x, y: [[x[:2], y[:2]], [x[2:], y[2:]]],
+    "generator": lambda x, y: ((x[i : i + 1], y[i : i + 1]) for i in range(len(x))),
+    "keywords": lambda x, y: [({"input": x}, y)],
+    "arguments": lambda x, y: [((x,), y)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_gives_the_same(form: str) -> None:
+    model, (x, y) = small()
+    asked = [make() for make in EXACT]
+    expected = compute(model, nn.CrossEntropyLoss(), [(x, y)], *asked)
+    found = compute(model, nn.CrossEntropyLoss(), FORMS[form](x, y), *asked)
+    for savefield in expected:
+        assert_all_near(found[savefield], expected[savefield], savefield)
+
+
+@pytest.mark.parametrize(("given", "counts"), [(None, [128, 72]), (90, [90, 90, 20])])
+@pytest.mark.parametrize("form", [TensorDataset, Pairs, lambda x, y: (x, y)])
+def test_batch_size(form: Any, given: int | None, counts: list[int]) -> None:
+    batches = Batches("asked", form(torch.randn(200, 3), torch.zeros(200)), given)
+    assert [len(x) for x, _ in batches] == counts
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model, (x, y) = small()
+    loss = nn.CrossEntropyLoss()
+    loss(model(x), y).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    attributes = {name: set(vars(p)) for name, p in model.named_parameters()}
+    packprop.extend(model[2])
+    compute(model, loss, (x, y), extensions.BatchGrad(), batch_size=2)
+    assert [is_extended(module) for module in model] == [False, False, True]
+    assert not is_extended(model)
+    assert not is_extended(loss)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, before[name])
+        assert set(vars(parameter)) == attributes[name]
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    model, (x, y) = small()
+    with pytest.raises(BadInput):
+        compute(model, nn.CrossEntropyLoss(), [(x, y), (x[:, :2], y)], extensions.BatchGrad())
+    assert not any(is_extended(module) for module in model.modules())
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model, (x, y) = small()
+    asked = [extensions.BatchGrad(), extensions.KFAC()]
+    found = compute(model, nn.CrossEntropyLoss(reduction="sum"), (x, y), *asked)
+    found.save(tmp_path / "result.safetensors")
+    again = Result.load(tmp_path / "result.safetensors")
+    assert (again.samples, again.loss, again.reduction) == (SIZE, found.loss, "sum")
+    assert list(again) == list(found)
+    assert_all_near(again["grad_batch"], found["grad_batch"], "grad_batch")
+    for name, factors in found["kfac"].items():
+        assert isinstance(again["kfac"][name], list)
+        for saved, factor in zip(again["kfac"][name], factors, strict=True):
+            assert torch.equal(saved, factor)
+
+
+def test_no_progress_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    model, (x, y) = small()
+    packprop.compute(model, nn.CrossEntropyLoss(), (x, y), [extensions.BatchGrad()], progress=True)
+    assert capfd.readouterr() == ("", "")
+
+
+class Sometimes(nn.Module):
+    """Uses one of its layers only where the first input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.always(x)
+        return out + self.sometimes(x) if x[0, 0] > 0 else out
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0])
+def test_a_parameter_that_some_batches_do_not_use(first: float) -> None:
+    """Sums are right all the same; rows that cannot be put in order are refused."""
+    model, (x, y) = Sometimes(), (torch.randn(4, 3).double(), torch.randint(2, (4,)))
+    x[0, 0], x[2, 0] = first, -first
+    data = [(x[:2], y[:2]), (x[2:], y[2:])]
+    used = data[0] if first > 0 else data[1]
+    exact = extensions.DiagGGNExact()
+    found = compute(model, nn.CrossEntropyLoss(), data, exact)[exact]["sometimes.weight"]
+    alone = compute(model, nn.CrossEntropyLoss(), [used], exact)[exact]["sometimes.weight"]
+    assert_near(found, alone / 2, "half the samples")
+    for extension in (extensions.BatchGrad(), extensions.Variance(), extensions.BatchL2Grad()):
+        with pytest.raises(PackpropError, match="sometimes") as error:
+            compute(model, nn.CrossEntropyLoss(), data, extension)
+        assert "for 2 of the first 4 samples" in error.value.why

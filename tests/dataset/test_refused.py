@@ -1,0 +1,104 @@
+"""Losses and data that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packprop import BadInput, PackpropError, extensions
+from tests.dataset.small import compute, small
+
+
+def none_then_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none").mean()
+
+
+def two_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) + F.multi_margin_loss(outputs, targets)
+
+
+def legacy_flag(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, size_average=False)
+
+
+@pytest.mark.parametrize("loss", [none_then_mean, two_losses, legacy_flag])
+def test_losses_whose_divisor_is_not_known(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, data = small()
+    with pytest.raises(PackpropError, match="what it is divided by is not known"):
+        compute(model, loss, data, extensions.BatchGrad(), batch_size=3)
+
+
+def test_a_loss_that_changes_its_reduction() -> None:
+    model, (x, y) = small()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        reduction = "mean" if len(outputs) == 3 else "sum"
+        return F.cross_entropy(outputs, targets, reduction=reduction)
+
+    with pytest.raises(PackpropError, match="reduces by mean, then by sum"):
+        compute(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])], extensions.BatchGrad())
+
+
+def broken() -> Iterator[tuple[Tensor, Tensor]]:
+    yield torch.zeros(2, 3).double(), torch.zeros(2, dtype=torch.long)
+    raise OSError("the disk is gone")
+
+
+ZEROS, CLASSES = torch.zeros(2, 3).double(), torch.zeros(2, dtype=torch.long)
+BAD_DATA: list[tuple[Any, str, str]] = [
+    ([], "data", "it held no batch"),
+    (3, "data int", "neither a data set nor can it be iterated over"),
+    ((ZEROS, torch.zeros(3)), "[2, 3] float64 and [3] float32", "not a pair whose first axes"),
+    ((ZEROS, CLASSES, CLASSES), "tensors [2, 3] float64", "not a pair whose first axes"),
+    ("text", "batch 1 of the data, str", "not a pair (inputs, targets)"),
+    ([{"x": ZEROS}], "batch 1 of the data, dict of tensors [2, 3]", "not a pair (inputs, targets)"),
+    ([(ZEROS, CLASSES, 1)], "batch 1 of the data, tuple", "not a pair (inputs, targets)"),
+    ([(1, CLASSES)], "batch 1 of the data", "with tensors as inputs"),
+    ([(ZEROS, CLASSES), None], "batch 2 of the data, NoneType", "not a pair (inputs, targets)"),
+    ([(ZEROS[:, :2], CLASSES)], "batch 1 of the data, inputs [2, 2] float64", "RuntimeError: mat1"),
+    (
+        [(ZEROS, CLASSES), (ZEROS, CLASSES + 5)],
+        "batch 2 of the data, inputs [2, 3] float64, targets [2] int64",
+        "IndexError: Target 5 is out of bounds",
+    ),
+    (broken(), "the data, after 1 batches", "OSError: the disk is gone (" + __file__),
+]
+
+
+@pytest.mark.parametrize(("data", "where", "why"), BAD_DATA)
+def test_bad_data_are_described(data: Any, where: str, why: str) -> None:
+    with pytest.raises(BadInput) as error:
+        compute(small()[0], nn.CrossEntropyLoss(), data, extensions.BatchGrad())
+    assert where in error.value.where
+    assert why in error.value.why
+    assert error.value.instead
+
+
+def test_batch_size_for_data_that_come_in_batches() -> None:
+    model, (x, y) = small()
+    with pytest.raises(BadInput, match="these data come in batches already"):
+        compute(model, nn.CrossEntropyLoss(), [(x, y)], extensions.BatchGrad(), batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ([extensions.BatchDotGrad()], "relates samples of one batch"),
+        ([extensions.BatchGrad(subsampling=[0])], "relates samples of one batch"),
+        ([extensions.BatchGrad], "it is a class, not an instance"),
+        (
+            [extensions.DiagGGNMC(), extensions.DiagGGNMC(mc_samples=3)],
+            "another one that is saved as 'diag_ggn_mc'",
+        ),
+    ],
+)
+def test_extensions_that_are_refused(asked: list[Any], why: str) -> None:
+    model, data = small()
+    with pytest.raises(BadInput) as error:
+        compute(model, nn.CrossEntropyLoss(), data, *asked)
+    assert why in error.value.why

@@ -1,0 +1,81 @@
+"""Reducers of distributed training see the parameters of a branch."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packprop.eager import eager_backward
+from tests.eager.branches import Layer, assert_same, network
+
+
+class Sharded(nn.Module):
+    """Layers with a critic each, which only the penalty uses."""
+
+    def __init__(self, evaluate: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(evaluate) for _ in range(3))
+        for layer in self.layers:
+            layer.penalty = lambda x, critic=layer.critic: critic(x).exp().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = torch.zeros((), dtype=x.dtype)
+        for layer in self.layers:
+            x, penalty = layer(x)
+            loss = loss + 0.7 * penalty
+        return loss + x.sum()
+
+
+def reduced_gradients(kind: str, evaluate: Callable[..., Tensor], rank: int) -> list[Tensor]:
+    """The gradients that a reducer leaves after two steps on data that differ between ranks."""
+    model: nn.Module = Sharded(evaluate)
+    parameters = list(model.parameters())
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers:
+            if kind == "FSDP2, critics too":
+                fully_shard(layer.critic, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        parameters = list(model.parameters())
+    for _ in range(2):
+        model.zero_grad()
+        model(network(rank + 7)[1].detach()).backward()
+    found = [parameter.grad for parameter in parameters]
+    return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in found]
+
+
+def compare_reducers(rank: int, built_by: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", built_by, rank=rank, world_size=2)
+    # Older versions of PyTorch cannot shard on the CPU.
+    sharding = hasattr(torch.cpu.Stream, "record_event")
+    for kind in ("DDP", "FSDP2", "FSDP2, critics too") if sharding else ("DDP",):
+        plain = reduced_gradients(kind, lambda fn, x: fn(x), rank)
+        for keep in ("exact", "recompute"):
+            ours = reduced_gradients(kind, functools.partial(eager_backward, keep=keep), rank)
+            assert len(ours) == 12
+            assert_same(ours, plain)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    # Everything has been compared. Threads of gloo may outlive the group, and on a busy machine abort an
+    # interpreter that is shut down around them.
+    os._exit(0)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_reducers_see_parameters_of_the_branch(tmp_path: Path) -> None:
+    built_by = f"file://{tmp_path / 'built_by'}"
+    torch.multiprocessing.spawn(compare_reducers, (built_by,), nprocs=2)

@@ -1,0 +1,113 @@
+"""Several backward passes through one graph, and several losses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import packprop
+from packprop import extensions
+from tests.cases import BY_NAME
+from tests.references.per_sample import batch, each_row, network, rows_by_loop
+from tests.references.running import (
+    ROWS,
+    Row,
+    assert_near,
+    backward,
+    check_exact,
+    check_sampled,
+    forward,
+    generator,
+    make_all,
+    reference,
+    results,
+)
+
+
+@each_row
+def test_two_backward_passes_through_one_graph(row: Row) -> None:
+    problem = BY_NAME["resnet"].problem(3)
+    loss = forward(problem)
+    found = []
+    for retain in (True, False):
+        with packprop.backpack(row(generator())):
+            loss.backward(retain_graph=retain)
+        found.append(results(problem, row.attribute))
+        for parameter in problem.parameters.values():
+            delattr(parameter, row.attribute)
+    for name in found[0]:
+        for first, second in zip(*(torch.atleast_1d(f[name][0]) for f in found), strict=True):
+            assert_near(second, first, name, 1e-13)
+    with pytest.raises(RuntimeError), packprop.backpack(row(generator())):
+        loss.backward()
+
+
+def test_extensions_changed_between_passes_through_one_graph() -> None:
+    problem = BY_NAME["conv2d-deep"].problem(3)
+    oracle = reference("conv2d-deep", 3, "mean")
+    loss = forward(problem)
+    for row in ROWS:
+        if not row.sampled:
+            with packprop.backpack(row()):
+                loss.backward(retain_graph=True)
+            check_exact(problem, oracle, row)
+
+
+def test_plain_backward_first_then_extensions() -> None:
+    problem = BY_NAME["linear-deep"].problem(3)
+    loss = forward(problem)
+    loss.backward(retain_graph=True)
+    with packprop.backpack(*make_all(ROWS)):
+        loss.backward()
+    oracle = reference("linear-deep", 3, "mean")
+    for row in ROWS:
+        if not row.sampled:
+            check_exact(problem, oracle, row)
+    check_sampled(problem, oracle)
+
+
+def test_two_losses_on_one_forward_pass() -> None:
+    """Two backward passes from two losses over one kept graph: each its own numbers."""
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    other = (y + 1) % 3
+    out = model(x)
+    losses = [loss_function(out, y), loss_function(out, other)]
+    for loss, target, retain in zip(losses, (y, other), (True, False), strict=True):
+        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward(retain_graph=retain)
+        for name, expected in rows_by_loop(model, x, target).items():
+            assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+def test_backward_twice_after_two_forward_passes() -> None:
+    """Two forward passes, then each loss by itself: neither sees the other's uses."""
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    batches = [batch(3), batch(5)]
+    losses = [loss_function(model(x), y) for x, y in batches]
+    for loss, (x, y) in zip(losses, batches, strict=True):
+        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+        for name, expected in rows_by_loop(model, x, y).items():
+            assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+@pytest.mark.parametrize("names", [["3.weight"], ["0.weight", "6.bias"], ["6.weight", "6.bias"]])
+@each_row
+def test_backward_to_chosen_parameters(row: Row, names: list[str]) -> None:
+    """``backward(inputs=...)``: only the chosen parameters get gradients and results."""
+    whole, part = BY_NAME["conv2d-deep"].problem(3), BY_NAME["conv2d-deep"].problem(3)
+    backward(whole, row(generator()))
+    chosen = [part.parameters[name] for name in names]
+    backward(part, row(generator()), inputs=chosen)
+    for name, parameter in part.parameters.items():
+        if name not in names:
+            assert parameter.grad is None
+            assert not hasattr(parameter, row.attribute), name
+            continue
+        assert_near(parameter.grad, whole.parameters[name].grad, name)
+        expected, found = (getattr(p.parameters[name], row.attribute) for p in (whole, part))
+        for a, b in zip(torch.atleast_1d(found[0]), torch.atleast_1d(expected[0]), strict=True):
+            assert_near(a, b, name)

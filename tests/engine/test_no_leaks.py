@@ -1,0 +1,148 @@
+"""Training loops do not grow, and graphs and models die when they are let go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from tests.cases.models.convolutional import ResNet
+from tests.references.per_sample import batch, images, network
+from tests.references.running import (
+    FIRST_ORDER,
+    ROWS,
+    Row,
+    make_all,
+)
+
+
+def living_tensors() -> int:
+    """Tensors that the garbage collector can see, without running it."""
+    return sum(isinstance(obj, Tensor) for obj in gc.get_objects())
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def loops() -> list[Any]:
+    models: list[tuple[str, Callable[[], nn.Module], Callable[[], Any]]] = [
+        ("linear", network, batch),
+        ("resnet", lambda: ResNet().double().eval(), lambda: images(3)),
+    ]
+    return [pytest.param(*rest, id=name) for name, *rest in models]
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("rows", [FIRST_ORDER, ROWS], ids=["first-order", "all"])
+@pytest.mark.parametrize(("build", "data"), loops())
+def test_a_training_loop_does_not_grow(
+    build: Callable[[], nn.Module], data: Callable[[], Any], rows: list[Row]
+) -> None:
+    model, loss_function = packprop.extend(build()), packprop.extend(nn.CrossEntropyLoss())
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    steps = 200 if rows is FIRST_ORDER else 40
+    for step in range(steps):
+        x, y = data()
+        optimiser.zero_grad()
+        loss = loss_function(model(x), y)
+        with packprop.backpack(*(row() for row in rows)):
+            loss.backward()
+        optimiser.step()
+        if step in (steps // 4, steps - 1):
+            counts.append(living_tensors())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("rows", [FIRST_ORDER, ROWS], ids=["first-order", "all"])
+def test_a_loop_that_differentiates_again_does_not_grow(rows: list[Row]) -> None:
+    """With ``create_graph`` the gradients are part of a graph that the user drops, as ever."""
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    counts = []
+    steps = 200 if rows is FIRST_ORDER else 40
+    for step in range(steps):
+        x, y = batch()
+        loss = loss_function(model(x), y)
+        with packprop.backpack(*(row() for row in rows)):
+            loss.backward(create_graph=True)
+        total = sum(p.variance.sum() for p in model.parameters())
+        torch.autograd.grad(total, list(model.parameters()))
+        del total, loss
+        for parameter in model.parameters():
+            parameter.grad = None
+            for row in rows:
+                delattr(parameter, row.attribute)
+        if step in (steps // 4, steps - 1):
+            counts.append(living_tensors())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("mode", ["backward", "no-backward", "plain-backward", "disabled", "no-grad"])
+def test_activations_die_with_the_graph(mode: str) -> None:
+    """Nothing that a forward pass made is kept once the user has let go of it."""
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    held: list[weakref.ref[Tensor]] = [weakref.ref(x)]
+    handle = model[0].register_forward_hook(lambda m, a, out: held.append(weakref.ref(out)))
+    if mode == "disabled":
+        with packprop.disable():
+            out = model(x)
+    elif mode == "no-grad":
+        with torch.no_grad():
+            out = model(x)
+    else:
+        out = model(x)
+    loss = loss_function(out, y)
+    if mode == "backward":
+        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+    elif mode == "plain-backward":
+        loss.backward()
+    held += [weakref.ref(out), weakref.ref(loss)]
+    del x, y, out, loss
+    handle.remove()
+    assert [reference() is None for reference in held] == [True] * len(held)
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_inputs_of_layers_are_freed_by_the_backward_pass() -> None:
+    """As plain autograd does: after backward, a loss that is still held keeps no activation."""
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    hidden: list[weakref.ref[Tensor]] = []
+    handle = model[1].register_forward_hook(lambda m, a, out: hidden.append(weakref.ref(out)))
+    loss = loss_function(model(x), y)
+    handle.remove()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert hidden[0]() is None
+    assert loss.grad_fn is not None
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_models_die_when_the_user_lets_go() -> None:
+    model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    with packprop.backpack(*make_all(ROWS)):
+        loss_function(model(x), y).backward()
+    watched = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(model)]
+    del model
+    assert all(reference() is None for reference in watched)

@@ -1,0 +1,132 @@
+"""Distributed, compiled and threaded models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import packprop
+from packprop import extensions
+from tests.cases.models.attention import Attention, VisionTransformer
+from tests.cases.models.language import LanguageModel
+from tests.references.per_sample import batch, images, network, rows_by_loop
+from tests.references.running import (
+    assert_near,
+    right_or_refused,
+)
+
+
+@pytest.fixture
+def _process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("inner", [True, False], ids=["extended-inside", "extended-outside"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(network, id="linear"),
+        pytest.param(lambda: VisionTransformer(Attention).double(), id="transformer"),
+    ],
+)
+def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) -> None:
+    model = build()
+    if inner:
+        packprop.extend(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    if not inner:
+        packprop.extend(wrapped)
+    x, y = batch() if isinstance(model, nn.Sequential) else images(3)
+    for _ in range(2):
+        loss = packprop.extend(nn.CrossEntropyLoss())(wrapped(x), y)
+        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+        for name, expected in rows_by_loop(model, x, y).items():
+            assert_near(model.get_parameter(name).grad_batch, expected, name)
+            assert hasattr(model.get_parameter(name), "diag_ggn_exact")
+
+
+def test_compiled_or_scripted_models_are_right_or_refused() -> None:
+    """A traced model hides its torch functions: right rows, or an error that says so."""
+    x, y = batch()
+    model = packprop.extend(torch.jit.trace(network(), (x,), check_trace=False))
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with right_or_refused("torch functions", "trace", "recorded"):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        for name, expected in rows_by_loop(model, x, y).items():
+            assert_near(dict(model.named_parameters())[name].grad_batch, expected, name)
+
+
+def test_language_model_trained_and_measured() -> None:
+    """Tied embedding and head through several steps of a usual training loop."""
+    model = packprop.extend(LanguageModel().double())
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        ids = torch.randint(4, (3, 3))
+        target = torch.randint(4, (3, 3))
+        optimiser.zero_grad()
+        loss = loss_function(model(ids).view(-1, 4), target.view(-1))
+        with packprop.backpack(extensions.BatchGrad(), extensions.Variance()):
+            loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad_batch.shape == (3, *parameter.shape)
+            assert_near(parameter.grad_batch.sum(0), parameter.grad, "rows")
+        optimiser.step()
+
+
+def test_the_same_extension_twice_is_one() -> None:
+    model = packprop.extend(nn.Linear(3, 2))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    asked = extensions.BatchGrad()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with packprop.backpack(asked, asked):
+        loss.backward()
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
+def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
+    """Autograd runs nodes on accelerators in threads of its own, where context variables are not set."""
+
+    from packprop.algebra.algorithms import forced
+    from packprop.graph.sweep import Watch
+
+    found = []
+    with packprop.algorithms(norms="products"):
+        watch = Watch([], lambda *_: None)
+        hook = watch._here(lambda value: found.append((value, forced("norms"))))
+        hook(1)
+        thread = threading.Thread(target=hook, args=(2,))
+        thread.start()
+        thread.join()
+    assert found == [(1, "products"), (2, "products")]
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.Hardtanh(-99.0, 99.0)])
+def test_a_hook_on_the_output_changes_what_arrives_right_behind_it_as_anywhere(behind: nn.Module) -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 3), behind))
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    found = []
+    for factor in (1.0, 3.0):
+        out = model(x)
+        out.register_hook(lambda gradient, factor=factor: factor * gradient)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+        with packprop.backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
+            loss.backward()
+        found.append((model[0].weight.grad_batch, model[0].weight.diag_ggn_exact))
+    assert torch.allclose(found[1][0], 3 * found[0][0])
+    assert torch.allclose(found[1][1], 9 * found[0][1])

@@ -1,0 +1,105 @@
+"""Arguments that are refused before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import packprop
+from packprop import extensions
+from tests.cases.models.wrapping import Raw
+from tests.references.refusals import batch, check, each_row, network, refused
+from tests.references.running import ROWS, Row
+
+
+@each_row
+def test_a_class_instead_of_an_extension(row: Row) -> None:
+    with pytest.raises(ValueError, match=row.name) as caught:
+        packprop.backpack(row.make)
+    check(caught.value, row.name, f"{row.name}()")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["BatchGrad", None, 3, nn.Linear(1, 1), object()],
+    ids=lambda value: type(value).__name__,
+)
+def test_something_that_is_no_extension(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="extension") as caught:
+        packprop.backpack(extensions.BatchGrad(), wrong)
+    check(caught.value, type(wrong).__name__)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (nn.Linear, "Linear"),
+        (nn.CrossEntropyLoss, "CrossEntropyLoss()"),
+        (F.cross_entropy, "record"),
+        ("model", "str"),
+        (None, "NoneType"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_extending_what_is_no_module(wrong: Any, word: str) -> None:
+    with pytest.raises(ValueError, match="extend") as caught:
+        packprop.extend(wrong)
+    check(caught.value, word)
+
+
+@pytest.mark.parametrize("draws", [0, -1, 1.5, "3", None], ids=repr)
+@pytest.mark.parametrize("row", [r for r in ROWS if r.sampled], ids=lambda row: row.name)
+def test_numbers_of_draws_that_are_none(row: Row, draws: Any) -> None:
+    with pytest.raises(ValueError, match="mc_samples") as caught:
+        row.make(mc_samples=draws)
+    check(caught.value, row.name)
+
+
+@pytest.mark.parametrize("kept", [[4], [-5], [0, 17]], ids=str)
+@pytest.mark.parametrize("row", [r for r in ROWS if r.subsampling], ids=lambda row: row.name)
+def test_subsampling_of_samples_that_are_not_there(row: Row, kept: list[int]) -> None:
+    model = packprop.extend(network())
+    x, y = batch(4)
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    error = refused(loss, row.make(subsampling=kept), model=model)
+    check(error, "subsampling", "4")
+
+
+@pytest.mark.parametrize("kept", ["01", 3, [0.5], [[0]], [True], []], ids=repr)
+@pytest.mark.parametrize("row", [r for r in ROWS if r.subsampling], ids=lambda row: row.name)
+def test_subsampling_that_is_no_list_of_integers(row: Row, kept: Any) -> None:
+    with pytest.raises(ValueError, match="subsampling") as caught:
+        row.make(subsampling=kept)
+    check(caught.value, row.name)
+
+
+def test_an_unknown_approximation() -> None:
+    with pytest.raises(ValueError, match="approximation") as caught:
+        extensions.KFAC(approximation="everything")
+    check(caught.value, "everything", "expand", "reduce", "mixed")
+
+
+@pytest.mark.parametrize("hook", ["print", 3], ids=repr)
+def test_a_hook_that_cannot_be_called(hook: Any) -> None:
+    with pytest.raises(ValueError, match="extension_hook") as caught:
+        packprop.backpack(extensions.BatchGrad(), extension_hook=hook)
+    check(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: nn.Embedding(20_000, 1), id="table"),
+        pytest.param(lambda: Raw(lambda m, ids: ids[:, :1] * m.w, w=(20_000,)), id="raw"),
+    ],
+)
+def test_a_kronecker_factor_that_no_memory_holds(layer: Callable[[], nn.Module]) -> None:
+    model = packprop.extend(nn.Sequential(layer(), nn.Flatten()))
+    out = model(torch.tensor([[0, 1], [2, 3]]))
+    loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out))
+    check(refused(loss, extensions.KFAC(), model=model), "20000", "gib")

@@ -1,0 +1,95 @@
+"""Draws for losses, exactly: by enumerating everything that can be drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.references.running import assert_near
+
+
+def enumerated_hessian(columns: Tensor, probabilities: Tensor) -> Tensor:
+    """``sum_m p_m u_m u_m^T`` for draws ``[m, n, t, c]`` with probabilities ``[m, n, t]``."""
+    return torch.einsum("mnt,mntc,mntd->ntcd", probabilities, columns, columns)
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0, 200.0])
+@pytest.mark.parametrize("classes", [2, 3, 10])
+def test_columns_of_cross_entropy_are_exact_however_sure_the_model_is(classes: int, spread: float) -> None:
+    from packprop.functions.losses.roots import softmax_root
+
+    logits, scale = spread * torch.randn(50, 2, classes).double(), torch.rand(50, 2).double()
+    p = logits.softmax(-1)
+    hessian = -p[..., :, None] * p[..., None, :]
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    diagonal.copy_(p * (p @ (1 - torch.eye(classes).double())))  # p (1 - p), without cancellation
+    root = softmax_root(logits, scale)
+    assert root.entrywise is not None
+    for each in (root, root.entrywise):
+        chunks = [(start, min(start + 4, each.columns)) for start in range(0, each.columns, 4)]
+        found = torch.stack([torch.cat([each.position(t, *chunk) for chunk in chunks]) for t in range(2)], 2)
+        squares = torch.einsum("kntc,kntd->ntcd", found, found)
+        assert_near(squares, scale[..., None, None] * hessian, "the Hessian", 1e-14)
+        if each is root:
+            torch.testing.assert_close(
+                found.square().sum(0), scale[..., None] * diagonal, rtol=1e-13, atol=1e-200
+            )
+
+
+def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packprop.functions.losses.roots import softmax_root
+
+    logits, scale = torch.randn(2, 3, 4).double(), torch.rand(2, 3).double()
+    p = logits.softmax(-1)
+
+    def one_of_each(flat: Tensor, draws: int, **_: Any) -> Tensor:
+        assert_near(flat, p.reshape(-1, 4), "the probabilities that are sampled from")
+        return torch.arange(draws).expand(flat.shape[0], draws)
+
+    monkeypatch.setattr(torch, "multinomial", one_of_each)
+    columns = softmax_root(logits, scale).draw(4, None)
+    expected = scale[..., None, None] * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+    hessian = enumerated_hessian(columns, p.movedim(-1, 0))
+    assert_near(hessian, expected, "the expected outer product")
+    mean = torch.einsum("mnt,mntc->ntc", p.movedim(-1, 0), columns)
+    assert_near(mean, torch.zeros_like(mean), "the expected draw", 1e-15, floor=1.0)
+
+
+def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packprop.functions.losses.roots import bernoulli_root
+
+    logits, scale = torch.randn(2, 3, 1).double(), torch.rand(2, 3).double()
+    q = logits.sigmoid()[..., 0]
+    uniform = torch.stack([torch.zeros(2, 3, 1), torch.ones(2, 3, 1)]).double()
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: uniform)
+    columns = bernoulli_root(logits, scale).draw(2, None)
+    hessian = enumerated_hessian(columns, torch.stack([q, 1 - q]))[..., 0, 0]
+    assert_near(hessian, scale * q * (1 - q), "the expected outer product")
+
+
+def test_enumerated_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packprop.functions.losses.roots import matrix_root
+
+    factor = torch.randn(2, 3, 3).double()
+    hessian = factor @ factor.mT
+    signs = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3).double()  # [8, k]
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: signs[:, None].expand(8, 2, 3))
+    columns = matrix_root(hessian).draw(8, None)
+    weights = torch.full((8, 2, 1), 1 / 8).double()
+    assert_near(enumerated_hessian(columns, weights)[:, 0], hessian, "the expected outer product")
+
+
+def test_gaussian_draws_by_quadrature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes at plus and minus one integrate the square of a standard normal exactly."""
+    from packprop.functions.losses.roots import gaussian_root
+
+    scale = torch.rand(2, 3).double()
+    nodes = torch.stack([torch.ones(2, 3, 1), -torch.ones(2, 3, 1)]).double()
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_: nodes)
+    columns = gaussian_root(torch.zeros(2, 3, 1).double(), scale).draw(2, None)
+    weights = torch.full((2, 2, 3), 0.5).double()
+    hessian = enumerated_hessian(columns, weights)[..., 0, 0]
+    assert_near(hessian, 2 * scale, "the expected outer product")

@@ -1,0 +1,70 @@
+"""Every rule that is registered, checked by `check_use` on examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packprop.functions.registry import RULES
+from packprop.testing import check_use
+from tests.references.tensors import R, p
+
+EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
+    (F.linear, lambda n: (R(n, 3), p(4, 3), p(4))),
+    (F.linear, lambda n: {"input": R(2, n, 3), "weight": p(4, 3)}),
+    (torch.matmul, lambda n: (R(n, 2, 3), p(3, 4))),
+    (torch.matmul, lambda n: (p(4, 3), R(n, 3, 2))),
+    (torch.mm, lambda n: (p(4, 3), R(3, n))),
+    (torch.bmm, lambda n: (R(2, n, 3), p(2, 3, 4))),
+    (Tensor.__matmul__, lambda n: (R(n, 3), p(3, 4))),
+    (torch.addmm, lambda n: {"input": p(4), "mat1": R(n, 3), "mat2": p(3, 4), "beta": 0.5}),
+    (torch.einsum, lambda n: ("nhd,hde->nhe", R(n, 2, 3), p(2, 3, 4))),
+    (torch.einsum, lambda n: ("oi,tni->tno", p(4, 3), R(2, n, 3))),
+    (F.bilinear, lambda n: (R(n, 5, 2), R(n, 5, 3), p(4, 2, 3), p(4))),
+    (F.conv1d, lambda n: (R(n, 4, 7), p(6, 2, 3), p(6), 2, 1, 2, 2)),
+    (F.conv2d, lambda n: {"input": R(n, 2, 5, 4), "weight": p(3, 2, 3, 3), "padding": "same"}),
+    (F.conv3d, lambda n: (R(n, 2, 3, 4, 3), p(3, 2, 2, 2, 2), p(3))),
+    (F.conv_transpose1d, lambda n: (R(n, 4, 5), p(4, 3, 3), p(6), 2, 1, 1, 2, 2)),
+    (F.conv_transpose2d, lambda n: (R(n, 2, 3, 3), p(2, 3, 2, 2), p(3), 2)),
+    (F.embedding, lambda n: (torch.randint(5, (n, 3)), p(5, 2), -1)),
+    (F.embedding, lambda n: {"input": torch.randint(5, (n,)), "weight": p(5, 2), "sparse": True}),
+    (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "sum"}),
+    (torch.add, lambda n: {"input": p(2, 3), "other": R(n, 2, 3), "alpha": 2}),
+    (Tensor.__radd__, lambda n: (R(n, 3), p(3))),
+    (torch.sub, lambda n: (R(n, 2, 3), p(2, 1))),
+    (torch.mul, lambda n: (R(2, n, 3), p(2, 1, 3))),
+    (F.prelu, lambda n: (R(n, 3, 2), p(3))),
+    (F.batch_norm, lambda n: (R(n, 3, 2), R(3), R(3).abs() + 1, p(3), p(3))),
+    (F.layer_norm, lambda n: (R(n, 2, 3), (3,), p(3), p(3))),
+    (F.rms_norm, lambda n: (R(n, 2, 3), (3,), p(3))),
+    (F.group_norm, lambda n: (R(n, 4, 3), 2, p(4), p(4))),
+    (F.instance_norm, lambda n: {"input": R(n, 3, 4), "weight": p(3), "bias": p(3)}),
+]
+FALLBACKS: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
+    (torch.logaddexp, lambda n: (R(n, 3), p(3))),
+    (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
+    (torch.div, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
+]
+
+
+@pytest.mark.parametrize(("function", "make"), EXAMPLES, ids=lambda value: value.__name__)
+def test_rules_of_torch_functions(function: Callable[..., Any], make: Callable[[int], Any]) -> None:
+    assert check_use(function, make).error < 1e-12
+
+
+def test_no_rule_is_left_out() -> None:
+    # what cat joins is a tensor made of parameters and samples alike: covered by whole models
+    checked = {RULES[function] for function, _ in EXAMPLES} | {RULES[torch.cat]}
+    assert {rule.__name__ for rule in RULES.values() if rule not in checked} == set()
+
+
+@pytest.mark.parametrize(("function", "make"), FALLBACKS, ids=lambda value: value.__name__)
+def test_the_fallback(function: Callable[..., Any], make: Callable[[int], Any]) -> None:
+    report = check_use(function, make, allow_fallback=True)
+    assert set(report.structures.values()) == {"Dense, by the fallback"}
+    assert report.laws["the fallback and the loop"] > 0

@@ -1,0 +1,74 @@
+"""Samples that are mixed are an error, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from tests.cases.models.wrapping import Apply
+from tests.graph.one_by_one import check, double
+from tests.references.mixing import MIXING
+from tests.references.running import assert_near, right_or_refused
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("mix", MIXING)
+def test_samples_mixed_between_layers(mix: Callable[[Tensor], Tensor], width: int, size: int) -> None:
+    """No per-sample quantity exists: an error, never a number."""
+    model = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(mix(torch.tanh(m.first(x)))),
+                first=nn.Linear(3, width),
+                head=nn.Linear(width, width),
+            )
+        )
+    )
+    x, y = torch.randn(size, 3).double(), torch.randn(size, width).double()
+    loss = packprop.extend(nn.MSELoss())(model(x), y)
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert "sample" in str(caught.value)
+    assert "first" in str(caught.value)
+    assert not any(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mix", MIXING)
+def test_samples_mixed_before_the_first_parameter(mix: Callable[[Tensor], Tensor], size: int) -> None:
+    """Statistics of the inputs are constants: each term of the loss still has its own gradient."""
+    model = double(
+        Apply(
+            lambda m, x: m.head(torch.tanh(m.first(mix(x)))),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    check(model, torch.randn(size, 3).double())
+
+
+def test_one_sample_alone_is_never_mixed() -> None:
+    model = Apply(
+        lambda m, x: m.head(torch.tanh(m.first(x)).cumsum(0)),
+        first=nn.Linear(3, 3),
+        head=nn.Linear(3, 2),
+    )
+    check(double(model), torch.randn(1, 3).double())
+
+
+def test_an_input_without_a_batch_axis_is_refused_or_one_sample() -> None:
+    """``[d] -> [d]``: features are not samples."""
+    model = packprop.extend(double(nn.Linear(3, 3)))
+    x, y = torch.randn(3).double(), torch.randn(3).double()
+    loss = packprop.extend(nn.MSELoss())(model(x), y)
+    with right_or_refused("sample"):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        assert_near(model.weight.grad_batch, model.weight.grad[None], "one sample")

@@ -1,0 +1,393 @@
+"""Imports go down, and each file knows only what its floor may know.
+
+The rules read the source with `ast` and run nothing. Each is a function from a house (the parsed
+files) to sentences that name its faults; a house in order has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest first, as in CONTRIBUTING.md: folders, and the files that stand beside them. What stands on a floor may
+# import its own floor and those below it.
+FLOORS = (
+    ("errors",),
+    ("tensors",),
+    ("algebra",),
+    ("types",),
+    ("functions",),
+    ("recording",),
+    ("graph",),
+    ("curvature",),
+    ("engine",),
+    ("extensions",),
+    ("memory",),
+    ("context",),
+    ("dataset",),
+    ("eager", "examples"),
+    ("reports",),
+    ("compat", "testing"),
+    ("__init__",),
+)
+
+# Who may mention torch.autograd, and what for.
+AUTOGRAD = {
+    "functions/nodes": "knows nodes of the graph by name",
+    "recording": "leaves uses on the nodes of the graph, and runs parts of the forward pass again",
+    "graph": "walks the graph and sweeps through it",
+    "curvature": "feeds columns in, and differentiates twice",
+    "engine/backward_pass": "sweeps the gradient where no pass of the user's does",
+    "memory": "runs a step without data",
+    "context": "takes over the backward pass of the user",
+    "compat": "hands gradients at modules to extensions written for them",
+    "eager": "takes the gradient of a branch at once",
+    "testing": "is the loop that results are compared with",
+}
+# Who may do so only beside a comment `# NOTE [Autograd ...]` that says why nothing lower will do.
+AUTOGRAD_WITH_NOTE = ("algebra", "functions/fallback")
+NOTE = re.compile(r"^\s*# NOTE \[[^\]]*autograd[^\]]*\]", re.IGNORECASE | re.MULTILINE)
+
+# Libraries for the same job: what packprop is measured against, not what it is made of.
+PEERS = {
+    "asdfghjkl",
+    "asdl",
+    "backpack",
+    "cockpit",
+    "curvlinops",
+    "functorch",
+    "laplace",
+    "nngeometry",
+    "opacus",
+    "pyhessian",
+    "vivit",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file; its name is its path below the package, without the suffix."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+
+@dataclass(frozen=True)
+class House:
+    """The source files of a package, by name."""
+
+    package: str
+    files: dict[str, File]
+
+    @classmethod
+    def read(cls, root: Path) -> House:
+        files = {}
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root).with_suffix("").as_posix()
+            text = path.read_text(encoding="utf-8")
+            files[name] = File(name, text, ast.parse(text, str(path)))
+        return cls(root.name, files)
+
+    def name_of(self, module: str) -> str | None:
+        """The file of a dotted name, for `packprop.tape` and `packprop.tape.record` alike."""
+        package, *parts = module.split(".")
+        if package != self.package:
+            return None
+        for end in range(len(parts), -1, -1):
+            stem = parts[:end]
+            for name in ("/".join(stem), "/".join([*stem, "__init__"])):
+                if name in self.files:
+                    return name
+        return None
+
+    def modules_imported(self, file: File) -> Iterator[tuple[int, str]]:
+        """Line and absolute dotted name of every import, wherever in the file it stands."""
+        folder = [self.package, *file.name.split("/")[:-1]]
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.Import(names):
+                    yield from ((node.lineno, alias.name) for alias in names)
+                case ast.ImportFrom(module, names, level):
+                    above = folder[: len(folder) - level + 1] if level else []
+                    origin = ".".join([*above, *([module] if module else [])])
+                    yield from ((node.lineno, f"{origin}.{alias.name}") for alias in names)
+                case ast.Call(
+                    func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                    args=[ast.Constant(value=str(module)), *_],
+                ):
+                    level = len(module) - len(module.lstrip("."))
+                    above = folder[: len(folder) - level + 1] if level else []
+                    yield node.lineno, ".".join([*above, module.lstrip(".")])
+
+    def edges(self) -> Iterator[tuple[File, int, str]]:
+        """Every import of one file of the house by another: importer, line, imported."""
+        for file in self.files.values():
+            for line, module in self.modules_imported(file):
+                if (target := self.name_of(module)) is not None:
+                    yield file, line, target
+
+
+def floor_of(name: str) -> int | None:
+    """The number of the floor that a file stands on, by the folder or file at the top of the house."""
+    place = name.partition("/")[0]
+    return next((number for number, places in enumerate(FLOORS) if place in places), None)
+
+
+def unlisted(house: House) -> list[str]:
+    """Files that stand on no floor."""
+    return [f"{name}.py stands on no floor" for name in house.files if floor_of(name) is None]
+
+
+def upward(house: House) -> list[str]:
+    """Imports of a higher floor by a lower one."""
+    found = []
+    for file, line, target in house.edges():
+        low, high = floor_of(file.name), floor_of(target)
+        if low is not None and high is not None and low < high:
+            found.append(f"{file.name}.py:{line} (floor {low}) imports {target}.py (floor {high})")
+    return found
+
+
+def circular(house: House) -> list[str]:
+    """Files that import each other, directly or in a round."""
+    below: dict[str, set[str]] = {name: set() for name in house.files}
+    for file, _, target in house.edges():
+        below[file.name].add(target)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return ["imports in a circle: " + " <- ".join(f"{name}.py" for name in error.args[1])]
+    return []
+
+
+def peers(house: House) -> list[str]:
+    """Imports of a library for the same job."""
+    return [
+        f"{file.name}.py:{line} imports the peer library {module.split('.')[0]}"
+        for file in house.files.values()
+        for line, module in house.modules_imported(file)
+        if module.split(".")[0] in PEERS
+    ]
+
+
+def autograd_lines(house: House, file: File) -> list[int]:
+    """Lines that name torch.autograd, imported or reached through whatever torch is called."""
+    lines = {
+        line
+        for line, module in house.modules_imported(file)
+        if module == "torch.autograd" or module.startswith("torch.autograd.")
+    }
+    torch_names = {
+        alias.asname or "torch"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "torch" or (alias.name.startswith("torch.") and alias.asname is None)
+    }
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr="autograd") if owner in torch_names:
+                lines.add(node.lineno)
+    return sorted(lines)
+
+
+def stands_in(name: str, places: Iterable[str]) -> bool:
+    """Whether a file is one of some places, or in a folder among them."""
+    return any(f"{name}/".startswith(f"{place}/") for place in places)
+
+
+def autograd(house: House) -> list[str]:
+    """Mentions of torch.autograd by files that have no business with it."""
+    return [
+        f"{file.name}.py:{line} mentions torch.autograd"
+        for file in house.files.values()
+        if not stands_in(file.name, AUTOGRAD)
+        and not (stands_in(file.name, AUTOGRAD_WITH_NOTE) and NOTE.search(file.text))
+        for line in autograd_lines(house, file)
+    ]
+
+
+RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, peers, autograd)
+
+LONGEST = 400
+"""Lines of a source file."""
+
+PACKPROP = Path(__file__).resolve().parents[2] / "packprop"
+
+IN_ORDER = {
+    "__init__.py": "from packprop.context import extend\nfrom .reports import cli\n",
+    "errors.py": "import torch\nfrom torch import nn\n",
+    "types.py": "from packprop.errors import PackpropError\nfrom packprop.algebra import monoid\n",
+    "algebra/monoid.py": "from ..errors import PackpropError\n",
+    "algebra/structures.py": "# NOTE [Autograd in structures]\nimport torch\ntorch.autograd.grad\n",
+    "functions/entry.py": "from ..algebra import structures, monoid\nself.autograd\n",
+    "recording/recorder.py": "from torch.autograd.graph import Node\nfrom packprop.functions import entry\n",
+    "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..recording import recorder\n",
+    "extensions/first_order.py": "from ..types import Extension\n",
+    "context.py": "def late():\n    import torch as t\n    t.autograd\nfrom . import extensions\n",
+    "reports/cli.py": "import importlib\nimportlib.import_module('packprop.context')\n",
+}
+# Rule, what is changed in the house above, what the rule says about it.
+FAULTS = [
+    (unlisted, {"helpers.py": ""}, "helpers.py stands on no floor"),
+    (unlisted, {"tables/uses.py": ""}, "tables/uses.py stands on no floor"),
+    (
+        upward,
+        {"errors.py": "from packprop.recording import recorder\n"},
+        "errors.py:1 (floor 0) imports recording/recorder.py (floor 5)",
+    ),
+    (
+        upward,
+        {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
+        "types.py:3 (floor 3) imports context.py (floor 11)",
+    ),
+    (
+        upward,
+        {"types.py": "if TYPE_CHECKING:\n    import packprop.functions.entry as entry\n"},
+        "types.py:2 (floor 3) imports functions/entry.py (floor 4)",
+    ),
+    (
+        upward,
+        {"functions/entry.py": "from packprop import extend\n"},
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 16)",
+    ),
+    (
+        upward,
+        {"functions/entry.py": "from ..extensions import BatchGrad\n"},
+        "functions/entry.py:1 (floor 4) imports extensions/__init__.py (floor 9)",
+    ),
+    (
+        upward,
+        {"extensions/first_order.py": "from ..context import backpack\n"},
+        "extensions/first_order.py:1 (floor 9) imports context.py (floor 11)",
+    ),
+    (
+        upward,
+        {
+            "recording/recorder.py": "import importlib\n"
+            "importlib.import_module('..reports.cli', 'packprop.recording')\n"
+        },
+        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 14)",
+    ),
+    (
+        circular,
+        {"types.py": "from . import errors", "errors.py": "def late():\n    from . import types\n"},
+        "imports in a circle: errors.py <- types.py <- errors.py",
+    ),
+    (
+        circular,
+        {"extensions/first_order.py": "from packprop.extensions import DiagGGN\n"},
+        "extensions/first_order.py <- extensions/__init__.py",
+    ),
+    (
+        peers,
+        {"errors.py": "def late():\n    from backpack.extensions import BatchGrad\n"},
+        "errors.py:2 imports the peer library backpack",
+    ),
+    (peers, {"reports/cli.py": "import opacus as o\n"}, "reports/cli.py:1 imports the peer library opacus"),
+    (
+        autograd,
+        {"errors.py": "import torch\n\ntorch.autograd.grad\n"},
+        "errors.py:3 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"reports/cli.py": "import torch as t\nt.autograd\n"},
+        "reports/cli.py:2 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"reports/cli.py": "from torch import autograd\n"},
+        "reports/cli.py:1 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"reports/cli.py": "from torch.autograd.graph import Node\n"},
+        "reports/cli.py:1 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"reports/cli.py": "import torch.autograd.functional as A\n"},
+        "reports/cli.py:1 mentions torch.autograd",
+    ),
+    (
+        autograd,
+        {"algebra/structures.py": "import torch\ntorch.autograd.grad\n"},
+        "algebra/structures.py:2 mentions torch.autograd",
+    ),
+]
+
+
+def build(root: Path, sources: dict[str, str]) -> House:
+    """Write a package to disk and read it back."""
+    for name, text in sources.items():
+        path = root / "packprop" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return House.read(root / "packprop")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_packprop_obeys(rule: Callable[[House], list[str]]) -> None:
+    house = House.read(PACKPROP)
+    assert {"__init__", "errors"} <= house.files.keys()
+    assert rule(house) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_house_in_order_passes(rule: Callable[[House], list[str]], tmp_path: Path) -> None:
+    assert rule(build(tmp_path, IN_ORDER)) == []
+
+
+@pytest.mark.parametrize(("rule", "change", "sentence"), FAULTS)
+def test_a_fault_is_found(
+    rule: Callable[[House], list[str]], change: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    found = rule(build(tmp_path, IN_ORDER | change))
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+def test_every_rule_can_fail() -> None:
+    assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+def test_no_place_is_listed_twice() -> None:
+    listed = [place for floor in FLOORS for place in floor]
+    assert len(listed) == len(set(listed))
+    house = House.read(PACKPROP)
+    assert {name.partition("/")[0] for name in house.files} == set(listed)
+    named = [*AUTOGRAD, *AUTOGRAD_WITH_NOTE]
+    assert all(any(stands_in(name, [place]) for name in house.files) for place in named)
+
+
+def test_files_are_rooms_of_one_purpose() -> None:
+    """None is longer than 400 lines, and half of them have at most 150."""
+    lengths = {name: file.text.count("\n") for name, file in House.read(PACKPROP).files.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+    assert statistics.median(lengths.values()) <= 150
+
+
+def test_a_folder_is_said_in_one_line() -> None:
+    for path in PACKPROP.iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            said = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8")))
+            assert said, f"{path.name} says nothing of itself"
+            assert len(said.splitlines()[0]) <= 112
+
+
+def test_the_table_in_contributing_is_this_list() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+|above all) \| (`.*?`) \|", page, re.MULTILINE)
+    told = [set(re.findall(r"`(\w+)`", row)) for _, row in reversed(rows)]
+    assert told == [set(floor) for floor in FLOORS]

@@ -1,0 +1,73 @@
+"""Every page of the gallery runs, keeps its own promises, and is written down as it comes out."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GALLERY = DOCS / "gallery"
+PAGES = sorted(path.stem for path in GALLERY.glob("*.py"))
+# A figure may turn out otherwise on another machine, its unit and its sign, too; a word may not.
+NUMBER = re.compile(r"(?<![\w/])-?\d[\d.,]*(e[-+]?\d+)?(?![\w/])( ([KMG]i)?B\b)?")
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("render_gallery", DOCS / "render_gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def comparable(page: str) -> list[str]:
+    """Its paragraphs; what was printed is compared word by word, with a sign for each number."""
+    parts = []
+    for part in re.split(r"^(```text\n.*?^```)$", page, flags=re.MULTILINE | re.DOTALL):
+        printed = part.startswith("```text\n")
+        parts.append(" ".join(NUMBER.sub("#", part).split()) if printed else part)
+    return parts
+
+
+@pytest.mark.filterwarnings("ignore:MNIST is not at hand", "ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page(renderer: ModuleType, name: str, tmp_path: Path) -> None:
+    rendered = renderer.render(GALLERY / f"{name}.py", tmp_path)
+    written = (GALLERY / f"{name}.md").read_text(encoding="utf-8")
+    assert comparable(rendered) == comparable(written), "make gallery writes it anew"
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(path.name for path in (GALLERY / "images").glob(f"{name}*.png"))
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+
+
+def test_the_index_lists_every_page(renderer: ModuleType) -> None:
+    assert sorted(renderer.PAGES) == PAGES
+    pages = {name: (GALLERY / f"{name}.md").read_text(encoding="utf-8") for name in renderer.PAGES}
+    assert renderer.index(pages) == (GALLERY / "README.md").read_text(encoding="utf-8")
+
+
+def test_cells_are_told_apart(renderer: ModuleType) -> None:
+    assert doctest.testmod(renderer) == (0, 1)
+
+
+def test_what_is_compared() -> None:
+    shown = "Peak 3.\n\n```text\npeak 3.5 MiB, off by 6e-10 in 2 passes\n```\n"
+    assert comparable(shown) == comparable(shown.replace("3.5 MiB", "812 KiB").replace("6e-10", "0e+00"))
+    assert comparable(shown) != comparable(shown.replace("Peak 3", "Peak 4"))
+    assert comparable(shown) != comparable(shown.replace("passes", "steps"))
+
+
+def test_an_error_names_the_line_of_the_page(renderer: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text('"""# Page"""\n\n# %% [markdown]\n# Text.\n\n# %%\nx = 1\nassert x == 2\n')
+    with pytest.raises(AssertionError) as caught:
+        renderer.render(page, tmp_path)
+    assert caught.traceback[-1].lineno + 1 == 8

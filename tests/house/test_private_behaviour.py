@@ -1,0 +1,347 @@
+"""Everything private of PyTorch that packprop leans on still does what it did.
+
+A failure here after an upgrade of torch names what has changed, before anything else fails oddly.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import packprop
+from packprop.algebra import kernels
+from packprop.functions.nodes import is_once_differentiable
+from packprop.recording.marks import RecordedUse
+from packprop.tensors.state import is_sole, version
+from tests.cases.models.functions import Cube
+
+
+def kept(**options: Any) -> list[bool]:
+    """What it says inside a hook on a node."""
+    with torch.enable_grad():  # also inside a hook, where it is off
+        x = torch.ones(2, requires_grad=True)
+        y = (x * x).sum()
+    said: list[bool] = []
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(
+        lambda _: said.append(bool(torch._C._autograd._get_current_graph_task_keep_graph()))
+    )
+    y.backward(**options)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [
+        ({}, False),
+        ({"retain_graph": False}, False),
+        ({"retain_graph": True}, True),
+        ({"create_graph": True}, True),
+        ({"create_graph": True, "retain_graph": False}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_whether_the_running_pass_keeps_its_graph(options: dict[str, bool], keeps: bool) -> None:
+    assert kept(**options) == [keeps]
+
+
+def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
+    """What a hook asks within a nested pass is about the nested one."""
+    inner: list[list[bool]] = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * x).sum()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(lambda _: inner.append(kept(retain_graph=True)))
+    said: list[bool] = []
+    y.grad_fn.register_prehook(
+        lambda _: said.append(bool(torch._C._autograd._get_current_graph_task_keep_graph()))
+    )
+    y.backward()
+    assert inner == [[True]]
+    assert said == [False]
+
+
+def inputs_alive(**options: Any) -> tuple[bool, Tensor]:
+    """Whether a recorded input outlives a backward pass without packprop, as long as the loss does."""
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    alive = weakref.ref(x)
+    loss = model(x).sum()
+    del x
+    loss.backward(**options)
+    gc.collect()
+    return alive() is not None, loss
+
+
+def test_what_packprop_does_with_it() -> None:
+    """Recorded inputs live as long as what autograd saves, no longer and no shorter."""
+    assert not inputs_alive()[0]
+    assert inputs_alive(retain_graph=True)[0]
+    model = packprop.extend(nn.Linear(3, 2))
+    loss = packprop.extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 2))
+    loss.backward(retain_graph=True)
+    with packprop.backpack(packprop.extensions.BatchGrad()):
+        loss.backward()
+    assert model.weight.grad_batch.shape == (4, 2, 3)
+    with (
+        pytest.raises(packprop.PackpropError, match="retain_graph=True"),
+        packprop.backpack(packprop.extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
+# The others, and public ones that are barely documented
+
+
+def test_one_dnn_multiplies_matrices_by_rows_and_by_columns() -> None:
+    """Without the operator products are as right and slower; if it changes, this says so."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this build of PyTorch has no oneDNN")
+    left, right = torch.randn(5, 7), torch.randn(6, 7)
+    for a in (left, left.T.contiguous().T):
+        for b in (right, right.T.contiguous().T):
+            product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+            torch.testing.assert_close(product, left @ right.T)
+
+
+def test_one_dnn_is_given_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others, such as columns of a wider matrix, its products take a thousand times as long."""
+    given: list[torch.Tensor] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        given.extend((a, b))
+        return a @ b.T
+
+    monkeypatch.setattr(kernels, "_kernel_for", lambda left, right: product)
+    rows = torch.randn(300, 40, dtype=torch.float64)[:, :30]
+    batch = torch.randn(3, 8, 9)[:, :, :5]
+    for least in (0, 2**40):
+        monkeypatch.setattr(kernels, "WORTH_BLOCKS", least)
+        torch.testing.assert_close(kernels.second_moment(rows), rows.T @ rows)
+        torch.testing.assert_close(kernels.outer_products(batch, batch), batch @ batch.mT)
+    assert len(given) == 2 * (4 + 3 + 1 + 3)
+    assert all(t.is_contiguous() or t.T.is_contiguous() for t in given)
+
+
+def test_tensors_without_data_know_the_size_of_their_storage() -> None:
+    """`FakeTensorMode` and `TorchDispatchMode` have no public names; what is used of them is this."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2**20, 2**20)  # 4 TiB
+        y = (x[:5].t() + 1).detach()
+        assert x.untyped_storage().nbytes() == 2**42
+        assert y.untyped_storage().nbytes() == 5 * 2**22
+        wrapper = id(x.untyped_storage())
+        gone: list[int] = []
+        weakref.finalize(x.untyped_storage(), gone.append, 1)
+        assert id(x[0].untyped_storage()) == wrapper
+        assert not gone
+        del x
+        assert gone
+
+
+def test_whether_a_tensor_is_held_elsewhere_is_seen() -> None:
+    """`Tensor._use_count` counts what autograd saves, `_storage_Use_Count` views and arrays."""
+    holder = [torch.zeros(4)]
+    assert is_sole(holder)
+    weight = torch.ones(4, requires_grad=True)
+    for hold in (lambda t: t, lambda t: t[:1], lambda t: t * weight, lambda t: t.data, weakref.ref):
+        held: Any = hold(holder[0])
+        assert not is_sole(holder), hold
+        del held
+        assert is_sole(holder)
+    array = holder[0].numpy()
+    assert not is_sole(holder)
+    assert not is_sole([torch.from_numpy(array.copy())])
+    assert not is_sole([torch.frombuffer(bytearray(16), dtype=torch.float32)])
+
+
+def test_versions_count_changes_in_place() -> None:
+    x = torch.zeros(3)
+    before = x._version
+    x.add_(1)
+    x[0] = 2
+    assert x._version == before + 2
+    view = x[:2]
+    view.mul_(2)
+    assert x._version == before + 3
+    x.data.zero_()
+    assert x._version == before + 3
+    assert version(x) == x._version
+    with torch.inference_mode():
+        assert version(torch.zeros(3)) == 0  # these have no count, and raise
+
+
+def test_nodes_know_the_shapes_of_their_outputs() -> None:
+    parts = torch.ones(3, 2, requires_grad=True).split([1, 2])
+    node = parts[1].grad_fn
+    assert node is not None
+    assert [torch.Size(made.shape) for made in node._input_metadata] == [(1, 2), (2, 2)]  # type: ignore[attr-defined]
+    assert (node, parts[1].output_nr) == (parts[0].grad_fn, 1)
+
+
+def test_batch_norm_nodes_know_their_statistics() -> None:
+    norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    assert norm(x).grad_fn._saved_training is True
+    assert norm.eval()(x).grad_fn._saved_training is False
+
+
+class Often(Cube):
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * cotangents[0]
+
+
+def test_functions_that_are_differentiable_once_are_known() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert is_once_differentiable(Cube.apply(x).grad_fn)
+    assert not is_once_differentiable(Often.apply(x).grad_fn)
+    assert not is_once_differentiable((x**3).grad_fn)
+    # the reason for looking: PyTorch does not say so itself
+    (slope,) = torch.autograd.grad(Cube.apply(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), x, allow_unused=True) == (None,)
+
+
+def test_nodes_can_be_called() -> None:
+    """Not private, and not documented: the derivative of a node by itself, differentiable."""
+    x = torch.tensor([0.5], requires_grad=True)
+    z = x * 2
+    node = torch.sigmoid(z).grad_fn
+    slope = node(torch.ones(1))
+    (second,) = torch.autograd.grad(slope.sum(), torch.autograd.graph.get_gradient_edge(z))
+    s = torch.sigmoid(z)
+    assert torch.allclose(slope, s * (1 - s))
+    assert torch.allclose(second, s * (1 - s) * (1 - 2 * s))
+
+
+def test_nodes_are_numbered_in_order() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y, z = x * 2, x * 3
+    assert y.grad_fn is not None
+    assert z.grad_fn is not None
+    assert y.grad_fn._sequence_nr() < z.grad_fn._sequence_nr()  # type: ignore[attr-defined]
+
+
+def test_hooks_of_a_tensor_are_a_dictionary() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert x._backward_hooks is None
+    handle = x.register_hook(lambda gradient: gradient)
+    assert x._backward_hooks is not None
+    assert len(x._backward_hooks) == 1
+    handle.remove()
+    assert len(x._backward_hooks) == 0
+
+
+def test_containers_are_taken_apart_and_put_together() -> None:
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten({"a": (1, [2])})
+    assert leaves == [1, 2]
+    assert _pytree.tree_unflatten(leaves, spec) == {"a": (1, [2])}
+    assert spec.num_leaves == 2
+
+
+def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
+    """`Node.metadata` is public, and says nothing of how long it lives."""
+
+    class Mark:
+        pass
+
+    x = torch.ones(3, requires_grad=True)
+    y = torch.sin(x)
+    mark = Mark()
+    alive = weakref.ref(mark)
+    assert y.grad_fn is not None
+    y.grad_fn.metadata["packprop.test"] = mark
+    del mark
+    loss = torch.relu_(y * 1).sum()
+    del y
+    gc.collect()
+    assert alive() is not None
+    del loss
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)))
+    loss = model(torch.randn(4, 3)).sum()
+    stack, uses = [loss.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            uses += [use for use, *_ in node.metadata.get("packprop.use", ())]
+            stack += [upstream for upstream, _ in node.next_functions]
+    assert [type(use) for use in uses] == [RecordedUse]
+    alive = weakref.ref(uses[0])
+    del uses, stack, node, loss
+    gc.collect()
+    assert alive() is None
+
+
+# Hooks on saved tensors, and the frames of torch.utils.checkpoint
+
+
+def test_hooks_in_force_are_known() -> None:
+    from packprop.recording.saved_hooks import hooks_in_force
+
+    assert hooks_in_force() is None
+    with torch.autograd.graph.save_on_cpu():
+        found = hooks_in_force()
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        assert found is not None
+        assert len(found) == 2
+    assert hooks_in_force() is None
+
+
+def test_a_checkpoint_is_known_by_its_hooks_the_first_time_and_again() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from packprop.recording import saved_hooks
+
+    seen: list[tuple[bool, Any, bool]] = []
+
+    def function(x: Tensor) -> Tensor:
+        hooks = saved_hooks.hooks_in_force()
+        assert hooks is not None
+        seen.append((saved_hooks.is_checkpoint(hooks), *saved_hooks.frame_of(hooks)))
+        return torch.sin(x).exp()
+
+    y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False)
+    frame = seen[0][1]
+    ran: list[int] = []
+    original = frame.recompute_fn
+    frame.recompute_fn = lambda *args: (ran.append(len(frame.recomputed)), original(*args))
+    assert [tuple(x.shape) for x in frame.get_inputs()] == [(2,)]
+    y.sum().backward(retain_graph=True)
+    assert ran == [0]
+    assert [(known, again) for known, _, again in seen] == [(True, False), (True, True)]
+    assert seen[1][1] is frame
+    assert all(len(tensors) == 0 for tensors in frame.recomputed.values())
+
+
+def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
+    """The engine calls ``apply`` of the node itself, which knows what it was made of."""
+    from torch.utils.checkpoint import checkpoint
+
+    from packprop.recording import reentrant
+
+    x = torch.full((2,), 0.5, requires_grad=True)
+    y = checkpoint(lambda x, factor: x.exp() * factor, x, 3.0, use_reentrant=True)
+    node: Any = y.grad_fn
+    assert reentrant.is_reentrant(node)
+    rerun = reentrant.run_again(node)
+    assert rerun.inputs[1] == 3.0
+    assert rerun.outputs[0] is not None
+    assert torch.equal(rerun.outputs[0], y)
+    assert rerun.gradients({id(rerun.inputs[0]): x}) == (None, None, x, None)
+    node.apply = lambda gradient: (None, None, gradient * 7, None)
+    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.full((2,), 7.0))
+    del node.apply
+    y.sum().backward()
+    assert torch.equal(x.grad, y)  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""A budget is kept, changes no number, and decides what is tried."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.engine import chunks
+from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.errors import BadInput
+from packprop.memory.plan import BudgetTooSmall
+from packprop.memory.search import HELD, choices, looser
+from tests.memory.steps import data, measured, network, step
+from tests.references.running import (
+    ROWS,
+    Row,
+    as_tensors,
+    assert_all_near,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
+    """Down to the least that is possible, in steps."""
+    loss = nn.CrossEntropyLoss()
+    free = packprop.plan(network(), loss, data(), [row(torch.Generator())])
+    with pytest.raises(BadInput) as caught:
+        packprop.plan(network(), loss, data(), [row(torch.Generator())], memory=1)
+    assert isinstance(caught.value, BudgetTooSmall)
+    floor = caught.value.floor
+    expected = asked_with(row, None)
+    for budget in {floor, (floor + free.peak) // 2, free.peak + 1}:
+        model, batch = network(), data()
+        extension = row(torch.Generator().manual_seed(3))
+        peak = measured(model, batch, extension, memory=budget)
+        assert peak <= budget * 1.01
+        found = asked_with(row, budget)
+        assert_all_near(found, expected, row.attribute, 1e-4)
+
+
+def asked_with(row: Row, memory: int | None) -> dict[str, Any]:
+    model = network()
+    step(model, data(), row(torch.Generator().manual_seed(3)), memory=memory)
+    values = {name: getattr(p, row.attribute) for name, p in model.named_parameters()}
+    return {f"{name}[{i}]": t for name, value in values.items() for i, t in enumerate(as_tensors(value))}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_choices_take_less_one_after_the_other(device: str) -> None:
+    tried = choices(torch.device(device), freed=True)
+    assert len(set(tried)) == len(tried)
+    for before, after in itertools.pairwise(tried):
+        assert after.scratch <= before.scratch
+        assert after.cotangents <= before.cotangents
+        assert (before.held, after.held) in {(None, None), (None, 0), (0, 0)}
+        assert (after.parameters or 10**9) <= (before.parameters or 10**9)
+
+
+def convolutions() -> nn.Module:
+    """Unfolded, the inputs of the second are 16 times those of the first; one sample's are 576 KiB."""
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 32, 3, padding=1), nn.Conv2d(32, 4, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16, 5))
+
+
+def shared_weights() -> nn.Module:
+    """Gradients of the first are 256 KiB for each sample, products of its 100 positions 78 KiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16), nn.Flatten(), nn.Linear(1600, 5))
+
+
+def labels() -> Tensor:
+    return torch.arange(4) % 5
+
+
+MIXED = [
+    (convolutions, (4, 2, 16, 16), torch.float64, extensions.BatchGrad, "2.weight", "gradients by groups"),
+    (convolutions, (4, 2, 16, 16), torch.float64, extensions.Variance, "2.weight", "gradients by groups"),
+    (shared_weights, (4, 100, 256), torch.float32, extensions.BatchL2Grad, "0.weight", "cotangents and inputs"),
+]
+"""Where one of two uses holds most: model, inputs, what is asked, that use, the algorithm that holds less."""
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
+def test_only_the_use_that_holds_most_changes_its_algorithm(mixed: Any) -> None:
+    build, shape, dtype, make, large, algorithm = mixed
+    small = {"0.weight": "2.weight", "2.weight": "0.weight"}[large]
+    loss = nn.CrossEntropyLoss()
+    model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
+    free = packprop.plan(model, loss, batch, [make()])
+    before = {line.parameter: line.algorithm for line in free.lines}
+    in_turn = "gradients in turn" if dtype == torch.float32 else "gradients by products"
+    assert (before[large], before[small]) == (in_turn, "gradients by products")
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, loss, batch, [make()], memory=1)
+    budget = caught.value.floor
+    plan = packprop.plan(model, loss, batch, [make()], memory=budget)
+    assert plan.chunk_sizes.held not in (None, 0)
+    after = {line.parameter: line.algorithm for line in plan.lines}
+    assert after.pop(large).startswith(algorithm)
+    assert after == {name: before[name] for name in after}
+    assert algorithm in str(plan)
+    assert "gradients by products" in str(plan)
+    expected = build().to(dtype)
+    step(expected, batch, make())
+    peak = measured(model, batch, make(), memory=plan)
+    assert peak <= budget * 1.001
+    assert peak == pytest.approx(plan.peak, rel=0.01)
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+        torch.testing.assert_close(getattr(mine, make.savefield), getattr(other, make.savefield))
+
+
+def test_an_algorithm_by_name_wins_over_a_budget() -> None:
+    model, batch = convolutions().double(), (torch.randn(4, 2, 16, 16).double(), labels())
+    asked = [extensions.Variance()]
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=1)
+    with packprop.algorithms(convolutions="patches"), pytest.raises(BudgetTooSmall) as forced:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=1)
+    assert forced.value.floor > caught.value.floor
+    with packprop.algorithms(convolutions="patches"):
+        plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=forced.value.floor)
+    algorithms = {line.parameter: line.algorithm for line in plan.lines}
+    assert algorithms["0.weight"] == algorithms["2.weight"] == "gradients by products"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
+def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: Any) -> None:
+    build, shape, dtype, make, *_ = mixed
+    model, batch = build().to(dtype), (torch.randn(shape, dtype=dtype), labels())
+
+    def peak(chunk_sizes: ChunkSizes, *asked: Any) -> int:
+        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_: [chunk_sizes])
+        return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, device=device).peak
+
+    tried = choices(torch.device(device))
+    held = [tried[0]._replace(held=size) for size in (None, 2**20, 2**18, 2**16, 2**14, 0)]
+    for row, asked in ((tried, [make(), extensions.DiagGGNExact()]), (held, [make()])):
+        peaks = [peak(chunk_sizes, *asked) for chunk_sizes in row]
+        assert all(after <= 1.001 * before for before, after in itertools.pairwise(peaks))
+        assert peaks[-1] < peaks[0]
+
+
+def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
+    whole, least = ChunkSizes(2**23, 2**26), ChunkSizes(0, 2**20, 0)
+    scratch = [chunk_sizes.scratch for chunk_sizes in looser(least, whole, "scratch")]
+    assert scratch == sorted(set(scratch), reverse=True)
+    assert (scratch[0], scratch[-1]) == (2**23, 0)
+    assert [chunk_sizes.held for chunk_sizes in looser(least, whole, "held")] == [None, *HELD, 0]
+    cotangents = [chunk_sizes.cotangents for chunk_sizes in looser(least, whole, "cotangents")]
+    assert cotangents == [2**power for power in range(26, 19, -1)]
+    assert looser(whole, whole, "scratch") == [whole]
+
+
+def test_an_accelerator_takes_larger_chunks_but_a_share_of_what_is_free(monkeypatch: Any) -> None:
+    cuda, free = torch.device("cuda"), [2**40]
+    monkeypatch.setattr(chunks, "free_bytes", lambda device: free[0])
+    roomy, host = default_chunk_sizes(cuda), default_chunk_sizes(torch.device("cpu"))
+    assert roomy.scratch > host.scratch
+    assert roomy.cotangents > host.cotangents
+    free[0] = 2**28
+    tight = default_chunk_sizes(cuda)
+    assert sum(tight[:2]) < 2**28 / 4
+    assert default_chunk_sizes() == default_chunk_sizes(torch.device("cpu")) == host
+
+
+def test_what_is_free_is_what_the_device_says(monkeypatch: Any) -> None:
+    from packprop.tensors.device import free_bytes
+
+    class Module:
+        is_available = staticmethod(lambda: True)
+        mem_get_info = staticmethod(lambda device: (1000, 5000))
+        memory_reserved = staticmethod(lambda device: 300)
+        memory_allocated = staticmethod(lambda device: 100)
+
+    assert free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert free_bytes(torch.device("cuda")) == 1200

@@ -1,0 +1,141 @@
+"""The peak of a step is what was predicted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError, PackpropWarning
+from packprop.graph.samples import check_graph
+from packprop.graph.walk import walk
+from packprop.memory.live import LiveBytes
+from packprop.memory.plan import BudgetTooSmall
+from packprop.memory.planning import plan_again
+from packprop.tensors.nesting import tensors_in
+from tests.cases import Case
+from tests.memory.steps import PLANNED, data, measured, network
+from tests.references.oracle import Problem
+from tests.references.running import (
+    ROWS,
+    Row,
+    backward,
+    forward,
+    make_all,
+    rows_for,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_peak_is_what_was_predicted(row: Row) -> None:
+    model, batch = network(), data()
+    asked = row(torch.Generator())
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
+    assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
+    assert sum(plan.parts.values()) == pytest.approx(plan.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("given", ["plan", "budget"])
+def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -> None:
+    """It is the user's: a layer that crops its input saves nothing of it, and yet it is not freed."""
+    layers = nn.ZeroPad2d(-2), nn.Flatten(), nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 6)
+    model, batch = nn.Sequential(*layers), data()
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.BatchL2Grad()])
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.BatchL2Grad()], memory=1)
+    memory = plan if given == "plan" else caught.value.floor
+    peak = measured(model, batch, extensions.BatchL2Grad(), memory=memory)
+    assert peak == pytest.approx(plan.peak if given == "plan" else memory, rel=0.05)
+
+
+class LastState(nn.Module):
+    """An LSTM, and a layer on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.cells(x)[0][:, -1])
+        return out
+
+
+def test_a_workspace_of_unknown_size_is_warned_of() -> None:
+    """oneDNN's is empty without data; without oneDNN there is none."""
+    model, loss, asked = LastState(), nn.CrossEntropyLoss(), extensions.BatchGrad()
+    batch = torch.randn(8, 10, 16), torch.randint(6, (8,))
+    if torch.backends.mkldnn.is_available():
+        with pytest.warns(PackpropWarning, match="keeps a workspace"):
+            packprop.plan(model, loss, batch, [asked])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackpropWarning)
+        with torch.backends.mkldnn.flags(enabled=False):
+            plan = packprop.plan(model, loss, batch, [asked])
+            assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
+
+
+# Where the plan of some kilobytes is known to be off, and by what part.
+SHORT = {
+    "nll-map": 0.25,  # torch takes another kernel for tensors without data
+    "flattened-time-first": 0.2,  # samples are not where they usually are, and what is between is not known
+}
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
+def test_the_peak_of_every_case(case: Case) -> None:
+    """All extensions at once, on every model and loss of the list, but those whose null spaces data decide."""
+    peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" not in row.name])
+    if case.name in SHORT:
+        assert peak == pytest.approx(plan.peak, rel=SHORT[case.name])
+    elif "between model and loss" in plan.parts:  # what is made there is not known, but how much it can be
+        assert peak <= plan.peak + 256
+    else:
+        assert peak == pytest.approx(plan.peak, rel=0.05, abs=256)
+
+
+@pytest.mark.parametrize("case", PLANNED[::16], ids=lambda case: case.name)
+def test_eigenvectors_take_no_more_than_planned(case: Case) -> None:
+    """Without data the largest null space is taken, which costs another decomposition."""
+    peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" in row.name])
+    assert peak <= 1.05 * plan.peak + 256
+
+
+def planned_and_measured(case: Case, rows: Sequence[Row]) -> tuple[int, packprop.Plan]:
+    size, reduction = case.sizes[-1], case.reductions[0]
+    asked = make_all(rows)
+    problem = case.problem(size, reduction)
+    backward(problem, *asked)
+    for p in problem.model.parameters():
+        p.grad = None
+        for extension in asked:
+            vars(p).pop(extension.savefield, None)
+    loss = forward(problem)
+    graph = walk([loss], [None], None)
+    check_graph(graph)
+    try:
+        plan = plan_again(graph, asked, None)
+    except PackpropError as error:
+        if not any(reason in str(error) for reason in ("make a plan", "without data")):
+            raise
+        pytest.skip(error.why)
+    del loss, graph
+    live = LiveBytes()
+    live.own([*problem.model.parameters(), *problem.model.buffers()], "there before")
+    live.own(tensors_in([*problem_tensors(problem)]), "there before")
+    with live:
+        for _ in range(2):
+            problem.model.zero_grad()
+            loss = forward(problem)
+            with packprop.backpack(*asked, memory=plan):
+                loss.backward()
+    return live.peak, plan
+
+
+def problem_tensors(problem: Problem) -> Iterator[Any]:
+    yield from (value for value in vars(problem).values() if not isinstance(value, nn.Module))

@@ -1,0 +1,171 @@
+"""When plans are made anew, and that making them changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError, PackpropWarning
+from packprop.memory.bytes import byte_count, byte_text
+from packprop.memory.live import LiveBytes
+from packprop.memory.plan import BudgetTooSmall
+from packprop.memory.planning import plan_again
+from tests.memory.steps import MIB, PLANNED, data, network, step
+from tests.references.running import (
+    assert_all_near,
+    backward,
+    forward,
+    results,
+)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[packprop.Plan]:
+    """Plans that are made for budgets given as numbers."""
+    plans: list[packprop.Plan] = []
+
+    def counted(*arguments: Any) -> packprop.Plan:
+        plans.append(plan_again(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(sys.modules["packprop.memory.planning"], "plan_again", counted)
+    return plans
+
+
+def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
+    made: list[packprop.Plan],
+) -> None:
+    model, (inputs, targets) = network(), data()
+    for chosen in ([0, 3], [5, 1], [7, 2]):  # another choice in each step, as in stochastic estimates
+        model.zero_grad()
+        step(model, (inputs, targets), extensions.BatchGrad(subsampling=chosen), memory="64MiB")
+    assert len(made) == 1
+    model.zero_grad()
+    step(model.double(), (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
+    assert len(made) == 2
+    model.zero_grad()
+    with packprop.algorithms(products="batched"):
+        step(model, (inputs.double(), targets), extensions.BatchGrad(subsampling=[0, 3]), memory="64MiB")
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_that_are_there_when_a_step_begins(accumulated: bool) -> None:
+    """Of several passes that are added up: a budget counts them, a plan does if it is told, or warns."""
+    asked, loss = extensions.BatchL2Grad(), packprop.extend(nn.CrossEntropyLoss())
+    model = packprop.extend(
+        nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 6))
+    )
+    batch = torch.randn(8, 64), torch.randint(6, (8,))
+    plan = packprop.plan(model, loss, batch, [asked], accumulated=accumulated)
+
+    def peak(memory: Any) -> int:
+        live = LiveBytes()
+        live.own([*model.parameters(), *batch, *(p.grad for p in model.parameters() if p.grad is not None)], "")
+        with live:
+            value = loss(model(batch[0]), batch[1])
+            with packprop.backpack(asked, memory=memory):
+                value.backward()
+        return live.peak
+
+    if not accumulated:
+        assert peak(plan) == pytest.approx(plan.peak, rel=0.05)
+        with pytest.warns(PackpropWarning, match="accumulated=True"):
+            assert peak(plan) > 1.2 * plan.peak
+        with pytest.raises(BudgetTooSmall):
+            peak(plan.peak)
+    else:
+        peak("1GiB")
+        assert peak(plan) == pytest.approx(plan.peak, rel=0.05)
+        assert peak(plan.peak) <= 1.01 * plan.peak
+
+
+def test_a_model_without_data() -> None:
+    """A transformer of a size that is not materialised."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(4096, 32, 11008, dropout=0.0, batch_first=True, norm_first=True)
+        model = nn.Sequential(nn.Embedding(32000, 4096), layer, layer, nn.Linear(4096, 32000))
+        batch = torch.zeros(2, 64, dtype=torch.long), torch.zeros(2, 32000, 64)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs.mT, targets)
+
+    plan = packprop.plan(model, loss, batch, [extensions.BatchL2Grad()], device="cpu")
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    assert plan.parts["parameters"] == weights
+    assert plan.peak > 2 * weights
+    text = str(plan)
+    assert "1.linear1.weight" in text
+    assert "parameters" in text
+    assert "GiB" in text
+
+
+def test_a_forward_pass_that_decides_on_data() -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+    with pytest.raises(PackpropError, match="without data"):
+        packprop.plan(Decides(), nn.MSELoss(), (torch.randn(4, 3), torch.randn(4, 2)), [extensions.BatchGrad()])
+
+
+def test_planning_changes_nothing() -> None:
+    model = packprop.extend(network())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    live = LiveBytes()
+    with live:
+        packprop.plan(model, nn.CrossEntropyLoss(), data(), [extensions.KFAC()], memory="8MiB")
+    assert live.peak == 0 or live.peak < 100_000  # the batch of this very line
+    assert all(p.grad is None and not hasattr(p, "kfac") for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.device.type == "cpu" and type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_plan_prints() -> None:
+    text = str(packprop.plan(network(), nn.CrossEntropyLoss(), data(), [extensions.KFAC()], memory="20MiB"))
+    for part in ("2.weight", "conv2d", "Outer", "budget 20", "peak", "activations", "parameters"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 112
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("600MiB", 600 * MIB), ("1.5 GB", 1_500_000_000), (7, 7), ("x", None), (True, None)]
+)
+def test_numbers_of_bytes(text: Any, count: int | None) -> None:
+    assert byte_count(text) == count
+
+
+def test_results_are_named_by_parameter() -> None:
+    """A case of the list with a budget gives what it gives without."""
+    case = next(case for case in PLANNED if "smoke" in case.tags)
+    free, tight = case.problem(3), case.problem(3)
+    backward(free, extensions.SumGradSquared())
+    loss = forward(tight)
+    with packprop.backpack(extensions.SumGradSquared(), memory="1GiB"):
+        loss.backward()
+    assert_all_near(results(tight, "sum_grad_squared"), results(free, "sum_grad_squared"), "budget", 1e-12)
+
+
+def test_bytes_are_written_to_three_digits() -> None:
+    assert [byte_text(n) for n in (5, 2048, 3 * MIB // 2)] == ["5 B", "2 KiB", "1.5 MiB"]
+
+
+def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Plan]) -> None:
+    """And the same options share one."""
+    model, batch = network(), data(8)
+    for approximation in ("mixed", "expand", "mixed", "expand"):
+        model.zero_grad()
+        step(model, batch, extensions.KFAC(approximation=approximation), memory="1GiB")
+    assert len(made) == 2

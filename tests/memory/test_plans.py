@@ -1,0 +1,139 @@
+"""What a plan is good for, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes
+from packprop.errors import BadInput
+from packprop.memory.plan import BudgetTooSmall
+from tests.memory.steps import data, network, step
+from tests.references.running import (
+    assert_all_near,
+)
+
+
+def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
+    """Grouped convolutions are oneDNN's advantage: on an accelerator inputs are unfolded."""
+    model = nn.Sequential(nn.Conv2d(16, 4, 3), nn.Flatten(), nn.Linear(4 * 30 * 30, 3))
+    batch = torch.randn(4, 16, 32, 32), torch.randint(3, (4,))
+    lines = {
+        device: packprop.plan(
+            model, nn.CrossEntropyLoss(), batch, [extensions.BatchGrad()], device=device
+        ).lines
+        for device in ("cpu", "cuda")
+    }
+    found = {
+        device: next(line.algorithm for line in own if line.parameter == "0.weight")
+        for device, own in lines.items()
+    }
+    assert found == {"cpu": "gradients by groups", "cuda": "gradients by products"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:
+    model, batch = network().cuda(), tuple(tensor.cuda() for tensor in data(512))
+    asked = [extensions.BatchGrad(), extensions.DiagGGNExact()]
+    most = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked).peak
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, 1)
+    least = caught.value.floor
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, int(least + share * (most - least)))
+    for _ in range(2):  # the first finds the samples, and has libraries take their workspaces
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, batch, *asked, memory=plan)
+        for parameter, extension in itertools.product(model.parameters(), asked):
+            delattr(parameter, extension.savefield)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.peak, rel=0.15)
+
+
+def test_uses_of_tied_parameters_are_swept_together() -> None:
+    torch.manual_seed(0)
+    tied = nn.Linear(6, 6)
+    model = nn.Sequential(tied, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), tied, nn.Tanh(), nn.Linear(6, 6))
+    batch = torch.randn(5, 6), torch.randint(6, (5,))
+    swept: list[list[str]] = []
+    run = BackwardPass._columns
+
+    def watched(self: Any, groups: Any, tasks: Any, last: bool, uses: Any) -> None:
+        swept.append([self.graph.name(site.leaf) for use in uses for site in use.sites])
+        run(self, groups, tasks, last, uses)
+
+    step(model, batch, extensions.DiagGGNExact())
+    expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardPass, "_columns", watched)
+        patch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
+        step(model, batch, extensions.DiagGGNExact())
+    assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one
+    assert sorted({name for names in swept for name in names}) == sorted(expected)
+    assert_all_near({n: p.diag_ggn_exact for n, p in model.named_parameters()}, expected, "in turn", 1e-5)
+
+
+def test_a_budget_that_nothing_fits_is_refused_before_any_work() -> None:
+    model, batch = network(), data()
+    state = torch.get_rng_state()
+    with pytest.raises(BadInput) as caught:
+        step(model, batch, extensions.BatchGrad(), memory="1 MiB")
+    text = str(caught.value)
+    for part in ("1 MiB", "still takes", "results", "activations", "a batch of", "BatchL2Grad", "hook"):
+        assert part in text
+    assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    smaller = int(text.split("a batch of ")[1].split()[0])
+    packprop.plan(model, nn.CrossEntropyLoss(), data(smaller), [extensions.BatchGrad()], memory="1 MiB")
+
+
+@pytest.mark.parametrize("memory", [0, -5, "lots", "0 MiB", "-3GiB", True, 1.5, [1]])
+def test_budgets_that_are_none(memory: Any) -> None:
+    with pytest.raises(BadInput, match="positive number of bytes"):
+        packprop.backpack(extensions.BatchGrad(), memory=memory)
+    with pytest.raises(BadInput, match="positive number of bytes"):
+        packprop.plan(network(), nn.CrossEntropyLoss(), data(), [extensions.BatchGrad()], memory=memory)
+
+
+def test_a_plan_is_good_for_what_it_was_made_for() -> None:
+    asked = extensions.DiagGGNExact()
+    plan = packprop.plan(network(), nn.CrossEntropyLoss(), data(), [asked], memory="8MiB")
+    model = network()
+    step(model, data(), asked, memory=plan)
+    assert all(hasattr(p, "diag_ggn_exact") for p in model.parameters())
+    others: list[tuple[nn.Module, tuple[Tensor, Tensor], Any, str]] = [
+        (network(), data(32), asked, r"\[32, .*planned was .*\[64, "),
+        (network(), data(), extensions.BatchGrad(), "BatchGrad; planned were DiagGGNExact"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(128, 6)), data(), asked, "uses of parameters"),
+        (network().double(), (data()[0].double(), data()[1]), asked, r"float64; planned was .*float32"),
+    ]
+    for model, batch, extension, difference in others:
+        with pytest.raises(BadInput, match=difference):
+            step(model, batch, extension, memory=plan)
+        assert all(p.grad is None for p in model.parameters())
+    elsewhere = packprop.plan(network(), nn.CrossEntropyLoss(), data(), [asked], device="cuda")
+    assert elsewhere.device == "cuda"
+    assert elsewhere.peak >= plan.peak
+    with pytest.raises(BadInput, match="on cpu; planned was cuda"):
+        step(network(), data(), asked, memory=elsewhere)
+
+
+def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
+    """Outputs of all uses are alike, and what they take is not."""
+    loss, few = nn.CrossEntropyLoss(), extensions.KFAC(mc_samples=1)
+    plan = packprop.plan(network(), loss, data(), [few], memory="8MiB")
+    step(network(), data(), extensions.KFAC(mc_samples=1, generator=torch.Generator()), memory=plan)
+    with pytest.raises(BadInput, match="KFAC with mc_samples 50; planned was 1"):
+        step(network(), data(), extensions.KFAC(mc_samples=50), memory=plan)
+    narrow, wide = nn.Linear(5, 6), nn.Linear(5000, 6)
+    batch = torch.randn(4, 5), torch.randint(6, (4,))
+    plan = packprop.plan(narrow, loss, batch, [extensions.BatchGrad()], memory="8MiB")
+    with pytest.raises(BadInput, match=r"'weight' \[6, 5000\] torch.float32; planned was \[6, 5\]"):
+        step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)

@@ -1,0 +1,223 @@
+"""Checkpoints inside of everything else: several passes, `record`, in-place changes, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from packprop.recording import regions
+from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain, run
+from tests.references.running import ROWS, as_tensors, generator
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
+def test_retained_graphs_and_a_second_pass(way: str) -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(Net(WAYS[way]).eval())
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.randint(3, (4,)))
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward(retain_graph=True)
+    first = {n: p.grad_batch for n, p in model.named_parameters()}
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    assert_equal({n: p.grad_batch for n, p in model.named_parameters()}, first)
+    with pytest.raises(PackpropError, match="retain_graph=True"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_some_parameters_only() -> None:
+    def only(wrap: Wrap) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = packprop.extend(Net(wrap).double().eval())
+        x, y = torch.randn(4, 6).double(), torch.randint(3, (4,))
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+        with packprop.backpack(extensions.DiagGGNExact()):
+            loss.backward(inputs=[model.conv.weight, model.other])
+        assert not hasattr(model.first.weight, "diag_ggn_exact")
+        return {"conv": model.conv.weight.diag_ggn_exact, "other": model.other.diag_ggn_exact}
+
+    assert_equal(only(WAYS["checkpoint"]), only(plain))
+
+
+def test_a_checkpoint_around_everything() -> None:
+    """Recording begins inside the region, once for each module that is called there."""
+
+    def whole(wrap: Wrap) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        body, head = packprop.extend(nn.Linear(5, 4)).double(), packprop.extend(nn.Linear(4, 3)).double()
+        x = torch.randn(6, 5, dtype=torch.float64)
+        out = wrap(lambda x: head(torch.tanh(body(torch.sin(x * 2)))) + head(body(x)), x)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, torch.tensor([0, 1, 2, 0, 1, 2]))
+        with packprop.backpack(extensions.BatchGrad(), extensions.BatchL2Grad()):
+            loss.backward()
+        return {f"{m}{n}": p.grad_batch for m in (body, head) for n, p in m.named_parameters()}
+
+    assert_equal(whole(WAYS["checkpoint"]), whole(plain))
+
+
+def test_inside_record() -> None:
+    """Recording is on around a checkpoint, and still on while it runs again in the backward pass."""
+
+    def go(wrap: Wrap) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+        x, y = torch.randn(4, 5, dtype=torch.float64), torch.randint(3, (4,))
+        with packprop.record(x):
+            loss = F.cross_entropy(wrap(lambda x: F.linear(torch.sin(x), weight.tanh()), x), y)
+            with packprop.backpack(extensions.BatchGrad(), extensions.KFAC(generator=generator())):
+                loss.backward()
+        return {"grad_batch": weight.grad_batch, "kfac": weight.kfac[0]}
+
+    assert_equal(go(WAYS["checkpoint"]), go(plain))
+
+
+def test_in_sequence() -> None:
+    def go(segments: int | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(5, 5), nn.Tanh())]
+        model = packprop.extend(nn.Sequential(*layers).double())
+        x, y = torch.randn(3, 5, dtype=torch.float64), torch.randint(5, (3,))
+        out = model(x) if segments is None else checkpoint_sequential(model, segments, x, use_reentrant=False)
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+        with packprop.backpack(extensions.DiagGGNExact(), extensions.Variance()):
+            loss.backward()
+        return {n: torch.stack([p.diag_ggn_exact, p.variance]) for n, p in model.named_parameters()}
+
+    expected = go(None)
+    for segments in (1, 2, 4):
+        assert_equal(go(segments), expected)
+
+
+def test_a_function_that_does_not_do_the_same_again() -> None:
+    """A clear error, whatever is saved: never a number of the wrong function."""
+    calls: list[int] = []
+
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def block(x: Tensor) -> Tensor:
+                calls.append(1)
+                return self.a(x) if len(calls) % 2 else self.b(x)
+
+            return checkpoint(block, x, use_reentrant=False)
+
+    model = packprop.extend(Fickle())
+    loss = packprop.extend(nn.MSELoss())(model(torch.randn(3, 4)), torch.randn(3, 4))
+    asked = packprop.backpack(extensions.BatchGrad())
+    with pytest.raises(PackpropError, match="ran its function again"), asked:
+        loss.backward()
+
+
+@contextmanager
+def unlike() -> Iterator[None]:
+    """A checkpoint of which the parts that are relied on cannot be found."""
+    before = regions.frame_of
+    regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        regions.frame_of = before  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_of_another_make_is_right_all_the_same() -> None:
+    expected = run(plain, ROWS)
+    with unlike():
+        assert_equal(run(WAYS["checkpoint"], ROWS), expected)
+
+
+def test_in_place_changes_are_noticed() -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with save_on_cpu():
+                x = torch.sin(x)
+                y = F.linear(x, self.weight)
+                x.add_(1.0)
+            return y
+
+    model = packprop.extend(Changes())
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(2, 4)), torch.tensor([0, 1]))
+    with pytest.raises(PackpropError, match="changed in place"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("way", ["checkpoint", "nested", "save_on_cpu", "copied"])
+def test_values_are_differentiable(way: str) -> None:
+    """The gradient of a function of each extension's value is that without checkpointing."""
+
+    def slopes(wrap: Wrap) -> dict[str, list[Tensor]]:
+        torch.manual_seed(0)
+        model = packprop.extend(Net(wrap).double())
+        x, y = torch.randn(3, 6, dtype=torch.float64), torch.randint(3, (3,))
+        torch.manual_seed(1)
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward(create_graph=True)
+        found: dict[str, list[Tensor]] = {}
+        parameters = list(model.parameters())
+        for row in ROWS:
+            values = [v for p in parameters for v in as_tensors(getattr(p, row.attribute))]
+            total = sum(
+                (torch.cos(torch.arange(v.numel()).double()) * v.square().flatten()).sum() for v in values
+            )
+            found[row.attribute] = list(
+                torch.autograd.grad(
+                    total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+            )
+        for parameter in parameters:
+            parameter.grad = None
+            for row in ROWS:
+                delattr(parameter, row.attribute)
+        return found
+
+    found, expected = slopes(WAYS[way]), slopes(plain)
+    for attribute, values in expected.items():
+        assert any(bool(value.abs().max() > 0) for value in values), attribute
+        for mine, other in zip(found[attribute], values, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-9, atol=1e-12), attribute
+
+
+def test_a_loss_inside_a_checkpoint() -> None:
+    def go(wrap: Callable[..., Any]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, y = packprop.extend(nn.Linear(5, 3).double()), torch.tensor([0, 1, 2, 0])
+        with packprop.record():
+            out = model(torch.randn(4, 5, dtype=torch.float64))
+            loss = wrap(lambda f: 2.0 * F.cross_entropy(torch.tanh(f), y), out)
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(WAYS["checkpoint"]), go(plain))
+
+
+def test_selective_checkpointing_is_refused() -> None:
+    """PyTorch allows one pass through it, and finding the samples takes two more."""
+    contexts = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts
+    saved = partial(contexts, [torch.ops.aten.addmm.default])
+    torch.manual_seed(0)
+    model = Net(partial(checkpoint, use_reentrant=False, context_fn=saved)).eval()
+    packprop.extend(model)
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(PackpropError, match="selective"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()

@@ -1,0 +1,171 @@
+"""Extending a model and taking it back changes nothing else about it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from tests.cases import BY_NAME
+from tests.references.per_sample import batch, check_rows, network, rows_by_loop
+from tests.references.running import (
+    ROWS,
+    assert_near,
+    backward,
+    extend,
+    make_all,
+    right_or_refused,
+)
+
+
+def test_extend_returns_the_module_and_can_be_repeated() -> None:
+    model = network()
+    assert packprop.extend(model) is model
+    assert packprop.extend(packprop.extend(model), use_converter=True) is model
+    check_rows(model, *batch())
+
+
+@pytest.mark.parametrize("name", ["resnet", "vision-transformer-library", "language-model", "lstm"])
+def test_extend_changes_nothing_about_the_model(name: str) -> None:
+    plain, extended = BY_NAME[name].problem(3), BY_NAME[name].problem(3)
+    extend(extended)
+    for before, after in (
+        (plain.model.state_dict(), extended.model.state_dict()),
+        (dict(plain.model.named_parameters()), dict(extended.model.named_parameters())),
+    ):
+        assert list(before) == list(after)
+        assert all(torch.equal(before[k], after[k]) for k in before)
+    assert [type(m) for m in plain.model.modules()] == [type(m) for m in extended.model.modules()]
+    first, second = plain.total(), extended.total()
+    assert torch.equal(first, second)
+    assert type(second) is Tensor
+    first.backward()
+    second.backward()
+    for before, after in zip(plain.model.parameters(), extended.model.parameters(), strict=True):
+        assert torch.equal(before.grad, after.grad)
+
+
+def test_restore_takes_it_back() -> None:
+    fresh = network()
+    model = packprop.extend(network())
+    assert packprop.restore(model) is model
+    assert packprop.restore(fresh) is fresh  # never extended
+    for before, after in zip(fresh.modules(), model.modules(), strict=True):
+        assert before.__dict__.keys() == after.__dict__.keys()
+        assert not after._forward_hooks
+        assert not after._forward_pre_hooks
+    packprop.extend(model)
+    check_rows(model, *batch())
+
+
+def test_users_own_hooks_survive() -> None:
+    model, seen = network(), []
+    handle = model[0].register_forward_hook(lambda *_: seen.append("mine"))
+    packprop.extend(model)
+    packprop.restore(model)
+    model(batch()[0])
+    assert seen == ["mine"]
+    handle.remove()
+
+
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "save", "state_dict"])
+def test_copies_are_extended_and_independent(duplicate: str) -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    check_rows(model, x, y)
+    if duplicate == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif duplicate == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif duplicate == "save":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    else:
+        twin = packprop.extend(network())
+        twin.load_state_dict(model.state_dict())
+    before = {k: p.grad_batch.clone() for k, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    check_rows(twin, x, y)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad_batch, before[name])
+    packprop.restore(twin)
+    check_rows(model, x, y)
+
+
+def test_copies_of_loss_modules() -> None:
+    loss_function = copy.deepcopy(packprop.extend(nn.CrossEntropyLoss()))
+    loss_function = pickle.loads(pickle.dumps(loss_function))
+    model = packprop.extend(network())
+    x, y = batch()
+    with packprop.backpack(extensions.DiagGGNExact()):
+        loss_function(model(x), y).backward()
+    assert hasattr(model[0].weight, "diag_ggn_exact")
+
+
+def test_models_with_results_can_be_copied() -> None:
+    problem = BY_NAME["conv2d-deep"].problem(3)
+    backward(problem, *make_all(ROWS))
+    copy.deepcopy(problem.model)
+    problem.model.state_dict()
+
+
+def test_moving_an_extended_model_to_another_precision() -> None:
+    model = packprop.extend(network().float()).double()
+    check_rows(model, *batch())
+
+
+def test_nested_extended_models() -> None:
+    inner = packprop.extend(network())
+    outer = packprop.extend(nn.Sequential(nn.Linear(3, 3).double(), nn.Tanh(), inner))
+    x, y = batch()
+    check_rows(outer, x, y)
+    check_rows(inner, x, y)
+    packprop.restore(inner)
+    packprop.extend(outer)
+    check_rows(outer, x, y)
+
+
+def test_only_a_part_extended() -> None:
+    """No number for what was not recorded; the right one, or an error, for what is extended."""
+    model = network()
+    packprop.extend(model[2])
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with right_or_refused("extend"):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        expected = rows_by_loop(model, x, y)["2.weight"]
+        assert_near(model[2].weight.grad_batch, expected, "2.weight")
+    assert not hasattr(model[0].weight, "grad_batch")
+
+
+def test_a_submodule_called_by_itself() -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model[2](model[1](model[0](x))), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for name, expected in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+def test_two_models_in_one_loss() -> None:
+    first, second = packprop.extend(network()), packprop.extend(network())
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(second(first(x)), y)
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    joined = nn.Sequential(first, second)
+    for name, expected in rows_by_loop(joined, x, y).items():
+        assert_near(joined.get_parameter(name).grad_batch, expected, name)

@@ -1,0 +1,73 @@
+"""After an error nothing stays switched on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from tests.references.per_sample import batch, check_rows, network
+
+
+class Failing(nn.Module):
+    """Raises in its forward pass when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_error_in_the_forward_pass_leaves_nothing_on(error: BaseException, nested: bool) -> None:
+    failing = Failing().double()
+    model = packprop.extend(nn.Sequential(failing, nn.Linear(3, 3).double()) if nested else failing)
+    x, y = batch()
+    failing.error = error
+    with pytest.raises(type(error)):
+        model(x)
+    failing.error = None
+    check_rows(model, x, y)
+    assert not torch.overrides._get_current_function_mode_stack()
+    outside = torch.nn.Parameter(torch.ones(3).double())
+    assert not (outside * x).grad_fn.metadata
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_an_error_inside_record_leaves_nothing_on(error: BaseException) -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    with pytest.raises(type(error)), packprop.record():
+        model(x)
+        raise error
+    assert not torch.overrides._get_current_function_mode_stack()
+    check_rows(model, x, y)
+
+
+def test_an_error_in_the_backward_pass_leaves_nothing_on() -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    out = model(x)
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("mine")
+
+    out.register_hook(fail)
+    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+    with pytest.raises(KeyError), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert not hasattr(model[0].weight, "grad_batch")
+    check_rows(model, x, y)
+    plain = F.cross_entropy(model(x), y)
+    plain.backward()

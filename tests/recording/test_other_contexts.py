@@ -1,0 +1,146 @@
+"""Recording beside other contexts: `no_grad`, `disable`, nested ones, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import nn
+
+import packprop
+from packprop import extensions
+from tests.references.per_sample import batch, check_rows, network, rows_by_loop
+from tests.references.running import (
+    ROWS,
+    assert_near,
+    make_all,
+)
+
+
+def test_no_grad_and_evaluation_between() -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    with torch.no_grad():
+        assert model(x).grad_fn is None
+    with torch.inference_mode():
+        model(x)
+    check_rows(model, x, y)
+    out = model(x)
+    with torch.no_grad():
+        model(2 * x)
+    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for name, expected in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+def test_disable_records_nothing() -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    with packprop.disable():
+        out = model(x)
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        assert not node.metadata
+        nodes += [upstream for upstream, _ in node.next_functions]
+    F.cross_entropy(out, y).backward()
+    check_rows(model, x, y)
+
+
+def test_disable_inside_and_outside_again() -> None:
+    model = packprop.extend(network())
+    with packprop.disable(), packprop.disable():
+        pass
+    check_rows(model, *batch())
+    with pytest.raises(ZeroDivisionError), packprop.disable():
+        _ = 1 / 0
+    check_rows(model, *batch())
+
+
+def test_inner_backpack_replaces_the_outer() -> None:
+    model = packprop.extend(network())
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        with packprop.backpack(extensions.Variance()):
+            loss_function(model(x), y).backward()
+        assert not hasattr(model[0].weight, "grad_batch")
+        assert hasattr(model[0].weight, "variance")
+        loss_function(model(x), y).backward()
+        assert hasattr(model[0].weight, "grad_batch")
+    del model[0].weight.grad_batch
+    loss_function(model(x), y).backward()
+    assert not hasattr(model[0].weight, "grad_batch")
+
+
+def test_forward_inside_the_context() -> None:
+    """The usual way to write it: forward and backward inside `with backpack(...)`."""
+    model = packprop.extend(network())
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    with packprop.backpack(*make_all(ROWS)):
+        loss_function(model(x), y).backward()
+    for name, expected in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+def test_autograd_grad_inside_the_context_saves_nothing_wrong() -> None:
+    model = packprop.extend(network())
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        torch.autograd.grad(loss_function(model(x), y), list(model.parameters()))
+    rows = rows_by_loop(model, x, y)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "grad_batch"):
+            assert_near(parameter.grad_batch, rows[name], name)
+
+
+def test_optimiser_steps_between() -> None:
+    """Results follow the parameters as they change."""
+    model = packprop.extend(network())
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = batch()
+        optimiser.zero_grad()
+        check_rows(model, x, y)
+        optimiser.step()
+
+
+def test_inputs_that_require_gradients() -> None:
+    model = packprop.extend(network())
+    x, y = batch()
+    x.requires_grad_()
+    check_rows(model, x, y)
+    assert x.grad is not None
+    assert not hasattr(x, "grad_batch")
+
+
+def test_threads_do_not_see_each_other() -> None:
+    """A forward pass in one thread is not recorded into another's; each gets its own numbers."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            source = torch.Generator().manual_seed(seed)
+            model = packprop.extend(network())
+            for _ in range(5):
+                x = torch.randn(3, 3, generator=source).double()
+                check_rows(model, x, torch.tensor([0, 1, 2]))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

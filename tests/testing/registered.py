@@ -1,0 +1,60 @@
+"""A function, a rule for it and an extension, in under ten lines each; small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
+
+import packprop
+from packprop.functions.building import scaled
+from packprop.types import GRADIENT, Extension, Row
+from tests.references.tensors import R, p
+
+
+@wrap_torch_function(lambda x, weight: (x, weight))
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sigmoid()
+
+
+def gates(n: int) -> tuple[Tensor, ...]:
+    return R(n, 4), p(4)
+
+
+def write_a_use() -> None:
+    @packprop.register_use(gate)
+    def rule(call, x, weight):
+        return [scaled(call, weight, lambda: x * weight.sigmoid() * (1 - weight.sigmoid()))]
+
+
+def write_an_extension() -> Extension:
+    class MeanAbsolute(Extension):
+        savefield = "mean_absolute"
+        rows = (Row(GRADIENT, lambda structure: structure.rows.abs().sum((0, 1))),)
+
+        def finish(self, values, samples):
+            return values[0] / samples
+
+    return MeanAbsolute()
+
+
+def classifier() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    return model, nn.CrossEntropyLoss(), R(3, 3), torch.tensor([0, 2, 1])
+
+
+def absolute(structure: Any) -> Tensor:
+    return structure.rows.abs().sum((0, 1))
+
+
+def made(statistic: Callable[..., Any], finish: Any = None, **options: Any) -> Extension:
+    """An extension of one row."""
+    seed = options.pop("seed", GRADIENT)
+    body = {"savefield": "made", "rows": (Row(seed, statistic, **options),)}
+    if finish is not None:
+        body["finish"] = finish
+    kind = type("Made", (Extension,), body)
+    return kind()  # type: ignore[no-any-return]

@@ -48,9 +48,7 @@ def hessian_vector_product(
     require_second_derivatives([f], inputs, shown, ASKED)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
         gradient: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
-        if not any(
-            part is not None and part.requires_grad for part in gradient
-        ):  # perhaps made without a graph
+        if not any(part is not None and part.requires_grad for part in gradient):  # made without a graph
             gradient = slopes(f, inputs)
         product = pulled(gradient, inputs, vectors, batched=False, create_graph=not detach)
     return _result(filled(product, inputs, None), detach)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from packprop.eager import eager_backward, pieces, reach
+from packprop.eager import choices, eager_backward, pieces, reach
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.recording import saved_hooks
 
@@ -553,7 +553,7 @@ def test_memory_that_is_too_small() -> None:
     [(7, 7), ("7", 7), ("7B", 7), ("2KiB", 2048), ("1.5 GB", 1_500_000_000), ("1MiB", 2**20)],
 )
 def test_bytes(text: int | str, size: int) -> None:
-    assert pieces.byte_count(text) == size
+    assert choices.byte_count(text) == size
 
 
 # --------------------------------------------------------------------------------------- memory

@@ -21,16 +21,16 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 MNIST_FOLDER = "PACKPROP_MNIST"
 """Environment variable that names a folder with the IDX files of MNIST."""
 MNIST_MEAN, MNIST_DEVIATION = 0.1307, 0.3081
-"""Of the grey values of the training images, from 0 to 1."""
+"""Mean and standard deviation of the training images' grey values, from 0 to 1."""
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with batch normalisation, around which the input is added back.
+    """Two 3 x 3 convolutions with batch normalisation, and a shortcut around them.
 
     Args:
-        inputs: Channels that come in.
-        outputs: Channels that go out.
-        stride: Of the first convolution; where shapes change, the shortcut is a 1 x 1 convolution.
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        stride: Stride of the first convolution; where shapes change, the shortcut is a 1 x 1 convolution.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
@@ -104,10 +104,10 @@ def read_idx(path: str | Path) -> Tensor:
         path: The file.
 
     Returns:
-        Its bytes, in the shape that it states; the format's other types are refused.
+        Its bytes, in the shape that it states.
 
     Raises:
-        BadInput: If it is no IDX file of bytes, or shorter or longer than it says.
+        BadInput: If it is no IDX file of bytes, or its length is not what its header states.
     """
     path = Path(path)
     content = path.read_bytes()
@@ -127,10 +127,10 @@ def read_idx(path: str | Path) -> Tensor:
 
 
 def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
-    """The training images of MNIST; where they cannot be had, scikit-learn's digits in their format.
+    """The training images of MNIST or, if they are not available, scikit-learn's digits in their format.
 
-    Looked for in this order: the IDX files in ``root``, in the folder that the environment variable
-    ``PACKPROP_MNIST`` names, in ``./data/MNIST/raw``; a download by torchvision to ``./data``, where it is
+    They are looked for in this order: IDX files in ``root``, in the folder that the environment variable
+    ``PACKPROP_MNIST`` names, in ``./data/MNIST/raw``; a download by torchvision to ``./data``, if it is
     installed; the digits, enlarged to 20 x 20 inside 28 x 28, with one warning.
 
     Args:
@@ -159,18 +159,18 @@ def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _idx_file(folder: Path, name: str) -> Path | None:
-    found = (path for path in (folder / name, folder / f"{name}.gz") if path.is_file())
-    return next(found, None)
+    existing = (path for path in (folder / name, folder / f"{name}.gz") if path.is_file())
+    return next(existing, None)
 
 
 @functools.cache
 def _downloaded_mnist() -> tuple[Tensor, Tensor]:
-    """MNIST by torchvision, or the digits instead: decided, and warned of, once."""
+    """MNIST from torchvision, or the digits instead; this is decided, with a warning, once."""
     try:
         from torchvision.datasets import MNIST
 
-        found = MNIST("./data", train=True, download=True)
-        return found.data, found.targets
+        dataset = MNIST("./data", train=True, download=True)
+        return dataset.data, dataset.targets
     except (ImportError, OSError, RuntimeError) as error:  # not installed, no network, no mirror that answers
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     images, classes = load_digits()
@@ -189,13 +189,13 @@ def load_one_batch_mnist(
 ) -> tuple[Tensor, Tensor]:
     """One batch of MNIST's training images, shifted and scaled to mean 0 and standard deviation 1.
 
-    Drawn by a ``DataLoader`` from the global random state, so that a seed chooses the batch. ``load_mnist``
+    A ``DataLoader`` draws it from the global random state, so that a seed chooses the batch. ``load_mnist``
     says where the images come from.
 
     Args:
-        batch_size: Samples.
+        batch_size: Number of samples.
         shuffle: Whether samples are drawn at random; else the first ones.
-        flat: Whether the pixels of an image shall be on one axis.
+        flat: Whether each image shall be a vector of its pixels.
         root: Folder with the IDX files of MNIST.
 
     Returns:
@@ -218,12 +218,12 @@ def _normalised(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Module, nn.Module, TensorDataset]:
-    """A small residual network trained for a few seconds, its loss, the digits it was trained on.
+    """A small residual network trained for a few seconds, its loss, and the digits it was trained on.
 
     The global random state is left alone.
 
     Args:
-        seed: Of the initial weights and of the order of the training data.
+        seed: Seed of the initial weights and of the order of the training data.
         epochs: Passes over the data set; 0 leaves the network as it was initialised.
         batch_size: Samples in each step of training.
 
@@ -237,7 +237,7 @@ def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Mod
         model = SmallResNet()
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         steps = epochs * -(-len(images) // batch_size)
-        # a rate that falls to zero ends where it does not matter which step was the last
+        # with a rate that falls to zero, the last steps hardly change the result
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
         for _ in range(epochs):
             for chosen in torch.randperm(len(images)).split(batch_size):

@@ -1,7 +1,7 @@
 """Code written for BackPACK runs on packprop: after ``install()``, ``import backpack`` finds packprop.
 
-Every documented name is there, by every module path that leads to it; docs/compat.md lists them, and where
-numbers differ because the older library's were wrong.
+Every documented name is there, under every module path that leads to it. docs/compat.md lists the names, and
+the numbers that differ because the older library's are wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Missing(PackpropError, ModuleNotFoundError):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of the table, and says of others that they are not there."""
+    """Makes the modules of the table, and refuses all others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,19 +53,19 @@ class _Finder(MetaPathFinder, Loader):
         module.__doc__ = f"{name} of BackPACK, as far as it is documented, made of packprop."
 
         def look_up(wanted: str) -> Any:
-            found = _resolve(name, wanted)
-            module.__dict__[wanted] = found
-            return found
+            value = _resolve(name, wanted)
+            module.__dict__[wanted] = value
+            return value
 
-        for known, value in TABLE[name].items():
-            if not isinstance(value, Catalogue) or catalogue.is_available(value.name):
+        for known, entry in TABLE[name].items():
+            if not isinstance(entry, Catalogue) or catalogue.is_available(entry.name):
                 look_up(known)
         module.__dict__["__all__"] = [known for known in TABLE[name] if not known.startswith("_")]
         module.__dict__["__getattr__"] = look_up
 
 
 def _resolve(module: str, name: str) -> Any:
-    """What a name of a module is here.
+    """The object that a name of a module stands for.
 
     Raises:
         Missing: If it is documented, but packprop does not have it.
@@ -75,7 +75,7 @@ def _resolve(module: str, name: str) -> Any:
         return importlib.import_module(f"{module}.{name}")
     value = TABLE[module].get(name)
     if value is None and module == f"{ROOT}.extensions" and catalogue.is_available(name):
-        value = Catalogue(name)  # what packprop has in addition
+        value = Catalogue(name)  # an extension that only packprop has
     if isinstance(value, Catalogue):
         if not catalogue.is_available(value.name):
             raise Missing(
@@ -100,10 +100,10 @@ def install(replace: bool = False, keep_module_io: bool = False) -> bool:
     An installed BackPACK is left alone, with a warning, unless it is to be replaced.
 
     Args:
-        replace: Put packprop in the place of an installed BackPACK, also of one that was imported; names that
-            others have imported from it stay what they are.
-        keep_module_io: Let extended modules keep ``input0``, ``output`` at once; by default they do so from the
-            moment at which an extension for single modules is defined.
+        replace: Put packprop in the place of an installed BackPACK, even if it was imported already; names
+            that others have imported from it stay what they are.
+        keep_module_io: Let extended modules keep ``input0``, ``output`` from now on; by default they do so once
+            an extension for single modules has been defined.
 
     Returns:
         Whether ``import backpack`` finds packprop now.

@@ -1,17 +1,17 @@
 """Calls of modules: what went in, what came out, and the gradients that arrive there.
 
 packprop itself watches functions and keeps nothing on modules. Extensions that were written for single modules
-look at ``module.input0``, ``module.output`` and the gradients at both. So that they can, extended modules keep
-the tensors of their last call, but only from the moment at which such an extension is first defined
-(``keep_calls``): programs that define none pay nothing.
+look at ``module.input0``, ``module.output`` and the gradients at both. For them, extended modules keep the
+tensors of their last call, but only once such an extension has been defined (``keep_calls``): programs that
+define none pay nothing.
 
 # NOTE [One call of a module]
-The tensors are kept on the module, as such extensions expect, so that there is room for one call. The node of
-the graph that the call made holds a mark without tensors. A mark that a pass finds and that is not the module's
-last one tells of a module that was called again since: its values would be those of the wrong call, or of one
-call out of several. That is refused. Marks do not keep modules alive: a node, its module and the module's
-output would keep each other, and a graph that no pass frees would stay for good. The module that was called
-last is kept, so that a loss can be made in the line that calls it.
+Such extensions expect the tensors on the module, where there is room for one call. The node of the graph that
+the call made holds a mark without tensors. If a pass finds a mark that is not the module's last one, the module
+was called again since: its values would be those of the wrong call, or of one call out of several. That is
+refused. Marks do not keep modules alive: a node, its module and the module's output would keep each other, and
+a graph that no pass frees would stay for good. Only the module that was called last is kept alive, so that a
+loss module can be created in the line that calls it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ModuleCall(RecordedUse):
     Args:
         order: Later calls have larger numbers.
         kind: The class of the module.
-        taken: A name that its tensors should be kept under, but that the module has a use of its own for.
+        taken: A name that extensions expect a tensor under, but that the module itself uses for something else.
     """
 
     order: int = 0
@@ -88,7 +88,7 @@ class ModuleCall(RecordedUse):
             self.drop()
 
     def drop(self) -> None:
-        """Forget the tensors: no pass will come back to them."""
+        """Forget the tensors: no pass will need them again."""
         self.entries = None
         module = self.module
         if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
@@ -97,7 +97,7 @@ class ModuleCall(RecordedUse):
 
 @dataclass(eq=False)
 class _Kept:
-    """What a module keeps of its last call: the mark, attributes that were set, versions of their tensors."""
+    """What a module keeps from its last call: its mark, the attributes that were set, their tensors."""
 
     call: ModuleCall
     names: list[str]
@@ -105,7 +105,7 @@ class _Kept:
 
 
 def watch_calls(module: nn.Module) -> None:
-    """Let a module and its submodules keep calls, once ``keep_calls`` was called."""
+    """Let a module and its submodules keep calls, as soon as ``keep_calls`` is called."""
     for child in module.modules():
         if HANDLE not in child.__dict__ and not isinstance(child, TRANSPARENT):
             child.__dict__[HANDLE] = child.register_forward_hook(_keep)
@@ -121,7 +121,7 @@ def unwatch_calls(module: nn.Module) -> None:
 
 
 def forget_call(module: nn.Module) -> None:
-    """Drop the tensors that a module has kept of its last call; those of its submodules stay."""
+    """Drop the tensors that a module keeps from its last call; those of its submodules stay."""
     kept = module.__dict__.pop(KEPT, None)
     for name in kept.names if kept is not None else ():
         module.__dict__.pop(name, None)
@@ -156,20 +156,20 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     """Every marked call between the roots of a backward pass and the leaves, the last one first."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, found = set(stack), dict[ModuleCall, ReachedUse]()
+    seen, uses = set(stack), dict[ModuleCall, ReachedUse]()
     while stack:
         node = stack.pop()
         for call, index, output in marks_of(node).get(CALL, ()):
-            found.setdefault(call, ReachedUse(call, first=True)).nodes[index] = (node, output)
+            uses.setdefault(call, ReachedUse(call, first=True)).nodes[index] = (node, output)
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)
                 stack.append(upstream)
-    return {call: found[call] for call in sorted(found, key=lambda call: -call.order)}
+    return {call: uses[call] for call in sorted(uses, key=lambda call: -call.order)}
 
 
 def require_kept(call: ModuleCall) -> None:
-    """Refuse a call whose tensors are no longer, or not any more as they were, on its module."""
+    """Refuse a call whose tensors are no longer on its module, or were changed since."""
     module = call.module
     kept = None if module is None else module.__dict__.get(KEPT)
     asked, where = f"An extension of your own for {call.name} was to run.", f"a module of type {call.name}"
@@ -200,7 +200,7 @@ def edge_key(tensor: Tensor) -> tuple[Any, int]:
 class InputGradients(Sequence["Tensor | None"]):
     """Gradients of the loss in a module's inputs, as far as they come through this module.
 
-    They are computed when they are first looked at, by a pass from the module's output to its inputs.
+    A pass from the module's output to its inputs computes them when they are first looked at.
 
     Args:
         call: The call.
@@ -209,7 +209,7 @@ class InputGradients(Sequence["Tensor | None"]):
 
     def __init__(self, call: ModuleCall, gradients: Sequence[Tensor | None]) -> None:
         self.call, self._gradients = call, gradients
-        self._found: tuple[Tensor | None, ...] | None = None
+        self._computed: tuple[Tensor | None, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._inputs())
@@ -229,23 +229,23 @@ class InputGradients(Sequence["Tensor | None"]):
     def __getitem__(self, place: slice) -> tuple[Tensor | None, ...]: ...
 
     def __getitem__(self, place: int | slice) -> Tensor | tuple[Tensor | None, ...] | None:
-        if self._found is None:
-            self._found = self._compute()
-        return self._found[place]
+        if self._computed is None:
+            self._computed = self._compute()
+        return self._computed[place]
 
     def _compute(self) -> tuple[Tensor | None, ...]:
-        found = self._inputs()
-        wanted = [place for place, x in enumerate(found) if isinstance(x, Tensor) and x.requires_grad]
-        edges = [get_gradient_edge(found[place]) for place in wanted]
-        if len({edge_key(found[place]) for place in wanted}) < len(wanted):
+        inputs = self._inputs()
+        wanted = [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+        edges = [get_gradient_edge(inputs[place]) for place in wanted]
+        if len({edge_key(inputs[place]) for place in wanted}) < len(wanted):
             raise PackpropError(
                 "The gradients at the inputs of a module were asked for.",
                 f"a module of type {self.call.name}",
                 "one tensor enters it more than once, so that its gradients cannot be told apart",
                 "pass a clone of the tensor for each input",
             )
-        # an input may have been computed from another one: nothing shall flow on through it
-        walls = [edge.node.register_prehook(_stop) for edge in edges] if len(edges) > 1 else []
+        # an input may have been computed from another one: no gradient shall flow on through it
+        stops = [edge.node.register_prehook(_stop) for edge in edges] if len(edges) > 1 else []
         gradients: Sequence[Tensor | None] = ()
         try:
             if edges:
@@ -258,10 +258,10 @@ class InputGradients(Sequence["Tensor | None"]):
                     allow_unused=True,
                 )
         finally:
-            for wall in walls:
-                wall.remove()
-        at = dict(zip(wanted, gradients, strict=True))
-        return tuple(at.get(place) for place in range(len(found)))
+            for stop in stops:
+                stop.remove()
+        by_place = dict(zip(wanted, gradients, strict=True))
+        return tuple(by_place.get(place) for place in range(len(inputs)))
 
 
 def _stop(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

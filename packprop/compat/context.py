@@ -1,4 +1,4 @@
-"""What BackPACK's front door does, on top of packprop's."""
+"""BackPACK's ``backpack``, ``extend``, ``disable`` and ``CTX``, made of packprop's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from packprop import context
 from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
-from packprop.compat.dispatch import run_on_modules
-from packprop.compat.own import BackpropExtension, Overrides
+from packprop.compat.dispatch import Overrides, Start, run_on_modules
+from packprop.compat.own import BackpropExtension
 from packprop.context import Backpack, Hook
 from packprop.memory.plan import Plan
 from packprop.recording import switch
@@ -21,7 +21,7 @@ from packprop.types import Extension
 
 
 def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) -> nn.Module:
-    """``packprop.extend``, with the arguments in BackPACK's order; modules can keep calls for extensions.
+    """``packprop.extend`` with BackPACK's arguments; modules can keep their calls for extensions.
 
     Args:
         module: Any module, or a loss module.
@@ -37,7 +37,7 @@ def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) 
 
 
 def memory_cleanup(module: nn.Module) -> None:
-    """Drop ``input0``, ``input1``, ..., ``output`` that a module has kept of its last call."""
+    """Drop the ``input0``, ``input1``, ..., ``output`` that a module keeps from its last call."""
     forget_call(module)
 
 
@@ -103,8 +103,8 @@ class backpack(Backpack):  # noqa: N801
     @property
     def _own(self) -> list[BackpropExtension]:
         """Extensions that look at single modules."""
-        found = [ext for ext in self.exts if isinstance(ext, BackpropExtension)]
-        return [ext for ext in found if ext.module_extensions or not isinstance(ext, Extension)]
+        candidates = [ext for ext in self.exts if isinstance(ext, BackpropExtension)]
+        return [ext for ext in candidates if ext.module_extensions or not isinstance(ext, Extension)]
 
     def _backward(self, run: Any, backward: Callable[[], None]) -> None:
         if run.is_refused_by_torch or not are_calls_kept():
@@ -112,8 +112,9 @@ class backpack(Backpack):  # noqa: N801
             return
         if self._own:
             done = None if self.extensions else self.extension_hook
-            calls, self._overrides = run_on_modules(run.roots, run.gradients, self._own, run.create_graph, done)
-        else:  # hooks look at kept tensors, too
+            start = Start(run.roots, run.gradients, run.create_graph)
+            calls, self._overrides = run_on_modules(start, self._own, done)
+        else:  # extension hooks look at kept tensors, too
             calls = list(calls_below(run.roots))
         for call in calls:
             call.held = True
@@ -130,13 +131,13 @@ class backpack(Backpack):  # noqa: N801
                     call.drop()
 
     def _done(self, module: nn.Module) -> None:
-        """A module has all values that packprop finds."""
+        """Called with a module that has all of packprop's values."""
         self._replace({id(parameter) for parameter in module.parameters(recurse=False)})
         if self.extension_hook is not None:
             self.extension_hook(module)
 
     def _replace(self, parameters: set[int] | None) -> None:
-        """Put values of module extensions in the place of packprop's, on some parameters or on all."""
+        """Replace packprop's values by those of module extensions, on some parameters or on all."""
         later: Overrides = []
         for parameter, field, value in self._overrides:
             if parameters is None or id(parameter) in parameters:
@@ -147,7 +148,7 @@ class backpack(Backpack):  # noqa: N801
 
 
 class CTX:
-    """What is in force."""
+    """What is in force: the options of the innermost ``backpack`` context."""
 
     @staticmethod
     def get_active_exts() -> tuple[Any, ...]:
@@ -162,7 +163,7 @@ class CTX:
 
     @staticmethod
     def get_extension_hook() -> Hook:
-        """The innermost context's hook; a function that does nothing if there is none."""
+        """The innermost context's hook, or a function that does nothing."""
         hook = getattr(context.innermost(), "extension_hook", None)
         return no_op if hook is None else hook
 
@@ -194,6 +195,6 @@ def subsample(tensor: Tensor, dim: int = 0, subsampling: list[int] | None = None
     Args:
         tensor: Any tensor.
         dim: Axis that holds the samples.
-        subsampling: Indices; nothing for all.
+        subsampling: Indices; ``None`` for all.
     """
     return tensor if subsampling is None else tensor[(slice(None),) * dim + (subsampling,)]

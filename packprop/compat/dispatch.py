@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from packprop.compat.calls import (
     calls_below,
     is_loss_class,
 )
-from packprop.compat.own import BackpropExtension, Catalogued, Overrides, SavedQuantities, Unsupported
+from packprop.compat.catalogue import Catalogued
+from packprop.compat.own import BackpropExtension, Unsupported
+from packprop.compat.saved_quantities import SavedQuantities
 from packprop.curvature.seeds import columns
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
@@ -24,31 +28,42 @@ from packprop.graph.sweep import sweep
 from packprop.graph.walk import walk
 from packprop.types import EXACT
 
+Overrides = list[tuple[Tensor, str, Any]]
+"""Parameter, attribute, and the value that replaces packprop's own."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a backward pass starts.
+
+    Args:
+        roots: The tensors that it differentiates.
+        gradients: What is fed in at each root; ``None`` for one.
+        create_graph: Whether values shall be differentiable.
+    """
+
+    roots: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    create_graph: bool
+
 
 def run_on_modules(
-    roots: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    extensions: Sequence[BackpropExtension],
-    create_graph: bool,
-    done: Callable[[nn.Module], Any] | None,
+    start: Start, extensions: Sequence[BackpropExtension], done: Callable[[nn.Module], Any] | None
 ) -> tuple[list[ModuleCall], Overrides]:
     """Run extensions on every call of a module that a backward pass will reach, before it does.
 
     Args:
-        roots: Where the pass starts.
-        gradients: What is fed in at each root; ``None`` for one.
+        start: Where the pass starts.
         extensions: In the order in which they run on each module.
-        create_graph: Whether values shall be differentiable.
         done: Called with each module after all extensions have run on it.
 
     Returns:
-        The calls, and values that stand in for those of packprop's own extensions.
+        The calls, and values that replace those of packprop's own extensions.
 
     Raises:
         PackpropError: If no call was kept.
     """
-    calls = calls_below(roots)
-    found = list(calls.values())
+    calls = calls_below(start.roots)
     if not calls:
         raise PackpropError(
             "A backward pass with extensions for single modules was started.",
@@ -58,45 +73,69 @@ def run_on_modules(
             "define the classes of extensions first, then extend the model and the loss, then run the forward "
             "pass, outside of disable()",
         )
-    arrived: dict[ReachedUse, list[Tensor | None]] = {}
-    starts = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-    ones = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
-    sweep(starts, ones, found, arrived.__setitem__, create_graph=create_graph)
-    with torch.set_grad_enabled(create_graph):
+    cotangents = _cotangents(start, list(calls.values()))
+    with torch.set_grad_enabled(start.create_graph), _saving(extensions):
         for extension in extensions:
-            given = _columns_for(extension, found, roots, gradients, create_graph)
+            given = _columns_for(extension, list(calls.values()), start)
             extension.__dict__["saved_quantities"] = SavedQuantities(given)
-            extension.__dict__["_saved"] = []
-        try:
-            for call, each in calls.items():
-                module = call.module
-                if module is None:
-                    _require_unneeded(call, extensions)
-                if module is None or each not in arrived:
-                    continue
-                g_out = tuple(None if cotangent is None else cotangent[0] for cotangent in arrived.pop(each))
-                g_inp = InputGradients(call, g_out)
-                for extension in extensions:
-                    if type(extension).__call__ is not BackpropExtension.__call__:
-                        g_inp.require_kept()
-                    extension(module, g_inp, g_out)
+        for call, use in calls.items():
+            module = call.module
+            if module is None:
+                _require_unneeded(call, extensions)
+            elif use in cotangents:
+                g_out = tuple(None if cotangent is None else cotangent[0] for cotangent in cotangents.pop(use))
+                _run_on_call(call, module, g_out, extensions)
                 if done is not None:
                     done(module)
-            overrides = [
-                (parameter, extension.savefield, value)
-                for extension in extensions
-                if isinstance(extension, Catalogued)
-                for parameter, value in extension.__dict__["_saved"]
-            ]
-        finally:
-            for extension in extensions:
-                extension.__dict__["saved_quantities"] = SavedQuantities()
-                extension.__dict__["_saved"] = []
+        overrides = [
+            (parameter, extension.savefield, value)
+            for extension in extensions
+            if isinstance(extension, Catalogued)
+            for parameter, value in extension.__dict__["_saved"]
+        ]
     return list(calls), overrides
 
 
+def _cotangents(start: Start, uses: Sequence[ReachedUse]) -> dict[ReachedUse, list[Tensor | None]]:
+    """Gradients of the loss at the outputs of calls, each with one column in front."""
+    cotangents: dict[ReachedUse, list[Tensor | None]] = {}
+    edges = [torch.autograd.graph.get_gradient_edge(root) for root in start.roots]
+    seeds = [
+        torch.ones_like(root) if gradient is None else gradient
+        for root, gradient in zip(start.roots, start.gradients, strict=True)
+    ]
+    sweep(edges, seeds, uses, cotangents.__setitem__, create_graph=start.create_graph)
+    return cotangents
+
+
+@contextlib.contextmanager
+def _saving(extensions: Sequence[BackpropExtension]) -> Iterator[None]:
+    """Let extensions note what they save, and forget it afterwards."""
+    for extension in extensions:
+        extension.__dict__["_saved"] = []
+    try:
+        yield
+    finally:
+        for extension in extensions:
+            extension.__dict__["saved_quantities"] = SavedQuantities()
+            extension.__dict__["_saved"] = []
+
+
+def _run_on_call(
+    call: ModuleCall,
+    module: nn.Module,
+    g_out: tuple[Tensor | None, ...],
+    extensions: Sequence[BackpropExtension],
+) -> None:
+    g_inp = InputGradients(call, g_out)
+    for extension in extensions:
+        if type(extension).__call__ is not BackpropExtension.__call__:
+            g_inp.require_kept()
+        extension(module, g_inp, g_out)
+
+
 def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension]) -> None:
-    """Refuse to go on without a module that is no longer there, if an extension has something to do on it."""
+    """Refuse a call whose module is gone, if an extension has something to do on it."""
     if any(call.kind in extension.module_extensions for extension in extensions):
         raise PackpropError(
             f"An extension of your own for {call.name} was to run.",
@@ -107,49 +146,52 @@ def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension])
 
 
 def _columns_for(
-    extension: BackpropExtension,
-    found: Sequence[ReachedUse],
-    roots: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    create_graph: bool,
+    extension: BackpropExtension, uses: Sequence[ReachedUse], start: Start
 ) -> dict[Any, Tensor] | None:
-    """Columns of the GGN's root at the outputs of modules, where the extension does not propagate its own.
+    """Columns of the GGN's root at the outputs of modules, unless the extension propagates its own.
 
-    An extension that knows what to do with the loss begins a propagation of its own there.
+    An extension that has a module extension for the loss begins a propagation of its own there.
     """
     if not extension.expects_backpropagation_quantities():
         return None
     known = extension.module_extensions
-    modules = {each: each.recorded.forward.module() for each in found}
+    modules = {use: use.recorded.forward.module() for use in uses}
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
-    meant = [each for each, module in modules.items() if type(module) in known and 0 in each.nodes]
-    graph = walk(roots, gradients, None)
-    check_graph(graph)
-    seed = extension.seed if isinstance(extension, Catalogued) else EXACT
-    pieces: dict[ReachedUse, list[Tensor]] = {each: [] for each in meant}
-    for group in columns(graph, seed, create_graph):
-        for place in range(group.count):
-            seeds = [chunk[0] for chunk in group.chunk(place, place + 1)]
-            at: dict[ReachedUse, list[Tensor | None]] = {}
-            sweep(group.edges, seeds, meant, at.__setitem__, create_graph=create_graph)
-            for each in meant:
-                cotangent = at.get(each, [None])[0]
-                zeros = roots[0].new_zeros(1, *each.recorded.shapes[0])
-                pieces[each].append(zeros if cotangent is None else cotangent)
-    chosen = extension.get_subsampling()
+    wanted = [use for use, module in modules.items() if type(module) in known and 0 in use.nodes]
+    samples, columns_of = _ggn_columns(extension, wanted, start)
+    subsampling = extension.get_subsampling()
     result: dict[Any, Tensor] = {}
-    for each, columns_of in pieces.items():
-        node, output = each.nodes[0]
-        stacked = torch.cat(columns_of)
-        if chosen is not None:
-            if stacked.shape[1] != graph.samples:
+    for use, pieces in columns_of.items():
+        stacked = torch.cat(pieces)
+        if subsampling is not None:
+            if stacked.shape[1] != samples:
                 raise Unsupported(
                     f"{type(extension).__name__}(subsampling=...) was to run a module extension.",
-                    f"a module of type {each.recorded.name}",
-                    f"the leading axis of its output has {stacked.shape[1]} entries, the batch {graph.samples}",
+                    f"a module of type {use.recorded.name}",
+                    f"the leading axis of its output has {stacked.shape[1]} entries, the batch {samples}",
                     "keep samples on the leading axis, or leave subsampling out",
                 )
-            stacked = stacked[:, chosen]
-        result[node, output] = stacked
+            stacked = stacked[:, subsampling]
+        result[use.nodes[0]] = stacked
     return result
+
+
+def _ggn_columns(
+    extension: BackpropExtension, wanted: Sequence[ReachedUse], start: Start
+) -> tuple[int, dict[ReachedUse, list[Tensor]]]:
+    """The number of samples, and the columns of the GGN's root at the outputs of modules, one by one."""
+    graph = walk(start.roots, start.gradients, None)
+    check_graph(graph)
+    seed = extension.seed if isinstance(extension, Catalogued) else EXACT
+    columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
+    for group in columns(graph, seed, start.create_graph):
+        for number in range(group.count):
+            seeds = [chunk[0] for chunk in group.chunk(number, number + 1)]
+            cotangents: dict[ReachedUse, list[Tensor | None]] = {}
+            sweep(group.edges, seeds, wanted, cotangents.__setitem__, create_graph=start.create_graph)
+            for use in wanted:
+                cotangent = cotangents.get(use, [None])[0]
+                zeros = start.roots[0].new_zeros(1, *use.recorded.shapes[0])
+                columns_of[use].append(zeros if cotangent is None else cotangent)
+    return graph.samples, columns_of

@@ -22,7 +22,7 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
 
     Args:
         vec: ``[p]``, the entries of all parameters.
-        parameters: Whose shapes are meant; they stay as they are.
+        parameters: They give the shapes, and stay as they are.
 
     Raises:
         TypeError: If ``vec`` is no tensor.
@@ -71,14 +71,14 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """The map ``M -> (A kron B kron ...) M`` for matrices ``[i, k]`` and vectors ``[i]``, factor by factor."""
     _check_matrices(factors)
 
-    def product(mat: Tensor) -> Tensor:
+    def multiply(mat: Tensor) -> Tensor:
         columns = 1 if mat.dim() == 1 else mat.shape[-1]
-        found = mat.reshape(*(factor.shape[1] for factor in factors), columns)
+        product = mat.reshape(*(factor.shape[1] for factor in factors), columns)
         for axis, factor in enumerate(factors):
-            found = torch.tensordot(factor, found, ([1], [axis])).movedim(0, axis)
-        return found.reshape(-1) if mat.dim() == 1 else found.reshape(-1, columns)
+            product = torch.tensordot(factor, product, ([1], [axis])).movedim(0, axis)
+        return product.reshape(-1) if mat.dim() == 1 else product.reshape(-1, columns)
 
-    return product
+    return multiply
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float] | None =
 
     Args:
         factors: Symmetric matrices.
-        shift: What is added to each diagonal: nothing, one number for all, or one for each.
+        shift: Added to the diagonals: nothing, one number for all, or one for each.
 
     Raises:
-        BadInput: If the number of shifts is not that of factors; a ``ValueError``.
+        BadInput: If there are not as many shifts as factors; a ``ValueError``.
     """
     _check_matrices(factors)
     shifts = [shift or 0.0] * len(factors) if shift is None or isinstance(shift, (int, float)) else list(shift)
@@ -144,9 +144,9 @@ def autograd_diag_ggn_exact(
     Args:
         X: Inputs.
         y: Targets.
-        model: Whose trainable parameters are meant, in the order of ``parameters()``.
+        model: Its trainable parameters are meant, in the order of ``parameters()``.
         loss_function: The loss.
-        idx: Which entries; nothing for all.
+        idx: Indices of entries; ``None`` for all.
 
     Returns:
         ``[p]``, or one entry for each index.

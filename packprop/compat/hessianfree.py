@@ -1,7 +1,7 @@
 """BackPACK's names for products with the Hessian and the GGN of a whole model, and with Jacobians.
 
-What ``packprop.products`` computes for one vector, under other names and with other options. Nothing needs to
-be extended; every function differentiates a graph that is already there, and keeps it.
+They compute what ``packprop.products`` computes for one vector, under other names and with other options.
+Nothing needs to be extended; every function differentiates a graph that is already there, and keeps it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from packprop.curvature.products import ggnvp, shown
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 
 Vectors = Tensor | Iterable[Tensor]
-
 
 WHERE = "the graph of the forward pass"
 
@@ -48,11 +47,11 @@ def hessian_vector_product(
     require_vectors("hessian_vector_product(f, params, v)", inputs, vectors)
     require_second_derivatives([f], inputs, shown, ASKED)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        slope: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
-        if not any(own is not None and own.requires_grad for own in slope):  # perhaps made without a graph
-            slope = slopes(f, inputs)
-        found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)
-    return _given(filled(found, inputs, None), detach)
+        gradient: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
+        if not any(part is not None and part.requires_grad for part in gradient):  # made without a graph
+            gradient = slopes(f, inputs)
+        product = pulled(gradient, inputs, vectors, batched=False, create_graph=not detach)
+    return _result(filled(product, inputs, None), detach)
 
 
 def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
@@ -82,7 +81,7 @@ def ggn_vector_product_from_plist(
     Args:
         loss: The scalar loss; its graph must still be there.
         output: What the loss was computed from.
-        plist: The parameters.
+        plist: The parameters of the block.
         v: One tensor for each of them, of the same shapes.
 
     Returns:
@@ -94,7 +93,7 @@ def ggn_vector_product_from_plist(
     """
     parameters, vectors = _listed(plist), _listed(v)
     require_vectors("ggn_vector_product_from_plist(loss, output, plist, v)", parameters, vectors)
-    return _given(ggnvp((output, loss), parameters, vectors), detach=True)
+    return _result(ggnvp((output, loss), parameters, vectors), detach=True)
 
 
 def L_op(  # noqa: N802  # the name in the literature
@@ -119,10 +118,10 @@ def L_op(  # noqa: N802  # the name in the literature
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
     require_vectors("L_op(ys, xs, ws)", outputs, vectors)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        found = pulled(
+        product = pulled(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
-    return _given(filled(found, inputs, None), detach)
+    return _result(filled(product, inputs, None), detach)
 
 
 def R_op(  # noqa: N802
@@ -148,10 +147,10 @@ def R_op(  # noqa: N802
     require_vectors("R_op(ys, xs, vs)", inputs, vectors)
     require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        found = pushed(
+        product = pushed(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
-    return _given(found, detach)
+    return _result(product, detach)
 
 
 def transposed_jacobian_vector_product(
@@ -172,5 +171,5 @@ def _listed(value: Vectors) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _given(found: list[Tensor], detach: bool) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach() for tensor in found) if detach else tuple(found)
+def _result(tensors: list[Tensor], detach: bool) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in tensors) if detach else tuple(tensors)

@@ -1,4 +1,4 @@
-"""Modules of BackPACK, and what each of their documented names is here; docs/compat.md explains the table."""
+"""The documented names of BackPACK's modules, and what each is here; docs/compat.md explains the table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from packprop import examples
-from packprop.compat import context, helpers, hessianfree, options, own
+from packprop.compat import context, helpers, hessianfree, options, own, saved_quantities
 from packprop.compat.calls import TRANSPARENT, is_loss_class
 from packprop.compat.custom_module.branching import Branch, Parallel, SumModule
 from packprop.compat.custom_module.pad import Pad
@@ -110,7 +110,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.extensions.firstorder.sum_grad_squared": _catalogue("SumGradSquared"),
     "backpack.extensions.firstorder.variance": _catalogue("Variance"),
     "backpack.extensions.module_extension": _named(own, "ModuleExtension"),
-    "backpack.extensions.saved_quantities": _named(own, "SavedQuantities"),
+    "backpack.extensions.saved_quantities": _named(saved_quantities, "SavedQuantities"),
     "backpack.extensions.secondorder": _catalogue(*SECOND_ORDER),
     "backpack.extensions.secondorder.base": _named(own, "SecondOrderBackpropExtension"),
     "backpack.extensions.secondorder.diag_ggn": _catalogue(*DIAG_GGN),
@@ -140,4 +140,4 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.utils.module_classification": {"is_loss": is_loss, "is_nll": is_nll, "is_no_op": is_no_op},
     "backpack.utils.subsampling": _named(context, "subsample"),
 }
-"""Module -> name -> what it is here."""
+"""Module -> name -> the object or ``Catalogue`` entry that it stands for."""

@@ -47,13 +47,13 @@ class BackpropStrategy(_Choice):
 
     @classmethod
     def is_batch_average(cls, strategy: str) -> bool:
-        """Whether the average matrix is."""
+        """Whether the average matrix is propagated."""
         cls.check_exists(strategy)
         return strategy == cls.BATCH_AVERAGE
 
     @classmethod
     def is_sqrt(cls, strategy: str) -> bool:
-        """Whether roots are."""
+        """Whether roots are propagated."""
         cls.check_exists(strategy)
         return strategy == cls.SQRT
 
@@ -72,7 +72,7 @@ class ExpectationApproximation(_Choice):
 
 
 class ResidualModifications:
-    """What becomes of second derivatives of a layer."""
+    """What happens to the second derivatives of a layer."""
 
     @staticmethod
     def nothing(res: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Curvature(_Choice):
 
     @classmethod
     def modify_residual(cls, residual: Tensor | None, curv_type: str) -> Tensor | None:
-        """What this matrix makes of the second derivatives of a layer."""
+        """The second derivatives of a layer, as they enter this matrix."""
         if residual is None:
             return None
         cls.check_exists(curv_type)
@@ -152,7 +152,7 @@ class Curvature(_Choice):
 
 
 class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
-    """The older name of ``packprop.algorithms(convolutions="groups")``, or of what packprop chooses itself.
+    """The older name of ``packprop.algorithms(convolutions="groups")``, or of packprop's own choice.
 
     Temporary memory is bounded either way, and values are equal.
 

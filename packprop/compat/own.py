@@ -1,70 +1,42 @@
 """Extensions of users' own, written for single modules, as BackPACK has them.
 
 In packprop itself an extension is a row over functions (``packprop.types.Extension``), and works wherever a
-function does. Code written for BackPACK says instead, for each class of modules, what is made of
+function does. Code written for BackPACK says instead, for each class of modules, what is computed from
 ``module.input0``, ``module.output``, ``g_inp``, ``g_out`` and what was propagated back: that code runs here.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from packprop.compat.calls import (
-    InputGradients,
-    edge_key,
-    is_loss_class,
-    keep_calls,
-)
+from packprop.compat.calls import InputGradients, edge_key, is_loss_class, keep_calls
+from packprop.compat.saved_quantities import SavedQuantities
 from packprop.errors import BadInput, PackpropError
-from packprop.types import Extension, Seed
 
 FAIL_ERROR, FAIL_WARN, FAIL_SILENT = "ERROR", "WARNING", "SILENT"
 
-
-OURS = "packprop."
-
-
-def _note(cls: type) -> None:
-    """An extension for modules was defined outside of packprop: forward passes must keep calls from now on."""
-    if not f"{cls.__module__}.".startswith(OURS):
-        keep_calls()
+PACKAGE = "packprop."
 
 
 class Unsupported(PackpropError, NotImplementedError):
     """An extension does not know a module; a ``NotImplementedError``, as in BackPACK."""
 
 
-class SavedQuantities:
-    """What an extension propagates back, by the tensor that it has arrived at.
-
-    Args:
-        columns: Columns of the cotangent at tensors, where packprop has propagated them and nothing is saved.
-    """
-
-    def __init__(self, columns: dict[Any, Tensor] | None = None) -> None:
-        self._values: dict[Any, Any] = dict(columns or {})
-        self.are_given = columns is not None
-
-    def save_quantity(self, key: Any, quantity: Any, accumulation_function: Callable[[Any, Any], Any]) -> None:
-        """Save a quantity, or accumulate it with what is there."""
-        if key in self._values:
-            quantity = accumulation_function(self._values[key], quantity)
-        self._values[key] = quantity
-
-    def retrieve_quantity(self, key: Any, delete_old: bool) -> Any:
-        """What was saved, or nothing."""
-        return self._values.pop(key, None) if delete_old else self._values.get(key)
+def _keep_calls_for(cls: type) -> None:
+    """Let forward passes keep calls from now on, if a class is defined outside of packprop."""
+    if not f"{cls.__module__}.".startswith(PACKAGE):
+        keep_calls()
 
 
 class ModuleExtension:
     """What an extension does with one class of modules.
 
-    A method for each name in ``params``, with the arguments of ``backpropagate``, returns what is saved on the
-    parameter of that name.
+    It has one method for each name in ``params``, which takes the arguments of ``backpropagate`` and returns
+    the value that is saved on the parameter of that name.
 
     Args:
         params: Names of the module's parameters.
@@ -87,7 +59,7 @@ class ModuleExtension:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _note(cls)
+        _keep_calls_for(cls)
 
     def backpropagate(
         self,
@@ -97,7 +69,7 @@ class ModuleExtension:
         g_out: Sequence[Tensor | None],
         bpQuantities: Any,  # the name that subclasses use
     ) -> Any:
-        """What is propagated to the module's inputs.
+        """Compute what is propagated to the module's inputs.
 
         Args:
             extension: The extension that runs.
@@ -124,12 +96,12 @@ class ModuleExtension:
         g_inp: Sequence[Tensor | None],
         g_out: Sequence[Tensor | None],
     ) -> None:
-        """Save a value for each parameter; take what arrives at the output to the inputs."""
+        """Save a value for each parameter; propagate what arrives at the output to the inputs."""
         self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
-        quantities, arrived = extension.saved_quantities, None
+        quantities, arriving = extension.saved_quantities, None
         if extension.expects_backpropagation_quantities():
-            arrived = quantities.retrieve_quantity(edge_key(_kept(module, "output")), True)
-            if arrived is None and not is_loss_class(type(module)):
+            arriving = quantities.retrieve_quantity(edge_key(vars(module)["output"]), True)
+            if arriving is None and not is_loss_class(type(module)):
                 raise PackpropError(
                     f"{type(extension).__name__} was to run on a module.",
                     f"a module of type {type(module).__name__}",
@@ -140,22 +112,22 @@ class ModuleExtension:
         for name in self._params:
             parameter = getattr(module, name)
             if parameter is not None and parameter.requires_grad:
-                value = getattr(self, name)(extension, module, g_inp, g_out, arrived)
+                value = getattr(self, name)(extension, module, g_inp, g_out, arriving)
                 extension.save(parameter, value, f"{type(module).__name__}.{name}")
         if extension.expects_backpropagation_quantities() and not quantities.are_given:
-            self._take_to_inputs(extension, module, g_inp, g_out, arrived)
+            self._propagate(extension, module, g_inp, g_out, arriving)
 
-    def _take_to_inputs(
-        self, extension: BackpropExtension, module: nn.Module, g_inp: Any, g_out: Any, arrived: Any
+    def _propagate(
+        self, extension: BackpropExtension, module: nn.Module, g_inp: Any, g_out: Any, arriving: Any
     ) -> None:
-        place, inputs = 0, []
-        while (given := vars(module).get(f"input{place}")) is not None:
+        number, inputs = 0, []
+        while (given := vars(module).get(f"input{number}")) is not None:
             if isinstance(given, Tensor) and given.requires_grad:
                 inputs.append(given)
-            place += 1
+            number += 1
         if not inputs:
             return
-        value = self.backpropagate(extension, module, g_inp, g_out, arrived)
+        value = self.backpropagate(extension, module, g_inp, g_out, arriving)
         for tensor in inputs:
             extension.saved_quantities.save_quantity(
                 edge_key(tensor), value, extension.accumulate_backpropagated_quantities
@@ -167,11 +139,11 @@ class FirstOrderModuleExtension(ModuleExtension):
 
 
 class BackpropExtension:
-    """An extension made of one module extension for each class of modules.
+    """An extension that is made of module extensions, one for each class of modules.
 
     Args:
         savefield: Attribute of parameters that values are saved in.
-        module_exts: Module extensions by class; subclasses of a class are not meant.
+        module_exts: Module extensions by class; they do not apply to subclasses.
         fail_mode: For modules of other classes: ``"ERROR"``, ``"WARNING"`` if they have parameters, or
             ``"SILENT"``.
         subsampling: Indices of samples, for module extensions to read by ``get_subsampling``.
@@ -199,33 +171,33 @@ class BackpropExtension:
                 f"choose from {FAIL_ERROR!r}, {FAIL_WARN!r}, {FAIL_SILENT!r}",
             )
         self.savefield = savefield
-        self._own = module_exts
+        self._module_extensions = module_exts
         self._fail_mode = fail_mode
         self._subsampling = subsampling
         self.saved_quantities = SavedQuantities()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _note(cls)
+        _keep_calls_for(cls)
 
     @property
     def module_extensions(self) -> dict[type[nn.Module], ModuleExtension]:
         """Module extensions by class."""
-        found: dict[type[nn.Module], ModuleExtension] = self.__dict__.setdefault("_own", {})
-        return found
+        extensions: dict[type[nn.Module], ModuleExtension] = self.__dict__.setdefault("_module_extensions", {})
+        return extensions
 
     def set_module_extension(
         self, module: type[nn.Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
-        """Say what is done with a class of modules.
+        """Set what is done with a class of modules.
 
         Args:
             module: The class.
             extension: What is done.
-            overwrite: Whether it may replace what was said before.
+            overwrite: Whether it may replace an earlier one.
 
         Raises:
-            BadInput: If something was said before; a ``ValueError``.
+            BadInput: If there is an earlier one, and ``overwrite`` is false; a ``ValueError``.
         """
         keep_calls()
         if module in self.module_extensions and not overwrite:
@@ -238,7 +210,7 @@ class BackpropExtension:
         self.module_extensions[module] = extension
 
     def get_subsampling(self) -> list[int] | None:
-        """Indices of the samples that are meant; nothing for all."""
+        """Indices of the samples to look at; ``None`` for all."""
         return self._subsampling
 
     def expects_backpropagation_quantities(self) -> bool:
@@ -246,7 +218,7 @@ class BackpropExtension:
         return False
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """What becomes of two quantities that arrive at one tensor; to be overridden."""
+        """Combine two quantities that arrive at one tensor; to be overridden."""
         raise Unsupported(
             f"{type(self).__name__} was to run on a graph with branches.",
             "accumulate_backpropagated_quantities",
@@ -255,25 +227,25 @@ class BackpropExtension:
         )
 
     def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """What is done with a module.
+        """The module extension for a module.
 
         Raises:
-            Unsupported: If nothing is known of its class, and that is an error.
+            Unsupported: If its class has none, and the fail mode makes this an error.
         """
-        found = self.module_extensions.get(type(module))
-        if found is not None or self._fail_mode == FAIL_SILENT:
-            return found
-        what = f"no module extension for {type(module).__name__} was given to {type(self).__name__}"
+        extension = self.module_extensions.get(type(module))
+        if extension is not None or self._fail_mode == FAIL_SILENT:
+            return extension
+        why = f"no module extension for {type(module).__name__} was given to {type(self).__name__}"
         if self._fail_mode == FAIL_ERROR:
             raise Unsupported(
                 f"{type(self).__name__}, which saves to {self.savefield!r}, was to run on a module.",
                 f"a module of type {type(module).__name__}",
-                what,
+                why,
                 "add one by set_module_extension, or pass fail_mode='WARNING'",
             )
         if next(module.parameters(), None) is not None:
             warnings.warn(
-                f"{what}, but the module has parameters: they get no {self.savefield!r}.", stacklevel=2
+                f"{why}, but the module has parameters: they get no {self.savefield!r}.", stacklevel=2
             )
         return None
 
@@ -291,22 +263,22 @@ class BackpropExtension:
         """Save a value on a parameter, once in each pass.
 
         Raises:
-            PackpropError: If the parameter has one already from another module in the same pass.
+            PackpropError: If another module has saved one on it in the same pass.
         """
-        noted = self.__dict__.setdefault("_saved", [])
-        if any(parameter is other for other, _ in noted):
+        saved = self.__dict__.setdefault("_saved", [])
+        if any(parameter is other for other, _ in saved):
             raise PackpropError(
                 f"{type(self).__name__}, which saves to {self.savefield!r}, has a value for a parameter.",
                 where,
                 "another module has the same parameter and has saved a value on it, which this would replace",
                 "leave one of the modules out, or ask for an extension of packprop, which joins all uses",
             )
-        noted.append((parameter, value))
+        saved.append((parameter, value))
         setattr(parameter, self.savefield, value)
 
 
 class FirstOrderBackpropExtension(BackpropExtension):
-    """An extension that needs gradients alone; unknown modules are warned of."""
+    """An extension that needs gradients alone; it warns about unknown modules."""
 
     def __init__(
         self,
@@ -322,62 +294,5 @@ class SecondOrderBackpropExtension(BackpropExtension):
     """An extension that propagates something back, or reads columns of the GGN's root."""
 
     def expects_backpropagation_quantities(self) -> bool:
-        """It does."""
+        """Whether more than the gradient is propagated back: always."""
         return True
-
-
-class Catalogued(BackpropExtension):
-    """What extensions of packprop's catalogue get in addition: module extensions for some classes.
-
-    Their values replace those that packprop finds. Columns come along where the extension has any: each method
-    is handed those of the root of the GGN at the module's output, ``[v, n, *y]``.
-    """
-
-    def get_subsampling(self) -> list[int] | None:
-        """Indices of the samples that are meant; nothing for all."""
-        chosen = getattr(self, "subsampling", None)
-        return None if chosen is None else list(chosen)
-
-    def get_num_mc_samples(self) -> int:
-        """Number of Monte Carlo draws."""
-        count: int = getattr(self, "mc_samples")  # noqa: B009  # of those that have draws
-        return count
-
-    def expects_backpropagation_quantities(self) -> bool:
-        """Whether it is made of more than inputs and the gradient."""
-        return any(row.seed.kind not in ("none", "gradient") for row in self._rows)
-
-    @property
-    def _rows(self) -> Any:
-        return self.rows if isinstance(self, Extension) else ()
-
-    @property
-    def seed(self) -> Seed:
-        """What its columns are made from.
-
-        Raises:
-            Unsupported: If it has no columns that could be handed over.
-        """
-        for row in self._rows:
-            if row.seed.kind == "ggn":
-                found: Seed = row.seed
-                return found
-        raise Unsupported(
-            f"{type(self).__name__} was to run a module extension.",
-            type(self).__name__,
-            "what it propagates back are not columns of a root",
-            "leave the module extension out: packprop differentiates the module by autograd",
-        )
-
-    def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """What is done with a module instead of what packprop does."""
-        return self.module_extensions.get(type(module))
-
-
-Overrides = list[tuple[Tensor, str, Any]]
-
-
-def _kept(module: nn.Module, name: str) -> Tensor:
-    kept = vars(module)[name]
-    assert isinstance(kept, Tensor)
-    return kept

@@ -14,8 +14,9 @@ from typing import Any, Literal, ParamSpec, Unpack, overload
 import torch
 from torch import Tensor
 
+from packprop.eager.choices import Choices, Hook, Keep, bad, check_choices
 from packprop.eager.node import attach
-from packprop.eager.pieces import Choices, Hook, Keep, bad, look_over, prepare
+from packprop.eager.pieces import prepare
 
 __all__ = ["Choices", "eager_backward"]
 
@@ -71,7 +72,7 @@ def eager_backward(
             exact, cpu (from an accelerator), recompute and `torch.bfloat16` the first that fits.
         hook: Called in the backward pass with the scaled gradients of the inputs that have one,
             in order; returns what goes on instead (one tensor, or as many as it got), or None.
-        check: Look whether samples are mixed and whether pieces add up; costs time and memory.
+        check: Check whether samples are mixed and whether pieces add up; costs time and memory.
 
     Returns:
         A scalar or `[n]`, of the dtype that `fn` returned.
@@ -100,7 +101,7 @@ def eager_backward(
         hook=hook,
         check=check,
     )
-    look_over(choices)
+    check_choices(choices)
     if fn is None:
         return partial(_decorate, choices=choices)
     if not callable(fn):

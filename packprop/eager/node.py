@@ -1,4 +1,4 @@
-"""The gradient of a branch, taken piece by piece, and the node that hands it on."""
+"""The node that stands for a branch in the graph, and hands on its gradient."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.eager.choices import ASKED, Hook, bad
 from packprop.eager.pieces import (
-    ASKED,
-    Hook,
     Job,
-    bad,
     devices_of,
     freed,
 )
@@ -25,7 +23,7 @@ from packprop.tensors.random import random_numbers_from, random_states
 
 
 def attach(job: Job, leaves: list[Any]) -> Tensor:
-    """The value of a job; if anything requires a gradient, with a node that has it ready."""
+    """The value of a job; if anything requires a gradient, with a node that holds the gradient."""
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
     random = random_states(devices_of(leaves)) if may_recompute else {}
@@ -44,7 +42,7 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
     )
     if sweep.keep == "recompute":
         constants = {n: leaf for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
-        record.again = _Again(job, random, constants, list(sweep.inputs), shared)
+        record.recompute = _Recomputation(job, random, constants, list(sweep.inputs), shared)
         saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
     else:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
@@ -53,7 +51,7 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
 
 
 @dataclass
-class _Again:
+class _Recomputation:
     """How to evaluate a job once more, from saved tensors."""
 
     job: Job
@@ -62,7 +60,7 @@ class _Again:
     inputs: list[int]
     shared: list[Tensor]
 
-    def __call__(self, saved: Sequence[Tensor], arriving: Tensor, create_graph: bool) -> list[Tensor | None]:
+    def __call__(self, saved: Sequence[Tensor], cotangent: Tensor, create_graph: bool) -> list[Tensor | None]:
         job, rest = self.job, iter(saved)
         count = len(job.axes)
         leaves = [self.constants[n] if n in self.constants else next(rest) for n in range(count)]
@@ -76,9 +74,9 @@ class _Again:
                 )
         with random_numbers_from(self.random), torch.enable_grad():
             if create_graph:
-                return self._differentiably(leaves, arriving)
+                return self._differentiably(leaves, cotangent)
             known = {key_of(tensor): tensor for tensor in self.shared}
-            sweep = Sweep(job, leaves, arriving, known)
+            sweep = Sweep(job, leaves, cotangent, known)
             sweep.run()
         if sweep.shared.keys() - known.keys():
             raise PackpropError(
@@ -90,7 +88,7 @@ class _Again:
         own = [sweep.inputs.get(number) for number in self.inputs]
         return own + [sweep.shared.get(key) for key in known]
 
-    def _differentiably(self, leaves: list[Any], arriving: Tensor) -> list[Tensor | None]:
+    def _differentiably(self, leaves: list[Any], cotangent: Tensor) -> list[Tensor | None]:
         job = self.job
         for number in self.inputs:
             # A view, so that hooks on the input are left to the outer pass.
@@ -98,19 +96,28 @@ class _Again:
         value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
         targets = [leaves[number] for number in self.inputs] + self.shared
         with undisturbed(self.shared):
-            return list(torch.autograd.grad(value, targets, arriving, create_graph=True, allow_unused=True))
+            return list(torch.autograd.grad(value, targets, cotangent, create_graph=True, allow_unused=True))
 
 
 @dataclass
 class _Record:
-    """What the backward pass must know besides what is saved, in the order of the sources."""
+    """What the backward pass must know besides the saved tensors; lists are in the order of the sources.
+
+    Args:
+        like: Dtype and device of each gradient.
+        rows: Whether the cotangent of each sample scales that sample's rows.
+        inputs: How many sources the hook gets: the first ones.
+        owned: Whether nobody else holds the kept gradients.
+        hook: The user's hook.
+        recompute: How to evaluate the job once more, if that was chosen.
+    """
 
     like: list[tuple[torch.dtype, torch.device]]
     rows: list[bool]
     inputs: int
     owned: bool
     hook: Hook | None
-    again: _Again | None = None
+    recompute: _Recomputation | None = None
 
 
 class Eager(torch.autograd.Function):
@@ -125,14 +132,14 @@ class Eager(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, arriving: Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
         """The gradients of the sources."""
         record: _Record = ctx.record
         saved = _unpack(ctx)
         create_graph = torch.is_grad_enabled()
         gradients: list[Tensor | None]
-        if record.again is not None:
-            gradients = record.again(saved, arriving, create_graph)
+        if record.recompute is not None:
+            gradients = record.recompute(saved, cotangent, create_graph)
         elif create_graph:
             raise PackpropError(
                 ASKED,
@@ -141,10 +148,10 @@ class Eager(torch.autograd.Function):
                 "eager_backward(..., keep='recompute')",
             )
         else:
-            # after the last pass the kept gradient is free to be scaled in place: the memory of a second one
+            # in the last pass the kept gradient may be scaled in place, which saves the memory of a second one
             consume = record.owned and not graph_is_kept()
             entries = zip(saved, record.like, record.rows, strict=True)
-            gradients = [_scaled(kept, like, arriving, rows, consume) for kept, like, rows in entries]
+            gradients = [_scaled(kept, like, cotangent, rows, consume) for kept, like, rows in entries]
         if record.hook is not None:
             own = gradients[: record.inputs]
             gradients[: record.inputs] = _hooked(record.hook, own)
@@ -177,13 +184,13 @@ def _unpack(ctx: Any) -> tuple[Tensor, ...]:
 def _scaled(
     kept: Tensor,
     like: tuple[torch.dtype, torch.device],
-    arriving: Tensor,
+    cotangent: Tensor,
     rows: bool,
     consume: bool,
 ) -> Tensor:
     dtype, device = like
     gradient = kept.to(device, dtype, non_blocking=True)
-    factor = arriving.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else arriving
+    factor = cotangent.reshape([-1] + [1] * (gradient.ndim - 1)) if rows else cotangent
     if (consume or gradient is not kept) and gradient.layout is torch.strided:
         return gradient.mul_(factor)
     return gradient * factor

@@ -6,79 +6,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.utils import _pytree
 
+from packprop.eager.choices import Choices, bad
 from packprop.errors import BadInput
-from packprop.memory.bytes import byte_count as memory_bytes
 from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
 
-Keep = Literal["exact", "cpu", "recompute"] | torch.dtype
-Hook = Callable[..., Tensor | Sequence[Tensor] | None]
 Autocast = list[tuple[str, bool, torch.dtype]]
 
-ASKED = "eager_backward: the value of a function and, at once, its gradient"
 NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class Choices(TypedDict, total=False):
-    """The keyword arguments of `eager_backward`."""
-
-    chunks: int | None
-    axes: int | Sequence[int | None]
-    reduction: Literal["sum", "mean"]
-    weights: Tensor | None
-    keep: Keep
-    memory: int | str | None
-    hook: Hook | None
-    check: bool
-
-
-def bad(where: str, why: str, instead: str) -> BadInput:
-    """The error for an argument of `eager_backward` that cannot be used."""
-    return BadInput(ASKED, where, why, instead)
-
-
-def look_over(choices: Choices) -> None:
-    """Refuse keyword arguments that are wrong whatever the inputs are."""
-    chunks, keep, weights = choices["chunks"], choices["keep"], choices["weights"]
-    if chunks is not None and (type(chunks) is not int or chunks < 1):
-        raise bad(f"{chunks=}", "the number of pieces is a positive integer", "chunks=4, say")
-    if choices["reduction"] not in ("sum", "mean"):
-        why = "the scalars of pieces are added or averaged"
-        raise bad(f"reduction={choices['reduction']!r}", why, "'sum' or 'mean'")
-    if keep not in ("exact", "cpu", "recompute") and not (
-        isinstance(keep, torch.dtype) and keep.is_floating_point
-    ):
-        known = "'exact', 'cpu', 'recompute', or a dtype such as torch.bfloat16"
-        raise bad(f"{keep=}", "there is no such choice", known)
-    if (memory := choices["memory"]) is not None:
-        byte_count(memory)
-        if keep != "exact":
-            raise bad(f"{keep=}, {memory=}", "both say what is kept", "give one of them")
-    if weights is not None and not (
-        isinstance(weights, Tensor) and weights.ndim == 1 and weights.is_floating_point()
-    ):
-        raise bad("weights", "there is one weight per sample", "a floating point tensor [n]")
-
-
-def byte_count(memory: int | str) -> int:
-    """Bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
-    count = memory_bytes(memory)
-    if count is None:
-        raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")
-    return count
 
 
 @dataclass
 class Job:
-    """A function, how its arguments are put together and how they are cut; holds no input."""
+    """A function, and how its arguments are put together and cut; it holds no input."""
 
     fn: Callable[..., Tensor]
     choices: Choices
@@ -96,7 +44,7 @@ class Job:
 
     @property
     def where(self) -> str:
-        """What errors call the function."""
+        """The name of the function in errors."""
         return str(getattr(self.fn, "__qualname__", type(self.fn).__name__))
 
     @property
@@ -116,7 +64,7 @@ class Job:
             yield start, length, piece
 
     def evaluate(self, piece: list[Any], length: int) -> Tensor:
-        """The value of one piece, looked over, with its weights and its share of a mean."""
+        """The value of one piece, checked, with its weights and its share of a mean."""
         tensors = [leaf for leaf in piece if isinstance(leaf, Tensor)]
         versions = [version(tensor) for tensor in tensors]
         inputs = put_together(piece, self.specs)
@@ -130,7 +78,7 @@ class Job:
             raise
         if versions != [version(tensor) for tensor in tensors]:
             raise self._changed()
-        self._look_over(output, piece)
+        self._check_output(output, piece)
         mean = self.choices["reduction"] == "mean" and self.axis is not None
         if mean and output.ndim and self.axis == 0:
             why = "the values per sample of pieces are joined, not averaged"
@@ -147,20 +95,20 @@ class Job:
             return torch.cat(values)
         return torch.stack(values).sum(0, dtype=accumulation_dtype(values[0].dtype)).to(values[0].dtype)
 
-    def seed(self, output: Tensor, arriving: Tensor | None, start: int) -> Tensor | None:
-        """What is fed in at the value of one piece."""
-        if arriving is None:
+    def seed(self, output: Tensor, cotangent: Tensor | None, start: int) -> Tensor | None:
+        """The cotangent at the value of one piece; None for one."""
+        if cotangent is None:
             return torch.ones_like(output) if output.ndim else None
         if output.ndim and self.axis == 0:
-            return arriving.narrow(0, start, len(output))
-        return arriving
+            return cotangent.narrow(0, start, len(output))
+        return cotangent
 
     def _changed(self) -> BadInput:
         why = "it changed an input in place, or another leaf, which others still use"
         return bad(self.where, why, "clone the input first, or use the out-of-place function")
 
-    def _look_over(self, output: Any, piece: list[Any]) -> None:
-        """Refuse what is neither a scalar nor one value per sample; find the samples' rows."""
+    def _check_output(self, output: Any, piece: list[Any]) -> None:
+        """Refuse outputs that are neither a scalar nor one value per sample; note which leaves hold samples."""
         if not isinstance(output, Tensor):
             several = isinstance(output, Sequence) and not isinstance(output, str)
             got = f"{len(output)} values" if several else f"a {type(output).__name__}"
@@ -172,15 +120,15 @@ class Job:
         weights = self.choices["weights"]
         if output.ndim == 0 and weights is None:
             return
-        bearers = {
+        cut = {
             number: leaf
             for number, (leaf, axis) in enumerate(zip(piece, self.axes, strict=True))
             if axis is not None and number != self.weights
         }
-        rows = {number for number, leaf in bearers.items() if output.shape == leaf.shape[:1]}
-        need = {number for number, leaf in bearers.items() if leaf.requires_grad}
-        if not (rows & need or (rows and not need)):
-            shapes = ", ".join(str(list(leaf.shape)) for leaf in bearers.values()) or "none"
+        rows = {number for number, leaf in cut.items() if output.shape == leaf.shape[:1]}
+        trained = {number for number, leaf in cut.items() if leaf.requires_grad}
+        if not (rows & trained or (rows and not trained)):
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in cut.values()) or "none"
             raise bad(
                 self.where,
                 f"it returned the shape {list(output.shape)}; inputs with samples: {shapes}",
@@ -200,22 +148,22 @@ class Job:
 def prepare(
     fn: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any], choices: Choices
 ) -> tuple[Job, list[Any]]:
-    """The job of one call, and the leaves of all its arguments, weights last."""
+    """The job of one call, and the leaves of all its arguments, with the weights last."""
     axes, chunks, weights = choices["axes"], choices["chunks"], choices["weights"]
     if isinstance(axes, Sequence) and len(axes) != len(inputs):
         raise bad(f"{axes=}", f"there are {len(inputs)} inputs", "give one entry per input")
     specs: list[Any] = []
     leaves: list[Any] = []
-    found: list[int | None] = []
+    leaf_axes: list[int | None] = []
     for number, argument in enumerate((*inputs, named) if named else inputs):
-        own, spec = take_apart(argument)
+        own_leaves, spec = take_apart(argument)
         axis = (*axes, None)[number] if isinstance(axes, Sequence) else axes
         specs.append(spec)
-        leaves += own
-        found += [_axis(leaf, axis, strict=chunks is not None) for leaf in own]
+        leaves += own_leaves
+        leaf_axes += [_axis(leaf, axis, strict=chunks is not None) for leaf in own_leaves]
     spans = [(0, 1)]
     if chunks is not None:
-        pairs = zip(leaves, found, strict=True)
+        pairs = zip(leaves, leaf_axes, strict=True)
         sizes = sorted({leaf.shape[axis] for leaf, axis in pairs if axis is not None})
         if len(sizes) != 1:
             why = f"the inputs' sizes along the axis to cut are {sizes}, not one number"
@@ -226,8 +174,8 @@ def prepare(
         spans = [(start, end - start) for start, end in pairwise(ends)]
     if weights is not None:
         leaves.append(weights)
-        found.append(0 if chunks is None or 0 in found else None)
-        if chunks is not None and found[-1] == 0 and len(weights) != sizes[0]:
+        leaf_axes.append(0 if chunks is None or 0 in leaf_axes else None)
+        if chunks is not None and leaf_axes[-1] == 0 and len(weights) != sizes[0]:
             raise bad("weights", f"{len(weights)} for {sizes[0]} samples", "give one weight per sample")
     for leaf in leaves:
         if type(leaf) in (Tensor, nn.Parameter) and freed(leaf):
@@ -237,7 +185,7 @@ def prepare(
     autocast = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds - {"meta"}
     ]
-    return Job(fn, choices, specs, found, spans, autocast, bool(named)), leaves
+    return Job(fn, choices, specs, leaf_axes, spans, autocast, bool(named)), leaves
 
 
 def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
@@ -253,7 +201,7 @@ def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
 
 def take_apart(argument: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of an argument."""
-    # torch.utils._pytree is private, and the one register of what users' containers are.
+    # torch.utils._pytree is private, and the only register of users' own containers.
     return ([argument], None) if isinstance(argument, Tensor) else _pytree.tree_flatten(argument)
 
 
@@ -276,10 +224,10 @@ def freed(tensor: Tensor) -> bool:
 
 
 # NOTE [What a branch must not share]
-# Autocast keeps the low-precision copies of parameters for the rest of the forward pass, with their
-# piece of graph: a branch that found one there would lead into the graph around it, and one that
-# left its own there would hand out a freed graph. Hooks on saved tensors, which checkpointing and
-# offloading set, would make the branch be evaluated twice, or travel.
+# Autocast keeps low-precision copies of parameters, with their piece of graph, for the rest of the
+# forward pass. A branch that used such a copy would lead into the graph around it; a branch that left
+# its own copy there would hand out a freed graph. Hooks on saved tensors, which checkpointing and
+# offloading set, would make the branch be evaluated twice, or its tensors be moved.
 
 
 def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
@@ -289,8 +237,8 @@ def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextM
         for kind, enabled, dtype in autocast
         if enabled or torch.is_autocast_enabled(kind)
     ]
-    # Under hooks, even ones that do nothing, PyTorch no longer notices that a saved tensor was changed,
-    # so they are set only where there are others. In 2.6 a branch inside a checkpoint is evaluated once more.
+    # Under hooks, even ones that do nothing, PyTorch no longer notices that a saved tensor was changed: they
+    # are set only where others are in force. In 2.6 a branch inside a checkpoint is evaluated once more.
     if hooks_in_force() is not None:
         contexts.append(graph.saved_tensors_hooks(_same, _same))
     if not contexts:

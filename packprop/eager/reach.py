@@ -13,22 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.eager.pieces import ASKED, NOTHING
+from packprop.eager.choices import ASKED
+from packprop.eager.pieces import NOTHING
 from packprop.errors import PackpropError
 
 Key = tuple[Any, int]
-"""What tells tensors of a graph apart: node and output number; for leaves, the `id` and 0."""
+"""Identifies a tensor of a graph: its node and output number; for a leaf, its `id` and 0."""
 
 with torch.enable_grad():
     _ANY: Any = torch.empty(0, device="cpu", requires_grad=True).view(0)
 _ACCUMULATE_GRAD: Any = type(_ANY.grad_fn.next_functions[0][0])
 
 SEARCH_LIMIT = 20_000
-"""How many objects that a function refers to are looked at for a tensor that it uses."""
+"""At most this many objects that a function refers to are searched for a tensor that it uses."""
 
 
 def key_of(tensor: Tensor) -> Key:
-    """What a tensor is called here."""
+    """The key of a tensor."""
     node = tensor.grad_fn
     return (id(tensor), 0) if node is None else (node, tensor.output_nr)
 
@@ -40,7 +41,7 @@ def clock() -> int:
     # between the clock at its start and its value. The number is private (`Node._sequence_nr`), and
     # nothing public tells nodes of a branch, which may be differentiated and freed, from those of
     # the graph around it, which must be left alone.
-    # Made on the spot, so that it belongs to whatever mode is on: fake tensors, counted tensors.
+    # The tensor is made on the spot, so that it obeys the mode that is on: fake tensors, counted tensors.
     return _number(torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn)
 
 
@@ -51,26 +52,26 @@ def _number(node: Any) -> int:
 def reached(
     output: Tensor, since: int, known: Mapping[Key, Tensor], fn: Callable[..., Any]
 ) -> tuple[dict[Key, Tensor], bool]:
-    """The tensors that a branch starts from: its leaves, and what it takes from the graph around.
+    """The tensors that a branch starts from: its leaves, and tensors of the graph around it.
 
     Args:
         output: The value of the branch.
         since: The `clock` before it was computed.
         known: Tensors that are known to lie outside.
-        fn: The function that computed it: what lies outside is looked for by its names.
+        fn: The function that computed it; its names are searched for tensors that lie outside.
 
     Returns:
-        The tensors, and whether the graph must outlive its differentiation because it is in doubt
-        where it ends.
+        The tensors, and whether the graph must be kept after its differentiation, because it is in
+        doubt where the branch ends.
     """
     if threading.get_ident() != threading.main_thread().ident:
-        # What was made in another thread bears that thread's numbers: look for it by name instead.
+        # Nodes of another thread are numbered by that thread's count: look for tensors by name instead.
         known = {key_of(tensor): tensor for _, tensor in tensors_of(fn)} | dict(known)
     root: Any = output.grad_fn
     if root is None:
         return {key_of(output): output}, False
     until, doubt = _number(root), False
-    found: dict[Key, Tensor] = {}
+    sources: dict[Key, Tensor] = {}
     outside: set[Key] = set()
     seen: set[Any] = set()
     stack: list[Any] = [((root, output.output_nr),)]
@@ -79,32 +80,32 @@ def reached(
             if node is None or node in seen:
                 continue
             if type(node) is _ACCUMULATE_GRAD:
-                found[id(node.variable), 0] = node.variable
+                sources[id(node.variable), 0] = node.variable
             elif (node, number) in known or not since <= _number(node) <= until:
                 outside.add((node, number))
             else:
                 seen.add(node)
                 stack.append(node.next_functions)
         if outside and not stack:
-            found |= _by_name(outside, known, fn)
-            lost = outside - found.keys()
+            sources |= _by_name(outside, known, fn)
+            lost = outside - sources.keys()
             if lost and not _has_threads(output.device):
                 raise _hidden(lost.pop()[0], fn)
-            # They are the branch's own, if it differentiates in turn; if not, no harm is done to them.
+            # If the branch differentiates, these nodes are its own; if not, the graph is kept and they stay intact.
             doubt = doubt or bool(lost)
             seen |= {node for node, _ in lost}
             stack += [node.next_functions for node, _ in lost]
             outside.clear()
-    return found, doubt
+    return sources, doubt
 
 
 def _has_threads(device: torch.device) -> bool:
-    """Whether gradients of tensors there are computed, and their nodes made, in a thread apart."""
+    """Whether autograd computes gradients on this device, and makes their nodes, in a separate thread."""
     return device.type != "cpu"
 
 
 def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:
-    """Those tensors at edges out of a branch that are known, or that some name leads to."""
+    """The tensors at edges out of a branch that are known, or that a name leads to."""
     found = {edge: known[edge] for edge in edges if edge in known}
     if len(found) < len(edges):
         for _, tensor in tensors_of(fn):
@@ -179,7 +180,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Global names in a function's code, that of its comprehensions and lambdas included."""
+    """Global names in a function's code and in that of its comprehensions and lambdas."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -187,7 +188,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Differentiate with respect to `tensors` without running what hangs on them.
+    """Let `tensors` be differentiated with respect to, without running the hooks on them.
 
     Hooks on these tensors belong to the outer backward pass, in which the kept gradient arrives.
     """
@@ -197,7 +198,7 @@ def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    # Tensor._backward_hooks is private; hooks can be taken off in public only by their owners.
+    # Tensor._backward_hooks is private; in public, only the owner of a hook can remove it.
     hooks = [dict(tensor._backward_hooks or {}) for tensor in tensors]
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
     for tensor in tensors:

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.eager.choices import ASKED, Keep, bad, byte_count
+from packprop.eager.keeping import choose_keep, to_keep
 from packprop.eager.pieces import (
-    ASKED,
     Job,
-    Keep,
-    bad,
-    byte_count,
     devices_of,
     surroundings,
 )
@@ -25,12 +23,12 @@ from packprop.tensors.random import random_states
 
 
 class Sweep:
-    """Evaluates a job piece by piece; takes each piece's gradient, then lets its graph go.
+    """Evaluates a job piece by piece; takes each piece's gradient, then frees its graph.
 
     Args:
         job: What to evaluate.
         leaves: The tensors and constants of its arguments.
-        arriving: What the value's gradient is; None for ones, before the backward pass.
+        cotangent: The gradient of the value; None for ones, before the backward pass.
         known: Tensors that the branch is known to take from the graph around it.
     """
 
@@ -38,12 +36,12 @@ class Sweep:
         self,
         job: Job,
         leaves: list[Any],
-        arriving: Tensor | None = None,
+        cotangent: Tensor | None = None,
         known: Mapping[Key, Tensor] | None = None,
     ) -> None:
-        self.job, self.leaves, self.arriving, self.known = job, leaves, arriving, known or {}
-        self.keep: Keep = "exact" if arriving is not None else job.choices["keep"]
-        self.budget = None if arriving is not None else job.choices["memory"]
+        self.job, self.leaves, self.cotangent, self.known = job, leaves, cotangent, known or {}
+        self.keep: Keep = "exact" if cotangent is not None else job.choices["keep"]
+        self.budget = None if cotangent is not None else job.choices["memory"]
         self.inputs: dict[int, Tensor] = {}
         self.shared: dict[Key, Tensor] = {}
         self.outside: dict[Key, Tensor] = {}
@@ -54,22 +52,23 @@ class Sweep:
         detached = list(self.leaves)
         for number in self._differentiable(self.leaves):
             detached[number] = detached[number].detach()
-        check = self.job.choices["check"] and self.arriving is None
+        check = self.job.choices["check"] and self.cotangent is None
         for number, (start, length, piece) in enumerate(self.job.split(detached)):
             before = random_states(devices_of(piece)) if check else {}
             self._piece(start, length, piece)
             if check and number == 1:
                 self._compare(detached, before)
-        self.inputs = {n: self._settle(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
-        self.shared = {key: self._settle(g, self.outside[key]) for key, g in self.shared.items()}
+        self.inputs = {n: self._final(self.inputs[n], self.leaves[n]) for n in sorted(self.inputs)}
+        self.shared = {key: self._final(g, self.outside[key]) for key, g in self.shared.items()}
         return self.job.join(self.values)
 
-    def _settle(self, gradient: Tensor, like: Tensor) -> Tensor:
+    def _final(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """The gradient of all pieces, as it is kept."""
         if self.keep == "recompute":
             return gradient
-        # A sum over pieces was wider than what it is a sum of.
+        # A sum over pieces is of a wider dtype than its terms.
         rounded = gradient if isinstance(self.keep, torch.dtype) else gradient.to(like.dtype)
-        return put_by(rounded, self.keep)
+        return to_keep(rounded, self.keep)
 
     @staticmethod
     def _differentiable(leaves: list[Any]) -> list[int]:
@@ -90,38 +89,38 @@ class Sweep:
                 instead = "compute it without detach, .data and no_grad, or call fn by itself"
                 raise bad(job.where, why, instead)
             return
-        found, doubt = reached(output, since, self.known, job.fn)
-        aliases = {key: n for n in numbers if (key := (id(piece[n]), 0)) in found}
-        outside = {key: tensor for key, tensor in found.items() if key not in aliases}
-        if self.arriving is None:
-            self._look_over(output, piece, aliases, outside)
+        sources, doubt = reached(output, since, self.known, job.fn)
+        own = {key: n for n in numbers if (key := (id(piece[n]), 0)) in sources}
+        outside = {key: tensor for key, tensor in sources.items() if key not in own}
+        if self.cotangent is None:
+            self._decide(output, piece, own, outside)
         self.outside |= outside
         if self.keep == "recompute":
-            for number in aliases.values():
+            for number in own.values():
                 self.inputs.setdefault(number, self.leaves[number])
             self.shared |= outside
             return
-        targets = [found[key] for key in aliases] + list(outside.values())
+        targets = [sources[key] for key in own] + list(outside.values())
         with surroundings(job.autocast, backward=True), undisturbed(outside.values()):
-            seed = job.seed(output, self.arriving, start)
+            seed = job.seed(output, self.cotangent, start)
             gradients = torch.autograd.grad(output, targets, seed, retain_graph=doubt, allow_unused=True)
-        for number, gradient in zip(aliases.values(), gradients, strict=False):
+        for number, gradient in zip(own.values(), gradients, strict=False):
             axis = job.axes[number]
             where = None if axis is None else (axis, start, length)
             self._add(self.inputs, number, gradient, self.leaves[number], where)
-        for key, gradient in zip(outside, gradients[len(aliases) :], strict=True):
+        for key, gradient in zip(outside, gradients[len(own) :], strict=True):
             self._add(self.shared, key, gradient, outside[key])
 
-    def _look_over(
+    def _decide(
         self, output: Tensor, piece: list[Any], own: dict[Key, int], outside: dict[Key, Tensor]
     ) -> None:
-        """Before a gradient is kept: can it be scaled, does it fit, are samples independent?"""
+        """Decide what is kept; refuse gradients that cannot be scaled and, under ``check``, mixed samples."""
         job = self.job
         whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
         shared = [*whole, *outside.values()] if job.rows else []
         if self.budget is not None:
             targets = [self.leaves[n] for n in own.values()] + list(outside.values())
-            self.keep = choose(byte_count(self.budget), self.leaves, targets, bool(shared))
+            self.keep = choose_keep(byte_count(self.budget), self.leaves, targets, bool(shared))
             self.budget = None
         if shared and self.keep != "recompute":
             names = {id(tensor): name for name, tensor in tensors_of(job.fn)}
@@ -158,11 +157,11 @@ class Sweep:
             store[key].add_(gradient)
         else:
             if key not in store:
-                store[key] = put_by(torch.zeros_like(like), self.keep)
+                store[key] = to_keep(torch.zeros_like(like), self.keep)
             store[key].narrow(*where).copy_(gradient, non_blocking=True)
 
     def _compare(self, leaves: list[Any], before: dict[torch.device, Tensor]) -> None:
-        """Refuse a function whose first two pieces together give another value than apart."""
+        """Refuse a function whose value for its first two pieces together is not that of the two joined."""
         job = self.job
         after = random_states(devices_of(leaves))
         if any(not torch.equal(state, after[device]) for device, state in before.items()):
@@ -192,70 +191,26 @@ class Sweep:
 def probe(output: Tensor, rows: dict[int, Tensor], where: str) -> None:
     """Refuse a function in which the value of a sample depends on another sample's input.
 
-    Two samples differ in some binary digit of their numbers: with the values whose digit is set
-    as the seed, and with the others, any dependence shows in a row that should have none.
+    Two samples differ in some binary digit of their numbers. For each digit, one seed selects the
+    values of samples that have it set, one the others: any dependence between two samples shows as a
+    gradient in the row of a sample that was not selected.
     """
     index = torch.arange(len(output), device=output.device)
     for digit in range((len(output) - 1).bit_length()):
         ones = index >> digit & 1 == 1
-        for fed in (ones, ~ones):
+        for selected in (ones, ~ones):
             gradients = torch.autograd.grad(
-                output, list(rows.values()), fed.to(output), retain_graph=True, allow_unused=True
+                output, list(rows.values()), selected.to(output), retain_graph=True, allow_unused=True
             )
             for number, gradient in zip(rows, gradients, strict=True):
                 if gradient is None:
                     continue
-                leak = gradient[~fed].nan_to_num(0).ne(0).reshape(len(gradient[~fed]), -1).any(1)
+                leak = gradient[~selected].nan_to_num(0).ne(0).reshape(len(gradient[~selected]), -1).any(1)
                 if leak.any():
-                    sample = index[~fed][leak][0].item()
+                    sample = index[~selected][leak][0].item()
                     raise bad(
                         where,
                         f"values of other samples depend on sample {sample} of input {number}, "
                         "so a factor per sample cannot scale its gradient",
                         "return the sum over samples, or keep='recompute'",
                     )
-
-
-def choose(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) -> Keep:
-    """What to keep within a budget: exact gradients first, rounded ones last.
-
-    Args:
-        budget: Bytes that may be kept on the devices of `targets`.
-        leaves: All inputs.
-        targets: Those inputs and outside tensors whose gradients would be kept.
-        shared: Whether values per sample meet a gradient that all samples share.
-    """
-
-    def size(tensors: list[Tensor], most: int = 16) -> int:
-        return sum(tensor.numel() * min(tensor.element_size(), most) for tensor in tensors)
-
-    offers: list[tuple[int, Keep]] = [(size(targets), "exact")]
-    if any(tensor.device.type != "cpu" for tensor in targets):
-        offers.append((size([tensor for tensor in targets if tensor.device.type == "cpu"]), "cpu"))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    again: tuple[int, Keep] = (size(inputs), "recompute")
-    offers = [again] if shared else [*offers, again, (size(targets, 2), torch.bfloat16)]
-    for need, keep in offers:
-        if need <= budget:
-            return keep
-    floor, keep = min(offers, key=lambda offer: offer[0])
-    raise PackpropError(
-        ASKED,
-        f"memory={budget} bytes",
-        f"the least that can be kept is {floor} bytes, with keep={keep!r}",
-        f"allow {floor} bytes; or let fn compute the penalty from a smaller tensor",
-    )
-
-
-def put_by(gradient: Tensor, keep: Keep) -> Tensor:
-    """A gradient as it waits for the backward pass; none that holds on to other memory."""
-    if gradient.layout is not torch.strided:
-        return gradient
-    if isinstance(keep, torch.dtype) and gradient.is_floating_point():
-        gradient = gradient.to(keep)
-    elif keep == "cpu" and gradient.device.type != "cpu":
-        host = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
-        return host.copy_(gradient, non_blocking=True)
-    if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
-        return gradient.clone()
-    return gradient

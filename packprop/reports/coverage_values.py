@@ -1,4 +1,4 @@
-"""What one forward pass showed of the parameters of a model, as values that print."""
+"""What one forward pass shows about the parameters of a model, as values that print."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Consumption:
 
     Args:
         function: The torch function that was seen.
-        structure: How the parameter enters it; ``Dense`` where per-sample gradients are formed.
+        structure: How the parameter enters the function; ``Dense`` where per-sample gradients are formed.
         direct: Whether the parameter itself was its argument, not a tensor computed from it.
-        refusal: Why nothing can be computed for it, or nothing.
+        refusal: Why nothing can be computed for it; empty if something can.
     """
 
     function: str
@@ -32,18 +32,18 @@ class Consumption:
 
 @dataclass(frozen=True)
 class ParameterCoverage:
-    """What is known of one parameter.
+    """What is known about one parameter.
 
     Args:
-        name: In the model; the first of its names if it is tied.
+        name: Its name in the model; the first one if it is tied.
         aliases: Its other names.
         shape: Its shape ``[*p]``.
         layer: Class of the module that owns it.
         trainable: Whether it requires a gradient.
-        uses: Where it was used, those nearest to the output first.
-        missing: The nodes that use it without a record.
-        factors: Of KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
-        hessian: How the Hessian's diagonal is taken, by NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
+        uses: Its uses, those nearest to the output first.
+        missing: The nodes that use it, but were not recorded.
+        factors: Its factors in KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
+        hessian: The route to the Hessian's diagonal, see NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
             ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
             unknown.
     """
@@ -76,7 +76,7 @@ ROUTES = {
     "parameter": "Hessian columns in the parameter itself, entry by entry",
     "refused": "PyTorch has no second derivative of a function on the way, or a wrong one",
 }
-"""What ``ParameterCoverage.hessian`` says."""
+"""What the words of ``ParameterCoverage.hessian`` mean."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Family:
     """Extensions that want the same seeds.
 
     Args:
-        name: What they are about.
+        name: What they compute.
         extensions: Their names.
         applies: Whether they can be asked for.
-        why: Why not, or under what condition.
+        why: Why they cannot, or under what condition they can.
     """
 
     name: str
@@ -98,14 +98,14 @@ class Family:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one forward pass showed; prints as two tables.
+    """What one forward pass shows; prints as two tables.
 
     Args:
         parameters: By name, in the model's order.
-        families: Of the catalogue.
-        samples: Number of samples in the batch; 0 if they are not separate.
+        families: The families of the catalogue.
+        samples: Number of samples in the batch; 0 if they cannot be told apart.
         mixers: Layers that mix samples.
-        refusal: The error that a backward pass with any extension would raise; prints below.
+        refusal: The error that a backward pass with any extension would raise; printed below the tables.
     """
 
     parameters: dict[str, ParameterCoverage]
@@ -116,7 +116,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every trainable parameter gets every quantity of single samples."""
+        """Whether every trainable parameter gets every per-sample quantity."""
         return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
 
     def __rich__(self) -> Group:
@@ -128,9 +128,9 @@ class Coverage:
             names = f"{family.name}: {', '.join(family.extensions)}"
             why = family.why if self.refusal is None else "see below"
             below.add_row(names, "yes" if family.applies else "no", why)
-        counts = [p.state for p in self.parameters.values()]
-        found = [f"{counts.count(state)} {state}" for state in dict.fromkeys(counts)]
-        lines = [f"{self.samples} samples; parameters: {', '.join(found) or 'none'}"]
+        states = [p.state for p in self.parameters.values()]
+        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+        lines = [f"{self.samples} samples; parameters: {', '.join(counts) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
         routes = {parameter.hessian for parameter in self.parameters.values()}
         lines += [f"Hessian diagonals, {route}: {text}" for route, text in ROUTES.items() if route in routes]

@@ -6,7 +6,7 @@ with what plain autograd says of one sample at a time, raises ``CheckFailed``, a
 ``AssertionError``, where they differ, and returns a ``Report`` that prints.
 """
 
-from packprop.testing.laws import check_extension
+from packprop.testing.extensions import check_extension
 from packprop.testing.models import check_model
 from packprop.testing.report import CheckFailed, Comparison, Report
 from packprop.testing.uses import check_use

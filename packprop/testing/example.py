@@ -1,4 +1,4 @@
-"""A call of a function that is checked, taken apart into samples."""
+"""A call of the function that is checked, which can be made for some of its samples only."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from packprop.functions.entry import Call, Entry, name_of
 from packprop.functions.registry import RULES
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.testing.loops import (
-    differentiable,
-    fixed_random_state,
-    places,
-)
+from packprop.testing.loops import layouts_of
+from packprop.testing.problem import differentiable, fixed_random_state
 from packprop.testing.report import Ledger
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
+"""Positional and keyword arguments."""
 
 Make = Callable[[int], Any]
+"""From a number of samples to arguments."""
 
 
 @dataclass
@@ -36,11 +34,11 @@ class Example:
     Args:
         function: The function.
         tensors: All tensors among the arguments, parameters included, in order.
-        names: What each of them is called.
-        axes: Where each of them holds the samples; ``None`` if it does not.
-        build: Positional and keyword arguments with other tensors in these places.
-        samples: How many samples there are.
-        places: Where the outputs hold the samples.
+        names: Their names.
+        axes: The axis on which each of them holds the samples; ``None`` if it holds none.
+        build: Makes the arguments with other tensors in place of these.
+        samples: Number of samples.
+        layouts: Where the outputs hold the samples.
     """
 
     function: Callable[..., Any]
@@ -49,14 +47,14 @@ class Example:
     axes: list[int | None]
     build: Callable[[Sequence[Tensor]], Arguments]
     samples: int
-    places: list[Layout] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """The trainable tensors among the arguments, by name."""
         pairs = zip(self.names, self.tensors, strict=True)
-        found = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
-        return dict(found.values())
+        named = {id(tensor): (name, tensor) for name, tensor in pairs if tensor.requires_grad}
+        return dict(named.values())
 
     @cached_property
     def call(self) -> Call:
@@ -99,24 +97,24 @@ def make_example(
     samples: int,
     like: Example | None = None,
 ) -> Example:
-    """Arguments for some samples; with the parameters of another example, if one is given."""
+    """Arguments for a number of samples, with the parameters of another example if one is given."""
     with fixed_random_state(seed=0 if like is None else 1):
-        made, more = (_split(make(count)) for count in (samples, samples + 1))
-    found, grown = list(tensors_in(made)), list(tensors_in(more))
-    if len(found) != len(grown):
+        arguments, larger = (_split(make(count)) for count in (samples, samples + 1))
+    given, grown = list(tensors_in(arguments)), list(tensors_in(larger))
+    if len(given) != len(grown):
         raise _bad(function, "the number of tensors depends on the number of samples")
-    names = _names(function, *made)
+    names = _names(function, *arguments)
     tensors: list[Tensor] = []
     axes: list[int | None] = []
-    kept: dict[int, Tensor] = {}
-    for place, (tensor, other) in enumerate(zip(found, grown, strict=True)):
-        wide = tensor.detach().double() if tensor.is_floating_point() else tensor
+    parameters: dict[int, Tensor] = {}
+    for place, (tensor, other) in enumerate(zip(given, grown, strict=True)):
+        double = tensor.detach().double() if tensor.is_floating_point() else tensor
         if tensor.requires_grad:
-            new = nn.Parameter(wide.clone()) if like is None else like.tensors[place]
-            tensors.append(kept.setdefault(id(tensor), new))
+            new = nn.Parameter(double.clone()) if like is None else like.tensors[place]
+            tensors.append(parameters.setdefault(id(tensor), new))
             axes.append(None)
             continue
-        tensors.append(wide)
+        tensors.append(double)
         pairs = list(zip(tensor.shape, other.shape, strict=False))
         changed = [a for a, pair in enumerate(pairs) if pair == (samples, samples + 1)]
         if len(changed) > 1 or tensor.dim() != other.dim():
@@ -127,23 +125,23 @@ def make_example(
     if not any(tensor.requires_grad for tensor in tensors):
         raise _bad(function, "no tensor is an nn.Parameter")
 
-    def build(given: Sequence[Tensor]) -> Arguments:
-        remaining = iter(given)
-        args, kwargs = map_tensors(lambda _: next(remaining), made)
+    def build(replacements: Sequence[Tensor]) -> Arguments:
+        remaining = iter(replacements)
+        args, kwargs = map_tensors(lambda _: next(remaining), arguments)
         return args, kwargs
 
     example = Example(function, tensors, names, axes, build, samples)
     singles = [example.outputs(example.some(n)) for n in range(samples)]
-    example.places = places(ledger.subject, example.outputs(), singles)
-    if not example.places:
+    example.layouts = layouts_of(ledger.subject, example.outputs(), singles)
+    if not example.layouts:
         raise _bad(function, "with these arguments no output requires a gradient")
     return example
 
 
-def _split(made: Any) -> Arguments:
-    if isinstance(made, dict):
-        return (), made
-    return (tuple(made) if isinstance(made, (tuple, list)) else (made,)), {}
+def _split(value: Any) -> Arguments:
+    if isinstance(value, dict):
+        return (), value
+    return (tuple(value) if isinstance(value, (tuple, list)) else (value,)), {}
 
 
 def _bad(function: Callable[..., Any], why: str) -> BadInput:
@@ -157,7 +155,7 @@ def _bad(function: Callable[..., Any], why: str) -> BadInput:
 
 
 def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """What tensors among the arguments are called: by the function's signature, if it has one."""
+    """Names of the tensors among the arguments, from the function's signature if it has one."""
     try:
         known = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # most functions of torch

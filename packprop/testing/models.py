@@ -12,8 +12,9 @@ from packprop import extensions as catalogue
 from packprop.context import check_extensions
 from packprop.errors import PackpropError
 from packprop.testing.laws import check_laws, require_all
-from packprop.testing.loops import Loops, Problem, double_precision
+from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved
+from packprop.testing.problem import Problem, double_precision
 from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
 from packprop.types import Extension, Seed
 
@@ -36,8 +37,9 @@ DIAGONALS: dict[type[Extension], Callable[[Tensor], Tensor]] = {
 }
 """From GGN diagonals of single samples ``[n, *p]`` to values."""
 DRAWS = 4096
+"""Monte Carlo draws that are compared with the Hessian."""
 DEVIATIONS = 6.0
-"""Standard errors that a second moment of draws may be off, beside 1 % of the largest entry."""
+"""A second moment of draws may be off by this many standard errors and 1 % of the largest entry."""
 
 
 def check_model(
@@ -52,7 +54,7 @@ def check_model(
 ) -> Report:
     """Compare values of a model's parameters with loops over samples, in double precision.
 
-    Copies are checked; nothing of the user's is changed. Time grows with samples times outputs of
+    It checks copies; nothing of the user's is changed. Time grows with samples times outputs of
     the model. Extensions that no loop is known for are tested by the laws of ``check_extension``.
     By default the loss's Monte Carlo draws are compared with its Hessian, too: within six standard
     errors.
@@ -65,7 +67,7 @@ def check_model(
         targets: What the loss takes beside the model's outputs.
         extensions: What to compare; by default all of first order and, unless the engine refuses
             them, exact GGNs.
-        axis: Where tensors among the inputs hold the samples.
+        axis: The axis on which tensors among the inputs hold the samples.
         tolerance: Largest relative error allowed.
 
     Returns:
@@ -95,9 +97,9 @@ def check_model(
 
 
 def compare(ledger: Ledger, problem: Problem, extensions: Sequence[Extension]) -> Loops:
-    """Values of extensions, and the gradient, with loops."""
+    """Compare the gradient and the values of extensions with loops over samples."""
     loss, _ = problem.forward()
-    samples = graph_of(loss).samples  # first: the engine's refusals say more than failed laws
+    samples = graph_of(loss).samples  # first, because the engine's refusals say more than failed laws
     if samples != problem.samples:
         raise CheckFailed(
             f"{ledger.subject}: numbers of samples were compared.",
@@ -132,14 +134,14 @@ def _compare_with_loops(
             for name, diagonal in diagonals.items()
         }
     elif kind is catalogue.SqrtGGNExact:
-        # a root is known up to rotations of its columns; what its square makes of vectors is not
+        # a root is known up to rotations of its columns; products with its square are unique
         vectors = {name: torch.randn(shapes[name].numel(), 3).to(value[name]) for name in names}
         roots = {name: value[name].reshape(*value[name].shape[:2], -1) for name in names}
         value = {name: torch.einsum("vnp,vnk->npk", roots[name], roots[name] @ vectors[name]) for name in names}
         expected = {name: loops.products(name, vectors[name])[index] for name in names}
     else:
         ledger.notes.append(f"{extension.name}: by its laws alone; no loop is known for it")
-        check_laws(ledger, problem, extension, None)
+        check_laws(ledger, problem, extension)
         return
     ledger.same(extension.name, value, expected, f"{problem.samples} samples")
 

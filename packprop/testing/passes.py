@@ -1,9 +1,11 @@
-"""Passes that the checks run."""
+"""Passes of the engine that the checks run, and what they compute."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +19,15 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
-from packprop.testing.loops import Loops, Problem, fixed_random_state
+from packprop.testing.loops import Loops
+from packprop.testing.problem import Problem, fixed_random_state
 from packprop.testing.report import Named
 from packprop.types import Extension, Seed
 
 
 @contextlib.contextmanager
 def same_draws(extension: Extension) -> Iterator[None]:
-    """Whatever an extension draws inside, it draws the same every time."""
+    """Let an extension draw the same numbers inside, every time."""
     generators = [row.seed.generator for row in extension.rows if row.seed.generator is not None]
     states = [generator.get_state() for generator in generators]
     with fixed_random_state():
@@ -45,32 +48,32 @@ def graph_of(loss: Tensor) -> Graph:
 def observed(
     problem: Problem, extension: Extension, at_once: tuple[int, int | None], factor: float = 1.0
 ) -> dict[str, list[Any]]:
-    """Merged results of each row, not finished, with some samples and columns taken at once."""
-    found: dict[str, list[Any]] = {}
+    """Merged results of each row, not finished; ``at_once`` samples and columns are taken at once."""
+    merged: dict[str, list[Any]] = {}
     names = {id(parameter): name for name, parameter in problem.parameters.items()}
     loss, _ = problem.forward()
     graph = graph_of(loss * factor)
 
     def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         if extension in results:
-            found[names.get(id(leaf), graph.name(leaf))] = results[extension]
+            merged[names.get(id(leaf), graph.name(leaf))] = results[extension]
 
-    chunk_sizes = _Chunks(*default_chunk_sizes())
+    chunk_sizes = _FixedChunks(*default_chunk_sizes())
     chunk_sizes.at_once = at_once
     with same_draws(extension):
         BackwardPass(graph, [extension], False, done, chunk_sizes).run(None)
     graph.release(keep=False)
-    return found
+    return merged
 
 
 def finished(extension: Extension, results: dict[str, list[Any]], samples: int) -> Named:
-    """Values from copies of results: ``finish`` may change them, and is found out elsewhere."""
+    """Values from copies of results: ``finish`` may change them, which another law refuses."""
     fresh = copy.deepcopy(results)
     return {name: extension.finish(values, samples) for name, values in fresh.items()}
 
 
 def saved(problem: Problem, extension: Extension, passes: int = 1, create_graph: bool = False) -> Named:
-    """What is on the parameters after some backward passes through one graph."""
+    """The values on the parameters after some backward passes through one graph."""
     attribute = extension.savefield
     parameters = problem.parameters
     for parameter in parameters.values():
@@ -107,12 +110,28 @@ def columns_at_outputs(
 
 
 def two_passes(extension: Extension) -> bool:
-    """Whether the columns are swept twice; results of parts of the samples are in bases of their own then."""
+    """Whether columns are swept twice: then the results of some samples have a basis of their own."""
     return any(row.after is not None for row in extension.rows)
 
 
-class _Chunks(ChunkSizes):
-    """So many samples at once, and so many columns, or as many as fit."""
+def takes_subsampling(extension: Extension) -> bool:
+    """Whether it is an argument of the extension, and was not given."""
+    known = "subsampling" in inspect.signature(type(extension)).parameters
+    return known and extension.subsampling is None
+
+
+def subsampled(extension: Extension, chosen: list[int]) -> Extension:
+    """The same extension for some samples."""
+    if dataclasses.is_dataclass(extension):
+        other: Extension = dataclasses.replace(extension, subsampling=chosen)
+    else:
+        other = copy.copy(extension)
+        other.subsampling = chosen
+    return other
+
+
+class _FixedChunks(ChunkSizes):
+    """A fixed number of samples at once, and of columns, or as many columns as fit."""
 
     at_once: tuple[int, int | None] = (1, 1)
 

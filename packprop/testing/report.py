@@ -17,14 +17,17 @@ from packprop.errors import PackpropError
 from packprop.tensors.nesting import tensors_in
 
 TOLERANCE = 1e-10
-"""Largest relative error that is let pass."""
+"""Largest relative error that is allowed."""
+
 FLOOR = 1e-4
-"""Entries below this part of the largest of all parameters may be off by the rounding of that."""
+"""Errors of small values are taken relative to this part of the largest value of all parameters."""
+
 Named = dict[str, Any]
+"""Parameter name -> value."""
 
 
 class CheckFailed(PackpropError, AssertionError):
-    """Two ways to one number disagree; ``error`` is the largest relative error."""
+    """Two computations of one number disagree; ``error`` is the largest relative error."""
 
     def __init__(self, asked: str, where: str, why: str, instead: str, error: float) -> None:
         super().__init__(asked, where, why, instead)
@@ -36,11 +39,11 @@ class CheckFailed(PackpropError, AssertionError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One agreement that was found.
+    """One comparison that agreed.
 
     Args:
         law: What was compared.
-        where: The parameter, and how it was asked for.
+        where: The parameter, and how its value was computed.
         error: Largest relative error.
     """
 
@@ -51,12 +54,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check has compared; prints as a table of laws.
+    """What a check has compared; prints as a table with one row for each law.
 
     Args:
         subject: What was checked.
-        comparisons: Every agreement.
-        structures: How each parameter enters, for a use.
+        comparisons: All of them.
+        structures: How each parameter enters the function, for ``check_use``.
         notes: What was left out, and why.
     """
 
@@ -117,7 +120,7 @@ HINTS = {
 
 @dataclass
 class Ledger:
-    """Compares values, and remembers what agreed."""
+    """Compares values, and keeps a list of what agreed."""
 
     subject: str
     tolerance: float
@@ -131,7 +134,7 @@ class Ledger:
         return Report(self.subject, tuple(self.comparisons), self.structures, notes)
 
     def same(self, law: str, actual: Named, expected: Named, how: str = "") -> None:
-        """Hold values by parameter name against what they should be.
+        """Compare values by parameter name with what they should be.
 
         Raises:
             CheckFailed: If one is missing, has another shape, or is off by more than the tolerance.
@@ -143,12 +146,12 @@ class Ledger:
             where = f"parameter {name!r}{', ' if how else ''}{how}"
             if name not in actual:
                 raise self.failed(law, where, "there is no value")
-            found = numbers(actual[name])
-            if not tensors or len(found) != len(tensors):
+            given = numbers(actual[name])
+            if not tensors or len(given) != len(tensors):
                 kinds = f"{type(actual[name]).__name__} and {type(expected[name]).__name__}"
-                why = f"values of type {kinds} hold {len(found)} and {len(tensors)} tensors"
+                why = f"values of type {kinds} hold {len(given)} and {len(tensors)} tensors"
                 raise self.failed(law, where, why)
-            for one, other in zip(found, tensors, strict=True):
+            for one, other in zip(given, tensors, strict=True):
                 if one.shape != other.shape:
                     why = f"the shapes are {list(one.shape)} and {list(other.shape)}"
                     raise self.failed(law, where, why)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.eager import eager_backward, pieces
+from packprop.eager import choices, eager_backward
 from packprop.errors import PackpropError
 from tests.eager.branches import WEIGHT, N, assert_same, gradients, kept, network, per_sample, per_sample_shared
 
@@ -68,4 +68,4 @@ def test_memory_that_is_too_small() -> None:
     [(7, 7), ("7", 7), ("7B", 7), ("2KiB", 2048), ("1.5 GB", 1_500_000_000), ("1MiB", 2**20)],
 )
 def test_bytes(text: int | str, size: int) -> None:
-    assert pieces.byte_count(text) == size
+    assert choices.byte_count(text) == size

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import packprop
 from packprop import Profile, examples
 from packprop.examples import digits, load_digits
-from packprop.reports import cli
+from packprop.reports import arguments, cli
 from tests.reports.factories import FACTORIES, Run
 
 
@@ -128,7 +128,7 @@ def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:
         cli.main(["profile", "--help"])
     assert error.value.code == 0
     text = capfd.readouterr().out
-    options = vars(cli._parser().parse_args(["profile"]))
+    options = vars(arguments.parser().parse_args(["profile"]))
     for option in options.keys() - {"factory"}:
         flag = option.replace("_", "-")
         assert f"--{flag}" in text

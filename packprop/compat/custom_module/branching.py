@@ -13,7 +13,7 @@ from packprop.errors import BadInput
 
 
 class Branch(nn.Module):
-    """One input through several modules, side by side.
+    """One input goes through several modules, side by side.
 
     Args:
         modules: The modules, or one ordered dictionary of them, as for ``torch.nn.Sequential``.
@@ -52,7 +52,7 @@ class SumModule(nn.Module):
 
 
 class Parallel(nn.Module):
-    """One input through several modules, side by side; their outputs merged.
+    """One input goes through several modules, side by side; their outputs are merged.
 
     Args:
         modules: As for ``Branch``.

@@ -11,7 +11,7 @@ class ReduceTuple(nn.Module):
     """One element of a tuple, such as the outputs of a recurrent layer without its last states.
 
     Args:
-        index: Which.
+        index: Position of the element.
     """
 
     def __init__(self, index: int = 0) -> None:

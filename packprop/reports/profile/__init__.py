@@ -1,4 +1,4 @@
-"""The main job: what the gradients and the curvature of a network look like, layer by layer."""
+"""A profile of a network: its gradients and its curvature, layer by layer, in one pass over the data."""
 
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile

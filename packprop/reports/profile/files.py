@@ -1,4 +1,4 @@
-"""Writing a profile to files."""
+"""The files of a profile: where they can be written, how, and how a row is read back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from packprop.reports.profile.layers import Layer, Spectrum
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise unless files can be written into a folder, which need not exist yet; nothing is left.
+    """Refuse a folder that files cannot be written into; it need not exist yet, and nothing is written.
 
     Raises:
-        BadInput: With the reason of the operating system.
+        BadInput: With the reason that the operating system gives.
     """
     existing = Path(folder)
     while not os.path.lexists(existing):
@@ -42,14 +42,14 @@ def check_folder(folder: str | Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens meanwhile."""
+    """Write a file so that there is always either the old one or the new one, whole."""
     scratch = path.with_name(path.name + ".part")
     scratch.write_bytes(content)
     os.replace(scratch, path)
 
 
 def json_ready(value: Any) -> Any:
-    """The same nesting without what JSON has no word for."""
+    """The same nesting with ``None`` in place of infinite numbers and NaN, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -58,6 +58,6 @@ def json_ready(value: Any) -> Any:
 
 
 def layer_from(saved: dict[str, Any]) -> Layer:
-    """A row of the table from what was saved of it."""
+    """A row of the table, from its entry in the JSON file."""
     factors = {name: Spectrum(**spectrum) for name, spectrum in saved["factors"].items()}
     return Layer(**{**saved, "factors": factors})

@@ -1,4 +1,4 @@
-"""One row of a profile: what is known of one layer."""
+"""One row of a profile: what is known about one layer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of one Kronecker factor, in short; see NOTE [Profile quantities].
+    """Summary of the eigenvalues of one Kronecker factor; see NOTE [Profile quantities].
 
     Args:
         size: Side of the matrix.
-        built: Whether it was; if not, it is too large.
+        built: Whether the factor was built; if not, it is too large.
         rank: Number of eigenvalues above rounding error; ``None`` if the matrix is not finite.
         largest: Largest eigenvalue.
         smallest: Smallest eigenvalue above rounding error.
-        condition: Their ratio; that of the matrix only if ``rank == size``.
+        condition: Their ratio; it is the condition of the matrix only if ``rank == size``.
     """
 
     size: int
@@ -36,16 +36,16 @@ class Layer:
 
     Args:
         name: Name of the module.
-        kind: Its class.
-        parameters: Number of trainable parameters; tied ones count where they come first.
-        gradient_norm: Norm of the mean loss's gradient; as all that follow, ``None`` if the loss
-            does not depend on the layer.
-        sample_gradient_norm_median: Of the norms of single samples' gradients.
-        sample_gradient_norm_95: Their 95th percentile.
+        kind: Name of its class.
+        parameters: Number of trainable parameters; tied ones count in the layer that comes first.
+        gradient_norm: Norm of the mean loss's gradient. This and all that follow are ``None`` if the
+            loss does not depend on the layer.
+        sample_gradient_norm_median: Median of the norms of single samples' gradients.
+        sample_gradient_norm_95: 95th percentile of these norms.
         signal_to_noise: Squared gradient norm over the trace of the samples' covariance; ``None``
             where that is zero, as for one sample.
         ggn_trace_exact: Trace of the GGN block; ``None`` if it was not computed.
-        ggn_trace_monte_carlo: Its estimate; ``None`` if it was not computed.
+        ggn_trace_monte_carlo: Monte Carlo estimate of it; ``None`` if it was not computed.
         factors: Kronecker factors by name, ``"weight.A"`` and so on.
     """
 
@@ -71,8 +71,8 @@ def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
     eigenvalues = torch.linalg.eigvalsh(factor.detach().cpu().double())
     largest = float(eigenvalues[-1])
     error = torch.finfo(factor.dtype).eps * (size + 2 * math.sqrt(terms))
-    kept = eigenvalues[eigenvalues > largest * error]
+    above_error = eigenvalues[eigenvalues > largest * error]
     if largest <= 0:
         return Spectrum(size, rank=0), eigenvalues
-    smallest = float(kept[0])
-    return Spectrum(size, True, len(kept), largest, smallest, largest / smallest), eigenvalues
+    smallest = float(above_error[0])
+    return Spectrum(size, True, len(above_error), largest, smallest, largest / smallest), eigenvalues

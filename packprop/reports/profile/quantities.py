@@ -1,4 +1,4 @@
-"""The main job: what the gradients and the curvature of a network look like, layer by layer.
+"""The extensions that a profile asks for, and what its columns mean.
 
 # NOTE [Profile quantities]
 Let ``L = 1/N sum_n l_n`` be the mean loss over N samples; a loss that sums is divided by N first.
@@ -11,7 +11,7 @@ sample norms:     ``|g_n|``; their median and 95th percentile over n.
 signal to noise:  ``|g|^2 / tr S``, with ``S = 1/N sum_n (g_n - g)(g_n - g)^T`` the covariance of
                   per-sample gradients. Its inverse is the simple noise scale of McCandlish et al.
                   (2018, arXiv:1812.06162): the batch size at which the noise of a batch's gradient
-                  is as large as its cotangent. Where N samples stand for a larger population, values
+                  is as large as its signal. Where N samples stand for a larger population, values
                   near 1/N cannot be told from zero.
 GGN trace:        ``tr 1/N sum_n J_n^T H_n J_n``, the trace of the layer's block of the generalized
                   Gauss-Newton matrix (Schraudolph 2002) of ``L``: exact from every column of a root
@@ -41,15 +41,14 @@ from packprop.extensions import KFAC
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row, Seed
 
 EXACT_OUTPUTS = 32
-"""Outputs of a sample up to which the exact GGN trace, one backward pass for each, is cheap."""
-
+"""Up to this many outputs of a sample the exact GGN trace is cheap: it takes one backward pass for each."""
 
 LARGEST_FACTOR = 2048
-"""Side of the largest Kronecker factor that is built; eigenvalues take the third power of it."""
+"""Side of the largest Kronecker factor that is built; the time for eigenvalues grows with its third power."""
 
 
 class GradientMoments(Extension):
-    """Sum and summed squared deviation of the rows of ``grad_batch``: two of ``[*p]``."""
+    """Sum and summed squared deviation of the samples' gradients: two tensors ``[*p]``."""
 
     savefield = "gradient_moments"
     rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
@@ -62,16 +61,16 @@ class GradientMoments(Extension):
 
 @dataclass(frozen=True, eq=False)
 class SampleGGNTrace(Extension):
-    """Trace of each sample's GGN block ``[n]``: squared norms of the columns that are swept back.
+    """Trace of each sample's GGN block ``[n]``: the summed squared norms of the columns that are swept back.
 
-    The diagonal, which has the same sum, would need the entries of every column.
+    The sum of the GGN's diagonal is the same number, but needs the entries of every column.
     """
 
     seed: Seed
 
     @property
     def savefield(self) -> str:  # type: ignore[override]
-        """The attribute tells exact traces from estimates."""
+        """The attribute; its name tells exact traces from estimates."""
         return f"sample_ggn_trace_{'exact' if self.seed == EXACT else 'monte_carlo'}"
 
     @property
@@ -87,26 +86,27 @@ class SampleGGNTrace(Extension):
 
 @dataclass(frozen=True, eq=False)
 class BoundedKFAC(KFAC):
-    """``KFAC`` without its large factors: an empty ``[0, size]`` stands for those."""
+    """``KFAC`` without its large factors: an empty tensor ``[0, size]`` stands in for each of them."""
 
     largest: int = LARGEST_FACTOR
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Those of KFAC, where factors are not too large."""
+        """The rows of KFAC, each with the bound on its factor."""
         seed = super().rows[0].seed
 
-        def cotangents(structure: Structure) -> Tensor:
+        def cotangent_factor(structure: Structure) -> Tensor:
             if isinstance(structure, Dense):
-                form = rows(structure).shape[2:]
+                shape = rows(structure).shape[2:]
             else:
                 assert structure.cotangent is not None
-                form = structure.cotangent.shape[3:]
-            if math.prod(form) > self.largest:
-                return torch.empty(0, math.prod(form))
+                shape = structure.cotangent.shape[3:]
+            size = math.prod(shape)
+            if size > self.largest:
+                return torch.empty(0, size)
             return cotangent_gram(structure, self.approximation)
 
-        def inputs(structure: Structure) -> Tensor | None:
+        def input_factor(structure: Structure) -> Tensor | None:
             if isinstance(structure, Dense):
                 return None
             size = structure.entries if isinstance(structure, Lookup) else structure.x.shape[3]
@@ -114,4 +114,4 @@ class BoundedKFAC(KFAC):
                 return torch.empty(0, size)
             return input_gram(structure, self.approximation)
 
-        return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))
+        return (Row(seed, cotangent_factor), Row(INPUTS, input_factor, degree=0))

@@ -24,12 +24,12 @@ class Profile:
     """What ``profile`` returns: prints as a table, converts to a dictionary, saves and loads.
 
     Args:
-        layers: One for each module that owns trainable parameters, in the model's order.
-        total: The same over all of them.
+        layers: One row for each module that owns trainable parameters, in the model's order.
+        total: One row for all parameters together.
         loss: The mean loss over the data set.
-        samples: How many it was computed from.
-        batches: In how many batches they came.
-        settings: How: model, loss function, device, precision, mode, seed, draws, versions.
+        samples: Number of samples.
+        batches: Number of batches that they came in.
+        settings: Model, loss function, device, precision, mode, seed, draws, versions.
         seconds: Wall time of the pass over the data.
         tensors: ``gradient/<parameter>`` and ``gradient_variance/<parameter>`` (of single samples'
             gradients) ``[*p]``; ``sample_gradient_norm/<layer>`` and ``sample_ggn_trace/<layer>``
@@ -48,13 +48,13 @@ class Profile:
     tensors: dict[str, Tensor] = field(repr=False, compare=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the tensors, of plain numbers, strings, lists and dictionaries."""
+        """Everything but the tensors, as plain numbers, strings, lists and dictionaries."""
         plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
         del plain["tensors"]
         return plain
 
     def to_json(self) -> str:
-        """``to_dict`` as text; ``null`` is what was not computed, and what is infinite or NaN."""
+        """``to_dict`` as text; ``null`` stands for what was not computed, is infinite or NaN."""
         return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> tuple[Path, Path]:

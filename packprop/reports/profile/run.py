@@ -1,4 +1,4 @@
-"""The main job: one pass over the data, and what is made of it."""
+"""``profile``: one pass over the data with the extensions that a profile is made of."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def profile(
 ) -> Profile:
     """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
-    NOTE [Profile quantities] in this file says what exactly is computed. The model is left as it
-    was, ``.grad`` included.
+    NOTE [Profile quantities] says what exactly is computed. The model is left as it was, ``.grad``
+    included.
 
     Args:
         model: Any module; it need not be extended. Batches are moved to where its parameters are.
@@ -59,7 +59,7 @@ def profile(
             batches ``(inputs, targets)``, such as a ``DataLoader``; inputs of a batch may be a
             tuple or a dictionary of arguments.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches. It
-            changes memory and time; of the numbers, only which Monte Carlo draws they are of.
+            changes memory and time, and which Monte Carlo draws are made, but no other number.
         mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
         exact: Whether to compute the exact GGN trace, which takes a backward pass for each output
             of a sample; by default if these are at most 32.
@@ -72,42 +72,32 @@ def profile(
         memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
 
     Raises:
-        BadInput: For anything else than the above, no data, or a batch that the model or the loss
-            fails on.
-        PackpropError: For a model or a loss that the quantities are not known for.
+        BadInput: For anything else than the above, for no data, or for a batch on which the model or
+            the loss fails.
+        PackpropError: For a model or a loss for which the quantities cannot be computed.
     """
     _check(model, loss, batch_size, mc_samples, largest_factor, seed)
     batches = Batches(ASKED, data, batch_size)
     started = time.perf_counter()
-    where = next(p for p in model.parameters() if p.requires_grad).device
-    generator = torch.Generator(device=where).manual_seed(seed)
+    device = next(p for p in model.parameters() if p.requires_grad).device
+    generator = torch.Generator(device=device).manual_seed(seed)
     with _evaluating(model, evaluation):
         with batches.explained():
-            outputs = _outputs_of_a_sample(model, loss, batches.first(), where)
+            outputs = _outputs_of_a_sample(model, loss, batches.first(), device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-        asked: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
+        extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
         if curvature:
             kfac = BoundedKFAC(mc_samples, generator=generator, largest=largest_factor)
-            asked |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+            extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
         if curvature and exact:
-            asked["exact"] = SampleGGNTrace(EXACT)
-        try:
-            result = compute(model, loss, batches, list(asked.values()), progress=progress, memory=memory)
-        except PackpropError as error:
-            if not error.asked.startswith("A generalized Gauss-Newton quantity"):
-                raise
-            raise PackpropError(
-                error.asked,
-                error.where,
-                error.why,
-                f"{error.instead}; or leave curvature out: profile(..., curvature=False), "
-                "packprop profile --no-curvature",
-            ) from error
+            extensions["exact"] = SampleGGNTrace(EXACT)
+        with _naming_the_option():
+            result = compute(model, loss, batches, list(extensions.values()), progress=progress, memory=memory)
     settings = {
         "model": type(model).__name__,
         "loss": getattr(loss, "__name__", type(loss).__name__),
-        "device": str(where),
+        "device": str(device),
         "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
         "mode": _mode_of(model) if not evaluation else "evaluation",
         "monte_carlo_samples": mc_samples if curvature else None,
@@ -117,50 +107,33 @@ def profile(
         "packprop": version(),
         "torch": torch.__version__,
     }
-    tables = {key: result[extension] for key, extension in asked.items()}
+    tables = {key: result[extension] for key, extension in extensions.items()}
     return assemble(model, result, tables, batches.count, settings, started)
 
 
-def _outputs_of_a_sample(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, device: torch.device
-) -> int | None:
-    """How many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    with torch.no_grad(), disable():
-        if isinstance(inputs, dict):
-            outputs = model(**inputs)
-        else:
-            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-        value = loss(outputs, targets)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise BadInput(
-            ASKED,
-            f"the loss, {getattr(loss, '__name__', type(loss).__name__)}",
-            f"it returned {described(value)} instead of one number",
-            "use a loss with reduction='mean' or reduction='sum'",
-        )
-    samples = next(tensors_in(inputs)).shape[:1]
-    if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
+def version() -> str | None:
+    """The version of packprop that is installed, if one is."""
+    try:
+        return importlib.metadata.version("packprop")
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
         return None
-    return outputs.numel() // samples[0]
-
-
-def _mode_of(model: nn.Module) -> str:
-    modes = {module.training for module in model.modules()}
-    return "mixed" if len(modes) == 2 else "training" if modes == {True} else "evaluation"
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards every module is in its own mode again."""
-    before = {module: module.training for module in model.modules()}
+def _naming_the_option() -> Iterator[None]:
+    """Add to refusals of the curvature how a profile is made without it."""
     try:
-        if evaluation:
-            model.eval()
         yield
-    finally:
-        for module, training in before.items():
-            module.training = training
+    except PackpropError as error:
+        if not error.asked.startswith("A generalized Gauss-Newton quantity"):
+            raise
+        raise PackpropError(
+            error.asked,
+            error.where,
+            error.why,
+            f"{error.instead}; or leave curvature out: profile(..., curvature=False), "
+            "packprop profile --no-curvature",
+        ) from error
 
 
 def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
@@ -198,13 +171,47 @@ def _instance_of(value: Any) -> str:
     return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
 
 
+def _outputs_of_a_sample(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, device: torch.device
+) -> int | None:
+    """How many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    with torch.no_grad(), disable():
+        if isinstance(inputs, dict):
+            outputs = model(**inputs)
+        else:
+            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        value = loss(outputs, targets)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise BadInput(
+            ASKED,
+            f"the loss, {getattr(loss, '__name__', type(loss).__name__)}",
+            f"it returned {described(value)} instead of one number",
+            "use a loss with reduction='mean' or reduction='sum'",
+        )
+    samples = next(tensors_in(inputs)).shape[:1]
+    if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
+        return None
+    return outputs.numel() // samples[0]
+
+
+def _mode_of(model: nn.Module) -> str:
+    modes = {module.training for module in model.modules()}
+    return "mixed" if len(modes) == 2 else "training" if modes == {True} else "evaluation"
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
+    """Evaluation mode inside, if asked for; afterwards every module is in its own mode again."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if evaluation:
+            model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
 def _precision(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def version() -> str | None:
-    """The version of packprop that is installed, if one is."""
-    try:
-        return importlib.metadata.version("packprop")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
-        return None

@@ -15,62 +15,12 @@ from packprop.reports.profile.layers import Layer
 WIDTH = 100
 """Columns of a terminal that a printed profile needs."""
 
-
 NAME_WIDTH = 12
-"""Columns that names of layers have at least; longer ones are folded where more is not there."""
+"""Columns that names of layers get at least; longer names are folded where there is no more room."""
 
 
-def _number(value: float | None) -> str:
-    """Three digits in at most six characters."""
-    if value is None:
-        return "-"
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    if 0.01 <= abs(value) < 99999.5:
-        return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
-    digits, exponent = f"{value:.1e}".split("e")
-    return f"{digits}e{int(exponent)}"
-
-
-def _counted(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
-def _condition(layer: Layer, side: str) -> str:
-    """That of the first parameter that has such a factor, with the rank where that is lacking."""
-    found = [spectrum for name, spectrum in layer.factors.items() if name.endswith(f".{side}")]
-    if not found:
-        return "-"
-    spectrum = found[0]
-    if not spectrum.built:
-        return f"{spectrum.size} wide"
-    if spectrum.rank is None:
-        return "nan"
-    condition = _number(spectrum.condition)
-    if spectrum.rank == spectrum.size:
-        return condition
-    rank = f"{spectrum.rank}/{spectrum.size}"
-    return f"{condition} {rank}" if len(condition + rank) <= 10 else f"{condition}\n{rank}"
-
-
-def _cells(layer: Layer, name: str) -> list[str]:
-    return [
-        name,
-        f"{layer.parameters:,}",
-        _number(layer.gradient_norm),
-        _number(layer.sample_gradient_norm_median),
-        _number(layer.sample_gradient_norm_95),
-        _number(layer.signal_to_noise),
-        _number(layer.ggn_trace_exact),
-        _number(layer.ggn_trace_monte_carlo),
-        _condition(layer, "A"),
-        _condition(layer, "B"),
-    ]
-
-
-def profile_table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
-    """The layers and their total, one row each, in as many columns of a terminal as there is room."""
+def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
+    """The layers and their total, one row each, in at most ``room`` columns of a terminal."""
     titles = [
         "\nlayer",
         "para-\nmeters",
@@ -84,21 +34,21 @@ def profile_table(layers: Sequence[Layer], whole: Layer, room: int) -> Table:
         "KFAC cond\nB (signals)",
     ]
     rows = [_cells(layer, layer.name) for layer in layers]
-    total = [*_cells(whole, "total")[:-2], "", ""]
-    columns = list(zip(titles, *rows, total, strict=True))
+    last_row = [*_cells(total, "total")[:-2], "", ""]
+    columns = list(zip(titles, *rows, last_row, strict=True))
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
     numbers = sum(widths[1:])
     gap = 2 if NAME_WIDTH + numbers + 2 * (len(widths) - 1) <= room else 1
-    # names that are too long are folded; numbers never are
+    # names that are too long are folded, numbers never
     widths[0] = max(NAME_WIDTH, min(widths[0], room - numbers - gap * (len(widths) - 1)))
-    # of the gap between columns, the box draws one character
+    # the box draws one character of the gap between columns
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, padding=(0, 0, 0, gap - 1), pad_edge=False
     )
     for place, (title, width) in enumerate(zip(titles, widths, strict=True)):
         table.add_column(
             title,
-            total[place],
+            last_row[place],
             justify="right" if place else "left",
             width=width,
             no_wrap=place > 0,
@@ -128,3 +78,52 @@ def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) ->
             "KFAC cond: largest/smallest eigenvalue, rank/size if singular"
         )
     return [Text(line) for line in lines]
+
+
+def _cells(layer: Layer, name: str) -> list[str]:
+    return [
+        name,
+        f"{layer.parameters:,}",
+        _number(layer.gradient_norm),
+        _number(layer.sample_gradient_norm_median),
+        _number(layer.sample_gradient_norm_95),
+        _number(layer.signal_to_noise),
+        _number(layer.ggn_trace_exact),
+        _number(layer.ggn_trace_monte_carlo),
+        _condition(layer, "A"),
+        _condition(layer, "B"),
+    ]
+
+
+def _condition(layer: Layer, side: str) -> str:
+    """Condition of the layer's first factor of this side, with its rank if it is singular."""
+    spectra = [spectrum for name, spectrum in layer.factors.items() if name.endswith(f".{side}")]
+    if not spectra:
+        return "-"
+    spectrum = spectra[0]
+    if not spectrum.built:
+        return f"{spectrum.size} wide"
+    if spectrum.rank is None:
+        return "nan"
+    condition = _number(spectrum.condition)
+    if spectrum.rank == spectrum.size:
+        return condition
+    rank = f"{spectrum.rank}/{spectrum.size}"
+    return f"{condition} {rank}" if len(condition + rank) <= 10 else f"{condition}\n{rank}"
+
+
+def _number(value: float | None) -> str:
+    """Three digits in at most six characters."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if 0.01 <= abs(value) < 99999.5:
+        return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

@@ -1,1 +1,1 @@
-"""Where names of the older library are looked for."""
+"""A folder on the path to names of the older library."""

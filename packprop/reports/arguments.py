@@ -1,0 +1,168 @@
+"""The command line of ``packprop``: its arguments and its help."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from packprop.dataset.batches import BATCH_SIZE
+from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
+from packprop.reports.profile.run import version
+from packprop.reports.profile.table import WIDTH
+
+OUTPUT = "profile"
+"""The default of ``--output``."""
+
+DESCRIPTION = f"""\
+What the gradients and the curvature of a network look like, layer by layer, in one pass over data.
+
+in
+  FACTORY names a function of yours that takes no arguments and returns three things:
+    model  a torch.nn.Module, trained or not
+    loss   one loss of torch, such as torch.nn.CrossEntropyLoss(), with reduction "mean" or "sum";
+           or a function of (outputs, targets) that calls one
+    data   a Dataset of (input, target); a tuple of tensors (inputs [n, ...], targets [n, ...]); or
+           batches (inputs, targets), such as a DataLoader
+  The current folder is searched first. Without FACTORY: a small residual network, trained for a
+  few seconds on the 1797 handwritten digits of scikit-learn.
+
+out
+  a table on standard output, {WIDTH} columns wide, one row for each layer (module with trainable
+  parameters; weight and bias together) and one for all:
+    parameters         number of trainable ones
+    grad norm          norm of the gradient of the mean loss over all samples
+    sample median, 95% norm of the gradient of a sample's own loss: median and 95th percentile
+    grad SNR           |mean gradient|^2 / trace of the covariance of the samples' gradients; its
+                       inverse is the batch size at which noise is as large as signal
+    GGN tr exact, MC   trace of the generalized Gauss-Newton matrix of the mean loss, exact and from
+                       Monte Carlo draws of targets
+    KFAC cond A, B     condition of the Kronecker factors: largest / smallest eigenvalue above
+                       rounding error; "9/10" behind it: rank 9 of size 10, thus singular;
+                       "4608 wide": too large to be built
+  A "-" stands for what was not computed or does not exist. Loss and parameters have no units here,
+  so no column has one. Losses that sum are divided by the number of samples first.
+  DIR/profile.json         the table in full precision, with the settings that it was made with
+  DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
+                           trace for each sample and layer, Kronecker factors, their eigenvalues
+  Standard error gets a progress bar, warnings and errors.
+"""
+
+EXAMPLES = """\
+examples
+  packprop profile
+  packprop profile my_project.train:factory --output runs/profile
+  packprop profile train:factory --device cuda --batch-size 512 --mc-samples 8
+
+  # train.py
+  def factory():
+      model = MyModel()
+      model.load_state_dict(torch.load("model.pt"))
+      return model, torch.nn.CrossEntropyLoss(), MyDataset()
+
+exit status
+  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted
+
+The same from Python:
+  profile = packprop.profile(model, loss, data)
+  print(profile)
+  profile.save("profile")
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    program = argparse.ArgumentParser(
+        "packprop", description="More than the gradient from one backward pass of PyTorch."
+    )
+    program.add_argument("--version", action="version", version=f"packprop {version() or ''}")
+    commands = program.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "profile",
+        help="gradients and curvature of a network, layer by layer",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
+    add(
+        "--output",
+        metavar="DIR",
+        default=OUTPUT,
+        help="folder for the two files, made if missing; older ones are replaced (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="samples in a batch, for data that do not come in batches; more memory, less time "
+        f"(default: {BATCH_SIZE})",
+    )
+    add(
+        "--mc-samples",
+        type=_positive,
+        metavar="N",
+        default=1,
+        help="Monte Carlo draws for each sample, a backward pass each (default: %(default)s)",
+    )
+    add(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="compute the exact GGN trace, a backward pass for each output of a sample (default: "
+        f"if these are at most {EXACT_OUTPUTS})",
+    )
+    add(
+        "--curvature",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute GGN trace and Kronecker factors; losses without curvature need "
+        "--no-curvature (default: yes)",
+    )
+    add(
+        "--largest-factor",
+        type=_positive,
+        metavar="N",
+        default=LARGEST_FACTOR,
+        help="leave out Kronecker factors with more rows than this (default: %(default)s)",
+    )
+    add(
+        "--keep-mode",
+        action="store_true",
+        help="leave the model in the mode that it comes in (default: evaluation mode, so that "
+        "dropout is off and batch normalisation does not mix samples)",
+    )
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where the model is)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="of the random state that FACTORY finds, and of the draws (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="CPU threads of torch (default: torch's own choice; 1 for the built-in example, whose "
+        "tensors are too small to share)",
+    )
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="the most memory that tensors may take at once, such as 600MiB (default: no limit; chunks of "
+        "samples are small anyway)",
+    )
+    add("--no-progress", action="store_true", help="show no progress bar")
+    add("--debug", action="store_true", help="show errors with their tracebacks")
+    return program
+
+
+def _positive(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")

@@ -1,0 +1,95 @@
+"""An extension's values against a function of per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.tensors.nesting import tensors_in
+from packprop.testing.loops import Loops, strided
+from packprop.testing.passes import (
+    columns_at_outputs,
+    graph_of,
+    same_draws,
+    saved,
+    subsampled,
+    takes_subsampling,
+)
+from packprop.testing.problem import Problem
+from packprop.testing.report import Ledger, Named
+from packprop.types import INPUTS, Extension
+
+Reference = Callable[..., Any]
+"""From per-sample gradients ``[v, n, *p]`` of one parameter, one tensor for each seed, to its value."""
+
+
+def check_reference(ledger: Ledger, problem: Problem, extension: Extension, reference: Reference) -> None:
+    """Compare values, values of some samples, and derivatives with a function of the user's."""
+    gradients = _per_sample(ledger, problem, extension, create_graph=False)
+    chosen = extension.subsampling
+
+    def expected(tables: list[dict[str, Tensor]], chosen: Sequence[int] | None) -> Named:
+        index = slice(None) if chosen is None else list(chosen)
+        return {name: reference(*(table[name][:, index] for table in tables)) for name in tables[0]}
+
+    ledger.same("reference", saved(problem, extension), expected(gradients, chosen))
+    if takes_subsampling(extension) and problem.samples > 2:
+        part = saved(problem, subsampled(extension, [2, 0]))
+        ledger.same("reference", part, expected(gradients, [2, 0]), "subsampling [2, 0]")
+    gradients = _per_sample(ledger, problem, extension, create_graph=True)
+    try:
+        slopes = _slopes(problem, expected(gradients, chosen))
+    except NotImplementedError as missing:
+        ledger.notes.append(f"not compared under create_graph=True: {missing}")
+        return
+    if slopes is None:
+        return
+    own = _slopes(problem, saved(problem, extension, create_graph=True))
+    if own is None:
+        why = "as far as autograd knows, the values depend on no parameter"
+        raise ledger.failed("differentiable", "all parameters", why)
+    ledger.same("differentiable", own, slopes, "gradient of a weighted sum of all values")
+
+
+def _per_sample(
+    ledger: Ledger, problem: Problem, extension: Extension, create_graph: bool
+) -> list[dict[str, Tensor]]:
+    """Per-sample gradients ``[v, n, *p]`` for each seed, by loops with the same draws."""
+    loops = Loops(problem, ledger, create_graph)
+    loss, outputs = problem.forward()
+    graph = graph_of(loss)
+    gradients = []
+    with same_draws(extension):
+        for seed in dict.fromkeys(row.seed for row in extension.rows):
+            if seed == INPUTS:
+                continue
+            if seed.kind == "gradient":
+                cotangents = loops.by_sample(loops.slopes)[None]
+            else:
+                cotangents = columns_at_outputs(graph, seed, loops, outputs, create_graph)
+                if seed.mc_samples is None:
+                    squares = torch.einsum("vnc,vnd->ncd", cotangents, cotangents)
+                    law = "columns are a root of the loss's Hessian"
+                    ledger.same(law, {"(loss)": squares}, {"(loss)": loops.hessians})
+            pulled = loops.pulled(cotangents)
+            gradients.append({name: pulled[name] for name in loops.used})
+    return gradients
+
+
+def _slopes(problem: Problem, values: Named) -> Named | None:
+    """Gradient of a fixed weighted sum of all values."""
+    total: Tensor | float = 0.0
+    generator = torch.Generator().manual_seed(1)
+    for name in sorted(values):
+        for tensor in tensors_in(values[name]):
+            weights = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            total = total + (weights.to(tensor.device) * tensor).sum()
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return None
+    gradients = torch.autograd.grad(
+        total, list(problem.parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(problem.parameters, strided(gradients), strict=True))

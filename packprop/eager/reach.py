@@ -91,7 +91,7 @@ def reached(
             lost = outside - sources.keys()
             if lost and not _has_threads(output.device):
                 raise _hidden(lost.pop()[0], fn)
-            # If the branch differentiates, these nodes are its own; if not, the graph is kept and they stay intact.
+            # If the branch differentiates, these nodes are its own; if not, the graph is kept, and they stay.
             doubt = doubt or bool(lost)
             seen |= {node for node, _ in lost}
             stack += [node.next_functions for node, _ in lost]

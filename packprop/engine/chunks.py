@@ -82,17 +82,17 @@ class ChunkSizes(NamedTuple):
             extents = extents_of(found, site, samples, self.held)
             if extents is not None and own % (extents.groups * extents.fan_out):
                 extents = None
-            scratch = site.entry.scratch
+            scratch = site.entry.scratch.per_column
             if formed and columns == 1 and fans is not None and extents is not None:
                 if len(parts) == 1 and not create_graph and goes_one_by_one(statistics, extents):
                     entries += extents._replace(unfolds=fans.unfolds).unfolded  # of all images of a sample
                     entries += leaf.numel() if per_sample_grad in statistics else 0
                     continue
                 if convolved_by_groups(extents):
-                    scratch = site.entry.single
+                    scratch = site.entry.scratch.without_unfolding
             each = max(scratch, leaf.numel(), own)
             if not columns:  # what comes of inputs alone is a matrix that each chunk is added to
-                entries += site.entry.alone or each
+                entries += site.entry.scratch.inputs_only or each
                 room = max(room, (fans.fan_in if fans else 0) ** 2 * leaf.element_size())
             elif thin and extents is not None and extents.positions == 1:
                 entries += extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)

@@ -1,11 +1,11 @@
 """Torch functions and losses by name: how parameters enter them, and how they curve.
 
-What users need to register functions and losses of their own is here by its name.
+Here are the names that users need to register functions and losses of their own.
 """
 
 from packprop.functions import rules
 from packprop.functions.building import affine, scaled
-from packprop.functions.entry import Call, Entry
+from packprop.functions.entry import Call, Entry, Scratch
 from packprop.functions.losses import Loss, Root, bernoulli_root, gaussian_root, register_loss, softmax_root
 from packprop.functions.registry import register_use
 
@@ -14,6 +14,7 @@ __all__ = [
     "Entry",
     "Loss",
     "Root",
+    "Scratch",
     "affine",
     "bernoulli_root",
     "gaussian_root",

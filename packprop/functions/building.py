@@ -1,4 +1,4 @@
-"""What rules are made of."""
+"""What rules are made of: saved tensors, choices of samples, and the two common kinds of entries."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 from packprop.algebra.order import fold_swapped, fold_to
 from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.errors import PackpropError
-from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, StructureOf, name_of
+from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, Scratch, StructureOf, name_of
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
 
 
 class SavedTensor:
-    """A tensor that must not change before the cotangent arrives."""
+    """An input of a function, which must not change before it is needed in the backward pass."""
 
-    def __init__(self, tensor: Tensor, name: str) -> None:
-        self._tensor, self._before, self._name = tensor, version(tensor), name
+    def __init__(self, tensor: Tensor, function_name: str) -> None:
+        self._tensor, self._version, self._function_name = tensor, version(tensor), function_name
 
     def __call__(self) -> Tensor:
-        """The tensor, unless it was changed."""
-        if version(self._tensor) != self._before:
-            raise changed_since(self._name, self._tensor)
+        """The tensor; raises if it was changed."""
+        if version(self._tensor) != self._version:
+            raise changed_since(self._function_name, self._tensor)
         return self._tensor
 
 
 def changed_since(name: str, tensor: Tensor) -> PackpropError:
-    """The error for an input of a function that no longer holds what the function had used."""
+    """The error for an input that was changed after the function ``name`` had used it."""
     return PackpropError(
         "A per-sample quantity was asked for.",
         f"an input of {name}, of shape {list(tensor.shape)}",
@@ -50,14 +50,17 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
 
 
 def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> StructureOf:
-    """A meeting built from cotangent and inputs whose leading axes hold the samples alike."""
-    saved = [SavedTensor(tensor, name) for tensor in inputs]
+    """``structure_of`` for inputs that hold the samples on the same axis as the output.
 
-    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
-        cotangent = cotangents[0]
+    ``build`` is given the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
+    """
+    saved_inputs = [SavedTensor(tensor, name) for tensor in inputs]
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        layout, cotangent = layouts[0], cotangents[0]
         if cotangent is not None:
-            cotangent = select_samples(where[0].to_front(cotangent, 1), samples, 1)
-        return build(cotangent, *(select_samples(where[0].to_front(tensor()), samples) for tensor in saved))
+            cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1)
+        return build(cotangent, *(select_samples(layout.to_front(saved()), samples) for saved in saved_inputs))
 
     return structure_of
 
@@ -66,17 +69,22 @@ def affine(call: Call, x: Tensor, weight: Tensor, *, transposed: bool = False) -
     """A weight ``[o, i]`` (``[i, o]`` if ``transposed``) applied to the last axis of ``x``."""
     fold = (fold_swapped if transposed else fold_to)(weight.shape)
     fan_in = x.shape[-1]
+    fan_out = weight.numel() // fan_in
 
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         if cotangent is not None:
-            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, weight.numel() // fan_in)
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
         return Outer(x.reshape(x.shape[0], -1, 1, fan_in), cotangent, fold)
 
-    structure_of = rowwise(build, name_of(call.function), x)
     last = len(call.shape) - 1
-    fans = Fans(1, fan_in, weight.numel() // fan_in)
     return Entry(
-        weight, "Outer", structure_of, admits=lambda axis: axis != last, alone=fan_in, fans=fans, linear=True
+        weight,
+        "Outer",
+        rowwise(build, name_of(call.function), x),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(inputs_only=fan_in),
+        fans=Fans(1, fan_in, fan_out),
+        linear=True,
     )
 
 
@@ -101,51 +109,58 @@ def scaled(
     """
     parameter = call.unexpanded(parameter)
     dims = len(call.shape)
-    form = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
+    broadcast_shape = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
 
     def structure_of(
-        cotangents: Cotangents, where: Sequence[Layout], samples: Samples, power: int = 1
+        cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples, power: int = 1
     ) -> Structure:
-        layout, cotangent = where[0], cotangents[0]
+        layout, cotangent = layouts[0], cotangents[0]
         if cotangent is None:
             return Dense(None)
         if window is not None:
             axis, offset = window
-            cotangent = cotangent.narrow(axis + 1, offset, form[axis])
+            cotangent = cotangent.narrow(axis + 1, offset, broadcast_shape[axis])
         product = select_samples(layout.to_front(cotangent, 1), samples, 1)
         if callable(factor):
             shape = torch.Size(cotangent.shape[1:])
             product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
             product = product * factor**power
-        rows = _reduce(product, layout, form, samples)
+        rows = _sum_over_broadcast(product, layout, broadcast_shape, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
-    def admits(axis: int) -> bool:
-        return window is None or axis != window[0]
-
     linear = linear or not callable(factor) or isinstance(factor, SavedTensor)
-    squares = functools.partial(structure_of, power=2) if linear else None
-    constant = not callable(factor)
     return Entry(
-        parameter, "Scale", structure_of, admits=admits, linear=linear, constant=constant, squares=squares
+        parameter,
+        "Scale",
+        structure_of,
+        admits=lambda axis: window is None or axis != window[0],
+        linear=linear,
+        constant=not callable(factor),
+        squares=functools.partial(structure_of, power=2) if linear else None,
     )
 
 
-def _reduce(product: Tensor, layout: Layout, form: tuple[int, ...], samples: Samples) -> Tensor:
-    """Sum ``[v, n, (k), *rest]`` over what a parameter of extents ``form`` is broadcast over."""
-    if layout.axis is None:
-        rest, own = form, None
-    else:
-        rest, own = form[: layout.axis] + form[layout.axis + 1 :], form[layout.axis]
+def _sum_over_broadcast(
+    product: Tensor, layout: Layout, broadcast_shape: tuple[int, ...], samples: Samples
+) -> Tensor:
+    """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, but for the samples.
+
+    ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
+    output's axes.
+    """
+    rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axis
+    if layout.axis is not None:
+        along_samples = broadcast_shape[layout.axis]
+        before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.axis + 1 :]
+        rest = before + behind
         if layout.parts > 1:  # parts stay where the sample axis was
-            rest = (*form[: layout.axis], 1 if own == 1 else layout.parts, *form[layout.axis + 1 :])
+            rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
     rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent
-    if own is None or own == 1:
+    if along_samples == 1:
         return rows
-    # each sample has entries of the parameter to itself: its row is zero elsewhere
-    assert layout.axis is not None
+    # each sample has its own entries of the parameter: its row is zero elsewhere
     index = torch.arange(layout.samples, device=rows.device)
     chosen = index[samples.to(rows.device) if isinstance(samples, Tensor) else samples]
     full = rows.new_zeros(rows.shape[0], len(chosen), layout.samples, *rows.shape[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,18 +13,21 @@ from packprop.algebra.structures import Structure
 from packprop.tensors.layout import Layout
 
 Samples = slice | Tensor
+"""A choice of samples: a slice, or a tensor of indices."""
 
 
 Cotangents = Sequence[Tensor | None]
+"""One for each output of a call, ``[v, *y]``; ``None`` where nothing arrived."""
 
 
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
+"""From cotangents at the outputs, the layouts of the outputs, and a choice of samples, to a structure."""
 
 
 class Fans(NamedTuple):
     """Groups of an affine map, and how many entries of each go in and come out.
 
-    ``unfolds``: whether inputs are unfolded to positions, and gradients can be had without that.
+    ``unfolds``: whether the map unfolds its inputs to positions. Gradients can be computed without unfolding.
     """
 
     groups: int
@@ -35,35 +37,51 @@ class Fans(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """How many entries of temporary memory a structure takes for one sample.
+
+    0 where it takes no more than the entries of the parameter or of a sample's output, whichever are more.
+
+    Args:
+        per_column: For each column of the cotangent.
+        without_unfolding: For a single column, where an algorithm that does not unfold the inputs is used.
+        inputs_only: Where there is no cotangent.
+    """
+
+    per_column: int = 0
+    without_unfolding: int = 0
+    inputs_only: int = 0
+
+
+NO_SCRATCH = Scratch()
+
+
+@dataclass(frozen=True)
 class Entry:
     """How one parameter enters one call.
 
     Args:
         parameter: A leaf, or a tensor computed from leaves alone.
         structure: Name of the structure, for tables and messages.
-        meet: From cotangents at the outputs ``[v, *y]`` (``None``: inputs only, or an output that nothing
-            reaches), their layouts, and a choice of samples, to a structure.
-        scratch: Entries of temporary memory for one sample and one column, where these are more than
-            the entries of the parameter and those of a sample's output.
-        refusal: Why and what instead, where no number can be given.
+        structure_of: Builds the structure from cotangents at the outputs ``[v, *y]``, their layouts, and a
+            choice of samples. A cotangent is ``None`` where only inputs are asked for, or where nothing reaches
+            the output.
+        refusal: Why no number can be given and what to do instead, where that is so.
         admits: Whether an axis of the (first) output can hold the samples.
-        alone: Entries of temporary memory for one sample where only inputs are asked for.
-        single: As ``scratch`` in a sweep of one column that unfolds no inputs, where there is such a way.
-        fans: Groups and extents of an affine map.
-        linear: Whether the outputs are known to be affine in the parameter, all else held.
-        constant: Whether what multiplies the parameter is known to be one number for all samples.
-        squares: As ``structure_of``, with squares of what multiplies the parameter; ``None`` if they are known
-            from the structure itself (``with_squares``), or not at all.
+        scratch: Temporary memory that ``structure_of`` takes.
+        fans: Groups and extents, for an affine map.
+        linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
+        constant: Whether the parameter is known to be multiplied by one number, the same for all samples.
+        squares: As ``structure_of``, with the square of what multiplies the parameter. ``None`` if the
+            structure itself tells the squares (``with_squares``), or if they are not known.
     """
 
     parameter: Tensor
     structure: str
     structure_of: StructureOf
-    scratch: int = 0
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
-    alone: int = 0
-    single: int = 0
+    scratch: Scratch = NO_SCRATCH
     fans: Fans | None = None
     linear: bool = False
     constant: bool = False
@@ -77,8 +95,8 @@ class Call:
     Args:
         parameters: Trainable tensors among the arguments that do not depend on the samples.
         shape: Shape of the (first) output.
-        unexpanded: The tensor that a parameter was expanded from, or the parameter itself.
-        random_state: State of the random generators before the call, where the call drew from them.
+        unexpanded: From a parameter to the tensor that it was expanded from, or to itself.
+        random_state: State of the random generators before the call, if the call drew from them.
     """
 
     function: Callable[..., Any]
@@ -92,22 +110,6 @@ class Call:
     def consumes(self, value: Any) -> bool:
         """Whether ``value`` is one of the trainable parameters of this call."""
         return any(value is parameter for parameter in self.parameters)
-
-
-class Expansions:
-    """Tensors that are parameters expanded to a larger shape, and what they were expanded from."""
-
-    def __init__(self) -> None:
-        self._sources: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-
-    def note(self, out: Tensor, given: Tensor) -> None:
-        """``out`` was expanded from ``given``."""
-        self._sources[id(out)] = (weakref.ref(out), self.source(given))
-
-    def source(self, tensor: Tensor) -> Tensor:
-        """What a tensor was expanded from, or the tensor itself."""
-        reference, source = self._sources.get(id(tensor), (None, tensor))
-        return source if reference is not None and reference() is tensor else tensor
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
-from packprop.functions.entry import Call, Cotangents, Entry, Samples
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -19,13 +19,13 @@ from packprop.tensors.random import random_numbers_from
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
-    """Any function: evaluated again by itself, then pulled back once for each sample.
+    """The entry for a function without a rule: evaluate it again by itself, pull back once for each sample.
 
     Exact wherever the samples are separate in the outputs; costs one vector-Jacobian product of the
     function for each sample and column.
     """
 
-    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         if all(cotangent is None for cotangent in cotangents):
             return Dense(None)
         differentiable = torch.is_grad_enabled()
@@ -41,35 +41,34 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
             args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
             outputs = call.function(*args, **kwargs)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        cotangents = _from_outside(
-            outputs, cotangents, {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
-        )
-        return pulled_samplewise(outputs, weight, cotangents, where, samples)
+        input_nodes = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
+        cotangents = _from_outside(outputs, cotangents, input_nodes)
+        return pulled_samplewise(outputs, weight, cotangents, layouts, samples)
 
-    return Entry(parameter, "Dense", structure_of, scratch=parameter.numel())
+    return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()))
 
 
-def _from_outside(outputs: Sequence[Any], cotangents: Cotangents, ends: set[Any]) -> Cotangents:
-    """Cotangents without what came from other outputs of the same call.
+def _from_outside(outputs: Sequence[Any], cotangents: Cotangents, input_nodes: set[Any]) -> Cotangents:
+    """Cotangents without the part that came from other outputs of the same call.
 
-    Where an output is computed from another one, as the state of an LSTM cell from its memory, what arrives at
-    the latter is the whole gradient: it would be counted once by itself and once through the former.
+    An output may be computed from another one, as the state of an LSTM cell from its memory. Then the whole
+    gradient arrives at the latter, and would be counted twice: once by itself, once through the former.
 
     Args:
-        outputs: Of the function, evaluated again.
+        outputs: Outputs of the function, evaluated again.
         cotangents: What arrived at each, ``[v, *y]``.
-        ends: Nodes that made the inputs.
+        input_nodes: Nodes that made the inputs.
     """
-    made = [output.grad_fn if isinstance(output, Tensor) else None for output in outputs]
-    above = [_upstream(node, ends) & set(made) for node in made]
-    if not any(above):
+    nodes = [output.grad_fn if isinstance(output, Tensor) else None for output in outputs]
+    earlier = [_upstream(node, input_nodes) & set(nodes) for node in nodes]
+    if not any(earlier):
         return cotangents
     outside = list(cotangents)
-    for place in sorted(range(len(outputs)), key=lambda place: -len(above[place])):  # the last ones first
+    for place in sorted(range(len(outputs)), key=lambda place: -len(earlier[place])):  # the last ones first
         later = [
             other
-            for other, nodes in enumerate(above[: len(outside)])
-            if made[place] in nodes and outside[other] is not None
+            for other, others_earlier in enumerate(earlier[: len(outside)])
+            if nodes[place] in others_earlier and outside[other] is not None
         ]
         if later and (cotangent := outside[place]) is not None:
             columns = [column for other in later if (column := outside[other]) is not None]
@@ -78,47 +77,47 @@ def _from_outside(outputs: Sequence[Any], cotangents: Cotangents, ends: set[Any]
 
 
 def _upstream(node: Any, ends: set[Any]) -> set[Any]:
-    """The nodes that a node's inputs came from, as far as those of ``ends``."""
-    found: set[Any] = set()
+    """Nodes that a node's inputs came from, up to those in ``ends`` and without them."""
+    seen: set[Any] = set()
     stack = [] if node is None else [node]
     while stack:
-        for above, _ in stack.pop().next_functions:
-            if above is not None and above not in found and above not in ends:
-                found.add(above)
-                stack.append(above)
-    return found
+        for upstream, _ in stack.pop().next_functions:
+            if upstream is not None and upstream not in seen and upstream not in ends:
+                seen.add(upstream)
+                stack.append(upstream)
+    return seen
 
 
 def pulled_samplewise(
     outputs: Sequence[Any],
     parameter: Tensor,
     cotangents: Cotangents,
-    where: Sequence[Layout],
+    layouts: Sequence[Layout],
     samples: Samples,
 ) -> Structure:
     """Cotangents at tensors or edges, pulled back to a parameter once for each sample."""
-    pairs = [
+    reached = [
         (output, cotangent, layout)
-        for output, cotangent, layout in zip(outputs, cotangents, where, strict=False)
+        for output, cotangent, layout in zip(outputs, cotangents, layouts, strict=False)
         if cotangent is not None and not (isinstance(output, Tensor) and not output.requires_grad)
     ]
-    if not pairs:
+    if not reached:
         return Dense(None)
-    count = pairs[0][2].samples
-    found = [
+    count = reached[0][2].samples
+    gradients = [
         pulled(
-            [output for output, _, _ in pairs],
+            [output for output, _, _ in reached],
             parameter,
-            [_only(cotangent, layout, sample) for _, cotangent, layout in pairs],
+            [_of_sample(sample, cotangent, layout) for _, cotangent, layout in reached],
         )
-        for sample in _listed(samples, count)
+        for sample in _sample_numbers(samples, count)
     ]
-    stacked = torch.stack(found, 1)
-    return Dense(stacked.to(accumulation_dtype(stacked.dtype)))
+    rows = torch.stack(gradients, 1)
+    return Dense(rows.to(accumulation_dtype(rows.dtype)))
 
 
-def _listed(samples: Samples, count: int) -> Sequence[int]:
-    """The indices of the samples that were chosen."""
+def _sample_numbers(samples: Samples, count: int) -> Sequence[int]:
+    """The numbers of the chosen samples, out of ``count``."""
     if isinstance(samples, slice):
         return range(count)[samples]
     return range(len(samples)) if is_dry_run() else samples.tolist()
@@ -128,7 +127,7 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
     """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
 
     # NOTE [Autograd in rules]
-    Here alone a rule calls autograd: what has no rule is differentiated by PyTorch itself.
+    This is the one place where a rule calls autograd: PyTorch itself differentiates what has no rule.
     """
     differentiable = torch.is_grad_enabled()
 
@@ -149,15 +148,15 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
 
     try:
         return pull(columns, batched=True)
-    except RuntimeError:  # a function of the user's own without a batching rule
+    except RuntimeError:  # a user's own function without a batching rule
         count = columns[0].shape[0]
         return torch.stack(
             [pull([column[place] for column in columns], batched=False) for place in range(count)]
         )
 
 
-def _only(cotangent: Tensor, layout: Layout, sample: int) -> Tensor:
-    """A cotangent that is zero but for one sample."""
+def _of_sample(sample: int, cotangent: Tensor, layout: Layout) -> Tensor:
+    """A cotangent that is zero for all samples but one."""
     if layout.axis is None:
         return cotangent
     mask = layout.sample_of(cotangent.device) == sample

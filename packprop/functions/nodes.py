@@ -1,7 +1,7 @@
-"""What second derivatives the nodes of the autograd graph have: a table of their names.
+"""What second derivatives the nodes of the autograd graph have: tables of their names.
 
-Names are without the number that autograd puts behind them. What is not in a table is taken for nonlinear and
-not elementwise, which costs time but is always right.
+Names stand without the number that autograd appends. A node that is in no table counts as nonlinear and not
+elementwise, which costs time but is always right.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 Kind = Literal["linear", "elementwise", "nonlinear"]
+"""How a node curves: not at all, entry by entry, or in any other way."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -56,7 +57,7 @@ CONVOLUTIONS = _names(
 PRODUCTS = CONVOLUTIONS | _names(
     "Mul Mm Bmm Addmm Addbmm Baddbmm Addmv Addr Mv Dot Addcmul Trilinear Linear Lerp PreluKernel"
 )
-"""Linear in every single input, as long as the others are held."""
+"""Linear in each input, with the others fixed."""
 
 
 ELEMENTWISE = _names(
@@ -80,21 +81,22 @@ RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias")
 
 
 NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
+"""Linear in the first input if they take their statistics from buffers, nonlinear otherwise."""
 
 
 def name_of_node(node: Node) -> str:
-    """Its name, as the tables have it; that of a user's own function, which may be any, is left as it is."""
+    """The name of a node as in the tables; a user's own function, which may have any name, is marked as own."""
     if isinstance(node, BackwardCFunction):
         return f"own {node.name()}"
     return re.sub(r"Backward\d+$", "", node.name())
 
 
 def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
-    """How a node curves in those of its inputs that depend on what is varied.
+    """How a node curves in those of its inputs that vary.
 
     Args:
         node: The node.
-        dependent: Places of these inputs among its ``next_functions``.
+        dependent: Places of the inputs that vary among its ``next_functions``.
     """
     name = name_of_node(node)
     if name in LINEAR or name in PIECEWISE:
@@ -113,22 +115,22 @@ def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
 def _uses_running_statistics(node: Node) -> bool:
     """Whether a batch normalisation has taken its statistics from buffers.
 
-    Its saved flag has no public name; a node without it is taken for nonlinear.
+    The flag that it saved has no public name; a node without the flag counts as nonlinear.
     """
     return hasattr(node, "_saved_training") and node._saved_training is False
 
 
 def is_wrong_in_third_order(node: Node) -> bool:
-    """Whether torch's second derivative of a node is itself differentiated wrongly, without a word.
+    """Whether torch's third derivative of a node is wrong, without any error.
 
-    Seen on torch 2.13 for layer norm, and for batch norm by statistics of the batch (which instance norm is).
+    Seen on torch 2.13 for layer norm, and for batch norm by statistics of the batch, instance norm included.
     """
     name = name_of_node(node)
     return name == "NativeLayerNorm" or (name in NORMALISATIONS and not _uses_running_statistics(node))
 
 
 def is_wrong_in_second_order(node: Node) -> bool:
-    """Whether torch's derivative of a node is itself differentiated wrongly, without a word.
+    """Whether torch's second derivative of a node is wrong, without any error.
 
     Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
     """
@@ -136,11 +138,11 @@ def is_wrong_in_second_order(node: Node) -> bool:
 
 
 def is_once_differentiable(node: Node) -> bool:
-    """Whether it is a user's function whose backward pass is marked ``once_differentiable``.
+    """Whether a node is a user's function whose backward pass is marked ``once_differentiable``.
 
-    Nothing leads from such a derivative to the inputs: PyTorch gives no error where it is differentiated in
-    them, but nothing, which stands for zeros everywhere else. The class that a node was made by has no public
-    name; the wrapper that the mark puts around its backward pass is known by the file that it comes from.
+    The graph of such a derivative does not lead to the inputs. If it is differentiated in them, PyTorch raises
+    no error but returns ``None``, which means zero everywhere else. The class behind a node has no public name;
+    the wrapper that the mark puts around its backward pass is recognised by the file that it comes from.
     """
     if not isinstance(node, BackwardCFunction):
         return False

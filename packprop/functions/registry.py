@@ -9,13 +9,15 @@ from packprop.functions.entry import Call, Entry
 from packprop.functions.fallback import fallback
 
 Rule = Callable[..., Iterable[Entry] | None]
+"""From a call and its arguments to entries; ``None``: use the fallback."""
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
+"""Torch function -> rule."""
 
 
 def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Say how the parameters of a torch function (or of an overridable function of one's own) meet a cotangent.
+    """Say how parameters enter a torch function, or an overridable function of your own.
 
     The decorated rule is called as ``rule(call, *args, **kwargs)`` with the arguments of the function and
     returns entries, made with ``affine``, ``scaled`` or ``Entry`` itself; ``None`` means: use the fallback.
@@ -32,10 +34,10 @@ def entries_of(call: Call) -> list[Entry]:
     """One entry for each parameter of a call: by its rule, or by the fallback."""
     complex_valued = any(parameter.is_complex() for parameter in call.parameters)
     rule = None if complex_valued else RULES.get(call.function)  # rules are written for real numbers
-    known = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
-    known = [entry for entry in known if entry.parameter.requires_grad]
-    described = {id(entry.parameter) for entry in known}
-    return known + [
+    by_rule = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
+    by_rule = [entry for entry in by_rule if entry.parameter.requires_grad]
+    described = {id(entry.parameter) for entry in by_rule}
+    return by_rule + [
         fallback(call, parameter)
         for parameter in call.parameters
         if id(parameter) not in described and id(call.unexpanded(parameter)) not in described

@@ -24,9 +24,11 @@ def _batch_norm_mixes(
 
 
 MIXERS: dict[Callable[..., Any], Callable[..., bool]] = {F.batch_norm: _batch_norm_mixes}
+"""Functions that can mix samples -> whether a call with given arguments does."""
 
 
 EXPANSIONS = frozenset({Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to})
+"""Functions that repeat the entries of their first argument, and do nothing else."""
 
 
 REORDERINGS = frozenset(

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.algebra.structures import Structure
 from packprop.errors import PackpropError
-from packprop.functions.entry import Cotangents, Entry, Samples, StructureOf
+from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.site import Site
@@ -105,7 +105,7 @@ def adopt_missing(graph: Graph, above: set[Node], found: dict[RecordedUse, Reach
             kept.append((leaf, node))
             continue
         shapes = _output_shapes(node)
-        entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=leaf.numel())
+        entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=Scratch(leaf.numel()))
         edges = [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
         use = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
         adopted = ReachedUse(use, {index: (node, index) for index in range(len(shapes))})

@@ -1,4 +1,4 @@
-"""Where a use finds its inputs if it does not hold them."""
+"""Inputs that a use does not hold: what provides them, and how entries are made from them again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.state import version
 
 
-class Source(Protocol):
-    """Where a use finds its inputs."""
+class InputSource(Protocol):
+    """Where a use finds its inputs if it does not hold them."""
 
     def ready(self) -> list[Entry] | None:
         """Entries with their inputs, if these are at hand."""
 
     def fetch(self) -> list[Entry]:
-        """Entries with their inputs, at any price."""
+        """Entries with their inputs, even if these must be computed again."""
 
     def taken(self) -> None:
-        """The entries are in other hands."""
+        """The caller has taken the entries: do not keep them any longer."""
 
     def release(self) -> None:
-        """There will be no other pass: let go of what the inputs are computed from."""
+        """There will be no other pass: drop what the inputs are computed from."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class CallTemplate:
 
     Args:
         function: What was called.
-        parameters: Numbers of the parameters among the tensors that went in.
+        parameters: Which of the tensors that went in are parameters, by number.
         shape: Shape of the (first) output.
-        random_state: As for ``Call``.
+        random_state: As in ``Call``.
         in_place: Whether the function changes its first argument.
     """
 
@@ -52,7 +52,7 @@ class CallTemplate:
 
     @staticmethod
     def of(call: Call, in_place: bool) -> CallTemplate:
-        """The recipe of a call."""
+        """The template of a call."""
         tensors = list(tensors_in((call.args, call.kwargs)))
         numbers = [number for number, tensor in enumerate(tensors) if call.consumes(tensor)]
         return CallTemplate(call.function, tuple(numbers), call.shape, call.random_state, in_place)
@@ -62,38 +62,41 @@ class CallTemplate:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         unexpanded: Callable[[Tensor], Tensor],
-        attached: bool,
+        differentiable: bool,
     ) -> list[Entry]:
-        """Entries as they were when the call was recorded, from its inputs as they are found again."""
+        """Entries as they were when the call was recorded, from its arguments, which are given again.
+
+        ``differentiable``: whether the inputs stay attached to the graph that made them.
+        """
         tensors = list(tensors_in((args, kwargs)))
         parameters = tuple(tensors[number] for number in self.parameters)
 
-        def bare(tensor: Tensor) -> Tensor:
-            own = attached or any(tensor is parameter for parameter in parameters)
-            return tensor if own else tensor.detach()
+        def detach_input(tensor: Tensor) -> Tensor:
+            attached = differentiable or any(tensor is parameter for parameter in parameters)
+            return tensor if attached else tensor.detach()
 
         if self.in_place:
             args = (args[0].clone(), *args[1:])
-        args, kwargs = map_tensors(bare, (args, kwargs))
+        args, kwargs = map_tensors(detach_input, (args, kwargs))
         return entries_of(
             Call(self.function, args, kwargs, parameters, self.shape, unexpanded, self.random_state)
         )
 
 
-def without_inputs(entries: Iterable[Entry], source: Source) -> list[Entry]:
-    """The same entries, which fetch their inputs each time that they meet a cotangent."""
+def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]:
+    """The same entries, which fetch their inputs each time that a structure is built."""
 
-    def built_by(number: int, name: str) -> Callable[..., Any]:
-        def structure_of(cotangents: Cotangents, where: Any, samples: Samples) -> Any:
-            return getattr(source.fetch()[number], name)(cotangents, where, samples)
+    def fetching(number: int, name: str) -> Callable[..., Any]:
+        def structure_of(cotangents: Cotangents, layouts: Any, samples: Samples) -> Any:
+            return getattr(source.fetch()[number], name)(cotangents, layouts, samples)
 
         return structure_of
 
     return [
         replace(
             entry,
-            structure_of=built_by(number, "structure_of"),
-            squares=None if entry.squares is None else built_by(number, "squares"),
+            structure_of=fetching(number, "structure_of"),
+            squares=None if entry.squares is None else fetching(number, "squares"),
         )
         for number, entry in enumerate(entries)
     ]
@@ -108,34 +111,37 @@ class _Save(torch.autograd.Function):
         return parameter.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # a node that nothing is made of
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # never run: nothing is computed from the node's output
         return (None,) * len(ctx.needs_input_grad)
 
 
 class OffloadedInputs:
-    """Inputs that went through hooks of the user's, such as those of ``save_on_cpu``."""
+    """Inputs that went through the user's hooks on saved tensors, such as those of ``save_on_cpu``."""
 
     def __init__(self, call: Call, in_place: bool) -> None:
-        self._recipe = replace(CallTemplate.of(call, in_place), in_place=False)  # a copy went in
+        # an input that the function overwrites was copied before
+        self._template = replace(CallTemplate.of(call, in_place), in_place=False)
         self._unexpanded = call.unexpanded
-        nothing = torch.empty(0)
-        tensors = [tensor for tensor in tensors_in((call.args, call.kwargs)) if not call.consumes(tensor)]
-        self._form = map_tensors(
-            lambda tensor: tensor if call.consumes(tensor) else nothing, (call.args, call.kwargs)
+        arguments = (call.args, call.kwargs)
+        tensors = [tensor for tensor in tensors_in(arguments) if not call.consumes(tensor)]
+        self._placeholder = placeholder = torch.empty(0)
+        self._arguments = map_tensors(
+            lambda tensor: tensor if call.consumes(tensor) else placeholder, arguments
         )
-        self._nothing = nothing
         self._saved = [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
         self._node: Any = _Save.apply(call.parameters[0], *tensors).grad_fn  # type: ignore[no-untyped-call]
 
     def ready(self) -> list[Entry]:
         """Entries with what the hooks give back."""
         tensors = list(self._node.saved_tensors)
-        for tensor, (place, before) in zip(tensors, self._saved, strict=True):
-            if tensor.data_ptr() == place and version(tensor) != before:
-                raise changed_since(name_of(self._recipe.function), tensor)
-        left = iter(tensors)
-        args, kwargs = map_tensors(lambda t: next(left) if t is self._nothing else t, self._form)
-        return self._recipe.entries(args, kwargs, self._unexpanded, torch.is_grad_enabled())
+        for tensor, (address, before) in zip(tensors, self._saved, strict=True):
+            if tensor.data_ptr() == address and version(tensor) != before:
+                raise changed_since(name_of(self._template.function), tensor)
+        remaining = iter(tensors)
+        args, kwargs = map_tensors(
+            lambda tensor: next(remaining) if tensor is self._placeholder else tensor, self._arguments
+        )
+        return self._template.entries(args, kwargs, self._unexpanded, torch.is_grad_enabled())
 
     fetch = ready
 
@@ -143,5 +149,5 @@ class OffloadedInputs:
         """Nothing is held here."""
 
     def release(self) -> None:
-        """Let go of what the hooks made of the inputs."""
+        """Drop what the hooks made of the inputs."""
         self._node = None

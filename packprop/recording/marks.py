@@ -1,9 +1,9 @@
-"""What recording leaves on the nodes of the autograd graph, from where it is found again."""
+"""What recording leaves on the nodes of the autograd graph, where a backward pass finds it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,16 +13,18 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.entry import Entry
 from packprop.functions.losses.description import input_of
-from packprop.recording.inputs import Source
+from packprop.recording.inputs import InputSource
 
 USE, LOSS, OUTPUT, MIXES = (f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes"))
+"""Keys of the marks in the ``metadata`` of a node."""
 
 
 HANDLES = "_packprop_handles"
+"""Attribute of an extended module: the handles of its hooks."""
 
 
 EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that ``extend`` was called on: their parameters must not be missed."""
+"""Modules that ``extend`` was called on: a pass must not miss any of their parameters."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class ForwardCall:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        reordered: Whether data may have decided on the order of rows.
+        reordered: Whether data may have decided the order of rows.
         arguments: What went in, tensors without their data.
     """
 
@@ -52,7 +54,7 @@ class ForwardCall:
 
 @dataclass(eq=False)
 class RecordedUse:
-    """One call of a torch function that consumed trainable parameters, hung on the node that it made.
+    """One call of a torch function that consumed trainable parameters, left on the nodes that it made.
 
     Args:
         name: Name of the function.
@@ -61,6 +63,7 @@ class RecordedUse:
         shapes: Shapes of its outputs.
         forward: The outermost call that it was recorded in.
         source: Where its inputs are found, if it does not hold them.
+        held: Whether the inputs are kept although a backward pass frees the graph.
     """
 
     name: str
@@ -68,7 +71,7 @@ class RecordedUse:
     edges: list[GradientEdge]
     shapes: list[torch.Size]
     forward: ForwardCall
-    source: Source | None = None
+    source: InputSource | None = None
     held: bool = False
 
     def release(self, _: Any = None) -> None:
@@ -83,7 +86,15 @@ class RecordedUse:
 
 @dataclass(eq=False)
 class RecordedLoss:
-    """One call of a loss function, hung on the node that it made."""
+    """One call of a loss function, left on the node that it made.
+
+    Args:
+        edge: Where its input came from.
+        shape: Shape of its input.
+        version: Version of its input when it was called.
+        held: Whether the arguments are kept although a backward pass frees the graph.
+        released: Whether the arguments were dropped.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -108,15 +119,27 @@ class RecordedLoss:
 
 
 def marks_of(node: Node) -> dict[str, Any]:
-    """The dictionary of a node that marks are kept in (typed as a method in torch, and a property)."""
+    """The dictionary of marks of a node (torch types this property as a method)."""
     return cast(dict[str, Any], node.metadata)
+
+
+def nodes_upstream(start: Node, end: Node | None = None) -> Iterator[Node]:
+    """A node and every node that its inputs come from, each once; none that lies behind ``end`` alone."""
+    stack, seen = [start], {start, end}
+    while stack:
+        node = stack.pop()
+        yield node
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream not in seen:
+                seen.add(upstream)
+                stack.append(upstream)
 
 
 def graph_is_kept() -> bool:
     """Whether the running backward pass retains the graph.
 
-    The engine's own answer is private, and stands here alone: no public function says whether what a node saved
-    will be freed, and holding inputs any longer than autograd does would double the memory of a loop that still
-    holds its last loss.
+    The engine's own answer is private, and is asked for here alone. No public function says whether what a node
+    saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that
+    still holds its last loss.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,11 +1,11 @@
 """Reentrant checkpoints: one node each, whose own graph is there only while the node runs.
 
 # NOTE [Reentrant checkpoints]
-The forward pass of a reentrant checkpoint is not recorded by autograd, so nothing in it can be found from the
-loss, and its backward pass refuses to be part of ``torch.autograd.grad``. Both are put right for the length of
-a pass of packprop: the checkpoint's function is run again, as its node would do it, with recording on; once
-when the graph is walked, to see what is in it, and again each time that a sweep comes through the node, which
-then does what a sweep does with the graph that was just made. Between the two no tensor of it is kept.
+Autograd does not record the forward pass of a reentrant checkpoint, so nothing in it can be found from the
+loss, and its backward pass refuses to be part of ``torch.autograd.grad``. During a pass of packprop both are
+worked around: the checkpoint's function is run again, as its node would do it, with recording on. It is run
+once when the graph is walked, to see what is in it, and again each time that a sweep comes through the node,
+which then sweeps the graph that was just made. No tensor of that graph is kept from one run to the next.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import detach_variable, set_device_states
 
 from packprop.errors import PackpropError
-from packprop.recording.marks import USE, marks_of
+from packprop.recording.marks import USE, marks_of, nodes_upstream
 from packprop.recording.switch import recording
 
 FIELDS = frozenset(
     {"run_function", "inputs", "tensor_indices", "preserve_rng_state", "device_type", "cpu_autocast_kwargs"}
 )
-"""What the node of ``torch.utils.checkpoint`` notes for its own backward pass."""
+"""Attributes in which the node of ``torch.utils.checkpoint`` keeps what its backward pass needs."""
 
 
 NAME = "CheckpointFunctionBackward"
+"""Name of that node."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Rerun:
     """A checkpoint's function that was run again.
 
     Args:
-        inputs: What it was given: tensors are leaves of a graph of their own.
-        outputs: What it returned, one entry for each output of the node; ``None`` for what is no tensor.
+        inputs: What it was given; tensors are leaves of a new graph.
+        outputs: What it returned, one for each output of the node; ``None`` for what is no tensor.
     """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Tensor | None, ...]
 
-    def gradients(self, found: dict[int, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """What the node returns, from gradients of its inputs by their identity."""
-        own = [found.get(id(value)) if isinstance(value, Tensor) else None for value in self.inputs]
+    def gradients(self, by_input: dict[int, Tensor | None]) -> tuple[Tensor | None, ...]:
+        """What the node returns, from the gradients of its inputs by ``id``."""
+        own = [by_input.get(id(value)) if isinstance(value, Tensor) else None for value in self.inputs]
         return (None, None, *own)  # its first arguments are the function, and whether to keep the random state
 
 
@@ -54,7 +55,7 @@ def is_reentrant(node: Node) -> bool:
     """Whether a node is a reentrant checkpoint.
 
     Raises:
-        PackpropError: For one of another make, of which it is not known how to run it again.
+        PackpropError: If it is one, but not PyTorch's own, so that it is not known how to run it again.
     """
     if node.name() != NAME:
         return False
@@ -64,7 +65,7 @@ def is_reentrant(node: Node) -> bool:
 
 
 def refused(why: str) -> PackpropError:
-    """The error for what cannot be done through a reentrant checkpoint."""
+    """The error for what a reentrant checkpoint makes impossible."""
     return PackpropError(
         "A quantity beyond the gradient was asked for.",
         "a part of the model inside torch.utils.checkpoint",
@@ -87,12 +88,12 @@ def run_again(node: Any) -> Rerun:
         ) from error
     for place, tensor in zip(node.tensor_indices, saved, strict=True):
         inputs[place] = tensor
-    kept, devices = node.preserve_rng_state, []
-    if kept and node.had_device_in_fwd:
+    preserved, devices = node.preserve_rng_state, []
+    if preserved and node.had_device_in_fwd:
         devices = node.fwd_devices
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices, enabled=kept, device_type=node.device_type))
-        if kept:
+        stack.enter_context(torch.random.fork_rng(devices, enabled=preserved, device_type=node.device_type))
+        if preserved:
             torch.set_rng_state(node.fwd_cpu_state)
             if devices:
                 set_device_states(devices, node.fwd_device_states, device_type=node.device_type)
@@ -101,29 +102,24 @@ def run_again(node: Any) -> Rerun:
         if node.device_autocast_kwargs is not None:
             stack.enter_context(torch.autocast(node.device_type, **node.device_autocast_kwargs))
         stack.enter_context(torch.autocast("cpu", **node.cpu_autocast_kwargs))
-        stack.enter_context(recording([leaves[place] for place in _data(node)]))
+        stack.enter_context(recording([leaves[place] for place in _places_of_data(node)]))
         outputs = node.run_function(*leaves)
-    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-    return Rerun(leaves, tuple(value if isinstance(value, Tensor) else None for value in listed))
+    values = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    return Rerun(leaves, tuple(value if isinstance(value, Tensor) else None for value in values))
 
 
-def _data(node: Any) -> list[int]:
-    """Places of the arguments that carry samples: all that are not made of parameters alone."""
+def _places_of_data(node: Any) -> list[int]:
+    """Places of the arguments that depend on samples: all that are not made of parameters alone."""
     pairs = zip(node.tensor_indices, node.next_functions, strict=True)
-    return [place for place, (upstream, _) in pairs if upstream is None or _carries_samples(upstream)]
+    return [place for place, (upstream, _) in pairs if upstream is None or _depends_on_samples(upstream)]
 
 
-def _carries_samples(start: Node) -> bool:
-    stack, seen = [start], {start}
-    while stack:
-        node = stack.pop()
+def _depends_on_samples(start: Node) -> bool:
+    """Whether a use, another checkpoint or a leaf that is no parameter lies upstream."""
+    for node in nodes_upstream(start):
         leaf = getattr(node, "variable", None)
         if USE in marks_of(node) or node.name() == NAME:
             return True
         if leaf is not None and not isinstance(leaf, nn.Parameter):
             return True
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                stack.append(upstream)
     return False

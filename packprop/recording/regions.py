@@ -1,13 +1,14 @@
-"""Inputs of uses that autograd does not keep either: what a checkpoint computes again, or hooks have moved.
+"""Inputs of uses that autograd does not keep, because a checkpoint computes them again.
 
 # NOTE [Inputs kept elsewhere]
 A use that held its inputs would undo what ``torch.utils.checkpoint`` and ``save_on_cpu`` are for. So where
-hooks on saved tensors are in force, it holds none. Inputs that hooks have moved are given to the same hooks, as
-autograd's own are. Inputs inside a checkpoint are collected while the checkpoint runs its *region* of the
-forward pass again, which it does in every backward pass that goes through: the calls of torch functions in it
-are counted, in the forward pass and again, and a use is known by its number. Nothing is saved for it: what a
-checkpoint saves and counts is the same with and without packprop. Cotangents that arrive at a use before its
-inputs wait for them; only where a pass ends without a region having been run, it is run for its inputs alone.
+hooks on saved tensors are in force, a use holds none. Inputs that such hooks move are given to the same hooks,
+as autograd gives them its own. Inputs inside a checkpoint are collected while the checkpoint runs its *region*
+of the forward pass again, which it does in every backward pass that goes through it. The calls of torch
+functions in the region are counted in the forward pass and when it is run again, and a use is known by its
+number. Nothing is saved for it: what a checkpoint saves and counts is the same with and without packprop.
+Cotangents that arrive at a use before its inputs wait for them. Only if a pass ends before a region was run, is
+it run for its inputs alone.
 """
 
 from __future__ import annotations
@@ -25,109 +26,119 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from packprop.errors import PackpropError
-from packprop.functions.entry import Entry, Expansions, name_of
+from packprop.functions.entry import Entry, name_of
 from packprop.functions.traits import EXPANSIONS
-from packprop.recording.inputs import CallTemplate, Source
+from packprop.recording.inputs import CallTemplate, InputSource
+from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
 
 REGION = "_packprop_region"
+"""Attribute of a checkpoint's frame: its region."""
 
 
-class _Local(threading.local):
+CallNumber = tuple[int, int]
+"""Number of a call in a region: of the recording that began inside the region, and of the call in it."""
+
+
+class _Current(threading.local):
     replay: Replay | None = None
 
 
-thread = _Local()
+current = _Current()
+"""The replay that runs in this thread."""
 
 
 @dataclass(eq=False)
-class Place:
-    """A use inside a region.
+class RecomputedInputs:
+    """Inputs of a use inside a region, which are there once the checkpoint has run the region again.
 
     Args:
         region: The region.
         frame: What keeps the region's own inputs, for as long as the use is kept.
-        number: Of the call in the region: of a recording that began inside, and of the call in it.
-        recipe: How entries are made of the call's inputs.
+        number: Number of the call in the region.
+        template: The call without its inputs.
+        entries: Entries with their inputs, while these are there.
     """
 
     region: Region
     frame: Any
-    number: tuple[int, int]
-    recipe: CallTemplate
-    live: list[Entry] | None = None
+    number: CallNumber
+    template: CallTemplate
+    entries: list[Entry] | None = None
 
     def ready(self) -> list[Entry] | None:
         """Entries, once the region was run again."""
-        return self.live
+        return self.entries
 
     def fetch(self) -> list[Entry]:
         """Entries, for which the region is run again if need be."""
-        if self.live is None:
-            self.region.run(self)
-        assert self.live is not None
-        return self.live
+        if self.entries is None:
+            self.region.run_for(self)
+        assert self.entries is not None
+        return self.entries
 
     def taken(self) -> None:
-        """The entries are in other hands: the inputs are not collected again in this pass."""
-        self.region.leave(self)
-        self.live = None
+        """The caller has taken the entries: the inputs are not collected again in this pass."""
+        self.region.stop_collecting(self)
+        self.entries = None
 
     def release(self) -> None:
-        """Let go of the region's own inputs."""
+        """Drop the region's own inputs."""
         self.frame = None
 
     def collect(self, replay: Replay, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Collect the inputs from the call that is just being made again."""
-        if function is not self.recipe.function:
-            raise differs(name_of(self.recipe.function), f"{name_of(function)} was called in its place")
-        self.live = self.recipe.entries(args, kwargs, replay.expansions.source, self.region.attached)
+        """Collect the inputs from the call that is being made again."""
+        if function is not self.template.function:
+            raise differs(name_of(self.template.function), f"{name_of(function)} was called in its place")
+        unexpanded, differentiable = replay.expansions.source, self.region.differentiable
+        self.entries = self.template.entries(args, kwargs, unexpanded, differentiable)
 
 
 class Region:
     """A part of the forward pass that a checkpoint runs again in the backward pass.
 
-    It stands on the checkpoint's own frame and lives as long. Counts go on while the forward pass runs.
+    The checkpoint's frame keeps it, so that both live equally long. Its calls are counted in the forward pass.
 
     Args:
-        frame: The checkpoint's.
+        frame: The checkpoint's frame.
     """
 
     def __init__(self, frame: Any) -> None:
         self._frame = weakref.ref(frame)
-        self._places: dict[tuple[int, int], weakref.ref[Place]] = {}
-        self._wanted: set[Place] = set()
-        self._original: Callable[..., Any] | None = None
-        self.inside = False
-        """Whether recordings began inside the region, once for each outermost module in it."""
-        self.attached = False
-        """Whether what is collected shall be differentiable."""
-        self.recording, self.calls = 0, 0
+        self._uses: dict[CallNumber, weakref.ref[RecomputedInputs]] = {}
+        self._wanted: set[RecomputedInputs] = set()
+        self._recompute: Callable[..., Any] | None = None
+        """The checkpoint's own function, while another one stands in its place."""
+        self.has_recordings = False
+        """Whether recordings began inside the region, one for each outermost module in it."""
+        self.differentiable = False
+        """Whether collected inputs stay attached to the graph that made them."""
+        self.recordings, self.calls = 0, 0
 
-    def begin(self) -> None:
-        """A recording begins inside."""
-        self.inside = True
-        self.recording, self.calls = self.recording + 1, 0
+    def begin_recording(self) -> None:
+        """Count a recording that begins inside the region."""
+        self.has_recordings = True
+        self.recordings, self.calls = self.recordings + 1, 0
 
-    def place(self, recipe: CallTemplate) -> Place:
-        """Give the call that was just counted a place."""
-        number = (self.recording, self.calls)
-        place = Place(self, self._frame(), number, recipe)
-        self._places[number] = weakref.ref(place)
-        return place
+    def inputs_of_last_call(self, template: CallTemplate) -> RecomputedInputs:
+        """The inputs of the call that was counted last, to be collected by its number."""
+        number = (self.recordings, self.calls)
+        inputs = RecomputedInputs(self, self._frame(), number, template)
+        self._uses[number] = weakref.ref(inputs)
+        return inputs
 
-    def open(self, wanted: Iterable[Place], attached: bool) -> None:
-        """From now on, inputs of these uses are collected whenever the checkpoint runs the region again."""
+    def open(self, wanted: Iterable[RecomputedInputs], differentiable: bool) -> None:
+        """From now on, collect the wanted inputs whenever the checkpoint runs the region again."""
         frame = self._frame()
-        self._wanted, self.attached = set(wanted), attached
-        if frame is None or self._original is not None:
+        self._wanted, self.differentiable = set(wanted), differentiable
+        if frame is None or self._recompute is not None:
             return
-        original = self._original = frame.recompute_fn
+        recompute = self._recompute = frame.recompute_fn
 
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def recompute_and_collect(*args: Any, **kwargs: Any) -> Any:
             try:
                 with Replay(self):
-                    return original(*args, **kwargs)
+                    return recompute(*args, **kwargs)
             except RuntimeError as error:
                 if "backward an extra time" not in str(error):
                     raise
@@ -138,61 +149,61 @@ class Region:
                     "checkpoint without context_fn",
                 ) from error
 
-        frame.recompute_fn = again
+        frame.recompute_fn = recompute_and_collect
 
     def close(self) -> None:
-        """The end of a pass: drop what was collected, and what the checkpoint has computed for nothing.
+        """End of a pass: drop what was collected, and what the checkpoint has computed but nobody asked for.
 
-        A checkpoint keeps what a pass has not asked for until its graph dies: once for each pass.
+        The checkpoint would keep the latter until its graph dies, once for each pass.
         """
         frame = self._frame()
-        if frame is not None and self._original is not None:
-            frame.recompute_fn = self._original
+        if frame is not None and self._recompute is not None:
+            frame.recompute_fn = self._recompute
             frame.recomputed.clear()
-        self._original = None
+        self._recompute = None
         self._wanted.clear()
-        for reference in self._places.values():
-            place = reference()
-            if place is not None:
-                place.live = None
+        for reference in self._uses.values():
+            inputs = reference()
+            if inputs is not None:
+                inputs.entries = None
 
-    def is_wanted(self, number: tuple[int, int]) -> Place | None:
-        """The use at a number, if its inputs are still to be collected."""
-        reference = self._places.get(number)
-        place = None if reference is None else reference()
-        return place if place in self._wanted else None
+    def wanted_at(self, number: CallNumber) -> RecomputedInputs | None:
+        """The inputs of the call with a number, if they are still to be collected."""
+        reference = self._uses.get(number)
+        inputs = None if reference is None else reference()
+        return inputs if inputs in self._wanted else None
 
-    def leave(self, place: Place) -> None:
-        """The inputs of a use are not wanted any more."""
-        self._wanted.discard(place)
+    def stop_collecting(self, inputs: RecomputedInputs) -> None:
+        """Do not collect these inputs any more in this pass."""
+        self._wanted.discard(inputs)
 
-    def run(self, place: Place) -> None:
-        """Run the region for the inputs that are wanted alone, which no pass has collected."""
-        alone = self._original is None
-        if alone:
-            self.open([place], torch.is_grad_enabled())
-        self._wanted.add(place)
-        frame = place.frame
+    def run_for(self, inputs: RecomputedInputs) -> None:
+        """Run the region only to collect inputs, because no pass has run it."""
+        outside_pass = self._recompute is None
+        if outside_pass:
+            self.open([inputs], torch.is_grad_enabled())
+        self._wanted.add(inputs)
+        frame = inputs.frame
         try:
-            with torch.enable_grad(), saved_tensors_hooks(_keep, _give):
+            with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
                 frame.recompute_fn(*frame.get_inputs())
-            if place.live is None:
-                raise differs(name_of(place.recipe.function), "it was not called")
+            if inputs.entries is None:
+                raise differs(name_of(inputs.template.function), "it was not called")
         finally:
-            if alone:
-                live = place.live
+            if outside_pass:
+                entries = inputs.entries
                 self.close()
-                place.live = live
+                inputs.entries = entries
 
-    def belongs(self, hooks: Hooks | None) -> bool:
+    def is_innermost_under(self, hooks: Hooks | None) -> bool:
         """Whether a call that runs under these hooks belongs to this region, and to none inside it."""
         if hooks is None:
             return False
-        return hooks[0] is _keep or (is_checkpoint(hooks) and frame_of(hooks)[0] is self._frame())
+        return hooks[0] is _pack or (is_checkpoint(hooks) and frame_of(hooks)[0] is self._frame())
 
 
 def differs(name: str, what: str) -> PackpropError:
-    """The error for a function that does not do the same when it is run again."""
+    """The error for a function ``name`` that does not do the same when it is run again."""
     return PackpropError(
         "A quantity beyond the gradient was asked for.",
         f"{name}, inside torch.utils.checkpoint",
@@ -201,16 +212,16 @@ def differs(name: str, what: str) -> PackpropError:
     )
 
 
-def _keep(tensor: Tensor) -> Tensor:
+def _pack(tensor: Tensor) -> Tensor:
     return tensor.detach()  # a node that held its own output would be a cycle
 
 
-def _give(tensor: Tensor) -> Tensor:
+def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def region_under(hooks: Hooks) -> Region | None:
-    """The region that runs for the first time under these hooks."""
+    """The region whose forward pass runs under these hooks, for the first time and not again."""
     if not is_checkpoint(hooks):
         return None
     frame, again = frame_of(hooks)
@@ -228,26 +239,26 @@ class Replay(TorchFunctionMode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
-        self._recording, self._calls, self._depth = 0, 0, 0
+        self._recordings, self._calls, self._depth = 0, 0, 0
         self.expansions = Expansions()
 
     def __enter__(self) -> Replay:
-        self._before, thread.replay = thread.replay, self
+        self._before, current.replay = current.replay, self
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def __exit__(self, *error: Any) -> None:
-        thread.replay = self._before
+        current.replay = self._before
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
 
     def begin(self) -> None:
-        """A module is entered that a recording would begin at."""
-        if self._depth == 0 and self._region.inside:
-            self._recording, self._calls = self._recording + 1, 0
+        """Enter a module, or ``record()``, where the forward pass may have begun a recording."""
+        if self._depth == 0 and self._region.has_recordings:
+            self._recordings, self._calls = self._recordings + 1, 0
         self._depth += 1
 
     def end(self) -> None:
-        """It is left."""
+        """Leave what ``begin`` entered."""
         self._depth -= 1
 
     def __torch_function__(
@@ -258,41 +269,51 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        seen = self._depth > 0 or not self._region.inside
-        if not seen or not self._region.belongs(hooks_in_force()) or not is_counted(func, (args, kwargs)):
+        region = self._region
+        recorded = self._depth > 0 or not region.has_recordings
+        if (
+            not recorded
+            or not region.is_innermost_under(hooks_in_force())
+            or not is_counted(func, (args, kwargs))
+        ):
             return func(*args, **kwargs)
         self._calls += 1
-        place = self._region.is_wanted((self._recording, self._calls))
-        if place is not None:
-            place.collect(self, func, args, kwargs)
+        inputs = region.wanted_at((self._recordings, self._calls))
+        if inputs is not None:
+            inputs.collect(self, func, args, kwargs)
         out = func(*args, **kwargs)
         if func in EXPANSIONS:
             self.expansions.note(out, args[0])
         return out
 
 
-def replay() -> Replay | None:
-    """What collects inputs in this thread, if a region is just being run again for them."""
-    return thread.replay
+def current_replay() -> Replay | None:
+    """The replay of this thread, if a region is being run again to collect inputs."""
+    return current.replay
 
 
 @contextlib.contextmanager
-def opened(sources: Iterable[Source | None], attached: bool, inputs: bool = True) -> Iterator[None]:
-    """Have the inputs of uses collected (if there is need) where their regions are run again inside.
+def opened(sources: Iterable[InputSource | None], differentiable: bool, inputs: bool = True) -> Iterator[None]:
+    """During a pass, collect the inputs of uses where checkpoints run their regions again.
 
     What checkpoints have computed again and nobody has asked for is dropped in any case.
+
+    Args:
+        sources: Where the uses find their inputs; ``None`` for a use that holds them.
+        differentiable: Whether collected inputs stay attached to the graph that made them.
+        inputs: Whether the pass needs the inputs at all.
     """
     given = [source for source in sources if source is not None]
-    places: dict[Region, list[Place]] = {}
+    by_region: dict[Region, list[RecomputedInputs]] = {}
     for source in given:
-        if isinstance(source, Place):
-            places.setdefault(source.region, []).append(source)
-    for region, wanted in places.items():
-        region.open(wanted if inputs else (), attached)
+        if isinstance(source, RecomputedInputs):
+            by_region.setdefault(source.region, []).append(source)
+    for region, wanted in by_region.items():
+        region.open(wanted if inputs else (), differentiable)
     try:
         yield
     finally:
         for source in given:
             source.taken()
-        for region in places:
+        for region in by_region:
             region.close()

@@ -1,4 +1,4 @@
-"""Hooks on saved tensors that are in force, and whether they are those of a checkpoint."""
+"""Which hooks on saved tensors are in force, and whether they belong to a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from torch import Tensor
 from packprop.tensors.nesting import tensors_in
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor when it is saved, and what unpacks it."""
 
 
 def hooks_in_force() -> Hooks | None:
-    """Hooks that what autograd saves now is given to.
+    """The hooks that autograd gives to what it saves now.
 
-    Private, and asked for a reason: no public function tells whether there are any, and without them inputs
-    are held as they are, at no cost. PyTorch 2.6 cannot be asked: there, inputs are held under all hooks.
+    Asks a private function, as no public one tells whether there are any hooks; without hooks, inputs are held
+    as they are, at no cost. PyTorch 2.6 cannot be asked: there, inputs are held under all hooks.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
 
 
 def is_checkpoint(hooks: Hooks) -> bool:
-    """Whether hooks are those of ``torch.utils.checkpoint``."""
+    """Whether hooks belong to ``torch.utils.checkpoint``."""
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def frame_of(hooks: Hooks) -> tuple[Any, bool]:
-    """What a checkpoint knows of its region, and whether it is being run again.
+    """The frame in which a checkpoint keeps its state, and whether its region is being run again.
 
-    Private parts of ``torch.utils.checkpoint``: nothing public says which region a tensor belongs to, or when
-    one is run again. Where they are not found inputs are held.
+    Reads private parts of ``torch.utils.checkpoint``: nothing public says which region a tensor belongs to, or
+    when a region is run again. Where these parts are not found, inputs are held.
     """
     pack = getattr(hooks[0], "__wrapped__", hooks[0])
     for cell in getattr(pack, "__closure__", None) or ():
-        held = cell.cell_contents
-        again = isinstance(held, weakref.ref)
-        frame = held() if again else held
+        content = cell.cell_contents
+        again = isinstance(content, weakref.ref)
+        frame = content() if again else content
         if hasattr(frame, "recompute_fn") and hasattr(frame, "get_inputs") and hasattr(frame, "recomputed"):
             return frame, again
     return None, False
@@ -49,8 +50,9 @@ def frame_of(hooks: Hooks) -> tuple[Any, bool]:
 def is_counted(function: Callable[..., Any], arguments: Any) -> bool:
     """Whether a call has a number in its region.
 
-    What a checkpoint calls by itself has none, as it differs from one time to the next: it reads attributes,
-    switches gradients on and off (a function of no tensor), and detaches. Nor has what recording asks for.
+    What the checkpoint itself calls has none, because it differs from one run to the next: it reads attributes,
+    switches gradients on and off (a function of no tensor), and detaches. What recording asks for has none
+    either.
     """
     if isinstance(function, MethodWrapperType) or function in (Tensor.detach, Tensor.stride):
         return False

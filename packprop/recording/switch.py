@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
-from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of
-from packprop.recording.recorder import Recorder, record_loss, thread
-from packprop.recording.regions import region_under, replay
+from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of, nodes_upstream
+from packprop.recording.recorder import Recorder, current, record_loss
+from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
 
 
 def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) -> nn.Module:
     """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
 
-    Extending twice changes nothing; ``restore`` takes it back. Nothing about the forward pass changes: the
-    module, its parameters, its ``state_dict`` and its outputs stay what they are. Submodules may be called by
-    themselves. Survives ``deepcopy`` and pickling.
+    Extending twice changes nothing; ``restore`` undoes it. The forward pass does not change: the module, its
+    parameters, its ``state_dict`` and its outputs stay what they are. Submodules may be called by themselves. A
+    copy (``deepcopy``, pickle) is extended, too.
 
     Args:
         module: Any module, as its author wrote it, or a loss module.
@@ -70,12 +70,12 @@ def is_extended(module: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     drop_stale_recording()
-    if (again := replay()) is not None:
-        again.begin()
+    if (replay := current_replay()) is not None:
+        replay.begin()
         return
-    recorder = thread.recorder
+    recorder = current.recorder
     if recorder is None:
-        if thread.disabled or not torch.is_grad_enabled():
+        if current.disabled or not torch.is_grad_enabled():
             return
         recorder = _start(module, sys._getframe(1), (args, kwargs))
     elif recorder.depth == 0:  # the outermost module inside record()
@@ -86,36 +86,36 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    if (again := replay()) is not None:
-        again.end()
+    if (replay := current_replay()) is not None:
+        replay.end()
         return
-    recorder = thread.recorder
+    recorder = current.recorder
     if recorder is None or recorder.depth == 0:
         return
     recorder.depth -= 1
     if recorder.depth > 0:
         return
     if recorder.owner is not None:
-        _stop(recorder)  # first, so that what is asked of the output is not recorded
+        _stop(recorder)  # first, so that reading the output is not recorded
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
         recorder.finish(output)
 
 
 def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    """A module without parameters that turns a model's output into a scalar is a loss of the user's own."""
+    """Record a user's own loss: a module without parameters that turns a model's output into a scalar."""
     if not isinstance(out, Tensor) or out.ndim > 0 or out.grad_fn is None:
         return
     if len(args) + len(kwargs) < 2:
         return
-    given = args[0] if args else kwargs.get("input")
-    if not isinstance(given, Tensor) or given.grad_fn is None or _leads_to_loss(out, given):
+    loss_input = args[0] if args else kwargs.get("input")
+    if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
         return
     if next(module.parameters(), None) is None:
-        record_loss(_Undisturbed(module), args, kwargs, out)
+        record_loss(_UnrecordedLoss(module), args, kwargs, out)
 
 
-class _Undisturbed:
+class _UnrecordedLoss:
     """A loss module that can be evaluated again without being recorded."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -127,43 +127,36 @@ class _Undisturbed:
             return self.module(*args, **kwargs)
 
 
-def _leads_to_loss(out: Tensor, given: Tensor) -> bool:
+def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     """Whether a recorded loss stands between a loss module's output and its input."""
     assert out.grad_fn is not None
-    stack, seen = [out.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node is given.grad_fn:
-            continue
-        seen.add(node)
-        if LOSS in marks_of(node):
-            return True
-        stack += [upstream for upstream, _ in node.next_functions if upstream is not None]
-    return False
+    if out.grad_fn is loss_input.grad_fn:
+        return False
+    return any(LOSS in marks_of(node) for node in nodes_upstream(out.grad_fn, loss_input.grad_fn))
 
 
 def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None) -> Recorder:
     recorder = Recorder(module, owner)
     if inputs is not None:
-        recorder.feed(inputs)  # before it sees functions, so that what is asked of them is not recorded
+        recorder.feed(inputs)  # before it sees functions, so that reading the inputs is not recorded
     hooks = hooks_in_force()
     region = None if hooks is None else region_under(hooks)
     if region is not None:
-        region.begin()
+        region.begin_recording()
     recorder.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-    thread.recorder = recorder
+    current.recorder = recorder
     return recorder
 
 
 def _stop(recorder: Recorder) -> None:
-    thread.recorder = None
+    current.recorder = None
     recorder.owner = None
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def drop_stale_recording() -> None:
-    """End a recording whose call was left by an interrupt, which runs no closing hook."""
-    recorder = thread.recorder
+    """End a recording whose call was interrupted, so that its closing hook did not run."""
+    recorder = current.recorder
     if recorder is not None and recorder.stale:
         _stop(recorder)
 
@@ -173,18 +166,18 @@ def record(*inputs: Any) -> Iterator[None]:
     """Record what happens inside: functions on top of extended modules, and losses called as functions.
 
     Args:
-        inputs: Tensors that carry samples and enter by other ways than as arguments of an extended module.
+        inputs: Tensors that hold samples and do not enter as arguments of an extended module.
     """
     drop_stale_recording()
-    if (again := replay()) is not None:
-        again.begin()
+    if (replay := current_replay()) is not None:
+        replay.begin()
         try:
             yield
         finally:
-            again.end()
+            replay.end()
         return
-    if thread.recorder is not None:
-        thread.recorder.feed(inputs)
+    if current.recorder is not None:
+        current.recorder.feed(inputs)
         yield
         return
     recorder = _start(None, None)
@@ -197,29 +190,29 @@ def record(*inputs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(inputs: list[Tensor]) -> Iterator[None]:
-    """Record a part of the forward pass that is run again, by itself, whatever else is being recorded."""
-    before, disabled = thread.recorder, thread.disabled
+    """Record a part of the forward pass that is run again, apart from what else is being recorded."""
+    before, disabled = current.recorder, current.disabled
     recorder = Recorder(None, None)
     recorder.feed(inputs)
-    recorder.depth = 1  # modules in it are none that recording begins at
-    thread.recorder, thread.disabled = recorder, False
+    recorder.depth = 1  # no module inside begins a recording of its own
+    current.recorder, current.disabled = recorder, False
     try:
         with recorder:
             yield
     finally:
-        thread.recorder, thread.disabled = before, disabled
+        current.recorder, current.disabled = before, disabled
 
 
 @contextlib.contextmanager
 def disable() -> Iterator[None]:
     """Record nothing inside: forward passes cost what they cost without packprop."""
-    before, thread.disabled = thread.disabled, True
+    before, current.disabled = current.disabled, True
     try:
         yield
     finally:
-        thread.disabled = before
+        current.disabled = before
 
 
 def is_recording_disabled() -> bool:
-    """Whether this is inside of ``disable()``."""
-    return thread.disabled
+    """Whether ``disable()`` is in force."""
+    return current.disabled

@@ -1,6 +1,6 @@
 """What is known of a loss function: which entries interact, weights, divisor, the root of its Hessian.
 
-Everything is said in the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
+All of it refers to the canonical form of a loss's input, ``[n, t, c]``: samples, positions whose terms are
 independent given the input, and the entries of one position (classes, or 1). A loss over N samples with T
 positions of C entries has ``T * C`` columns: one for each position and entry, fed in for all samples at once.
 """
@@ -19,14 +19,14 @@ from packprop.tensors.layout import Layout
 
 @dataclass(frozen=True)
 class Root:
-    """Square root of the Hessian of the terms of a loss.
+    """Square root of the Hessian of a loss's terms.
 
     Args:
-        columns: Columns of one position.
+        columns: Number of columns of one position.
         position: ``(t, start, stop) -> [k, n, c]``, some columns at position ``t``.
-        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets: the mean of
-            their outer products over draws is the Hessian. Not yet divided by ``sqrt(draws)``.
-        entrywise: A root with one column for each entry, where this one has fewer.
+        draw: ``(draws, generator) -> [m, n, t, c]``, gradients of the loss for drawn targets. The mean of their
+            outer products is the Hessian; they are not yet divided by ``sqrt(draws)``.
+        entrywise: A root with one column for each entry, if this one has fewer.
     """
 
     columns: int
@@ -57,16 +57,18 @@ class Loss:
 
 
 Rule = Callable[..., Loss]
+"""From the arguments of a loss function to what is known of this call."""
 
 
 LOSSES: dict[Callable[..., Any], Rule] = {}
+"""Loss function -> rule."""
 
 
 def register_loss(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
     """Say how a loss function curves.
 
     The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None`` the
-    Hessian of each sample is found by double backward and decomposed: right for any twice differentiable
+    Hessian of each sample is computed by double backward and factorised: right for any twice differentiable
     convex loss, slow for many outputs.
     """
 
@@ -78,7 +80,7 @@ def register_loss(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
-    """``[*skipped, *f] -> [*skipped, n, t, c]``."""
+    """The canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns there, ``[*skipped, *f]``."""
     inner, _ = without_classes(layout, tensor.shape[skip:], class_axis)
     classes = 1
     if class_axis is not None:
@@ -98,7 +100,7 @@ def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
-    """Where the samples are, and what the shape is, in a tensor without the axis of classes."""
+    """Layout and shape of a tensor whose axis of classes is taken away."""
     if class_axis is None:
         return layout, shape
     if layout.axis is not None and layout.axis > class_axis:
@@ -112,7 +114,7 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
-    """What is known of one call of a loss; a generic description for functions that have no rule."""
+    """What is known of one call of a loss; for a function without a rule, only that it is differentiable."""
     rule = LOSSES.get(function)
     if rule is None:
         return Loss(None, 1.0, None, None)

@@ -15,51 +15,52 @@ from packprop.tensors.precision import accumulation_dtype
 
 
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
-    """Of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
+    """The root of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
 
-    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. These depend on each
-    other, by ``sqrt(p)``, which a reflection takes to the last class z (Householder 1958): left are the columns
-    ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of the other classes.
+    Draws are ``sqrt(scale) (p - e_y)``, entrywise columns ``sqrt(scale p_k) (e_k - p)``. The latter depend on
+    each other: weighted by ``sqrt(p)`` they sum to zero. A reflection that takes ``sqrt(p)`` to the last class
+    z (Householder 1958) leaves the columns ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of
+    the other classes.
     """
     log_p = logits.log_softmax(-1)
     strength = scale.sqrt()
     classes = logits.shape[-1]
 
     def entrywise(t: int, start: int, stop: int) -> Tensor:
-        known = log_p[:, t]
-        unit = torch.eye(classes, dtype=known.dtype, device=known.device)[start:stop]
-        root = (0.5 * known[:, start:stop]).exp()  # stays differentiable where p underflows
-        return (unit[:, None] - known.exp()) * root.T[..., None] * strength[:, t, None]
+        log_p_t = log_p[:, t]
+        unit = torch.eye(classes, dtype=log_p_t.dtype, device=log_p_t.device)[start:stop]
+        root = (0.5 * log_p_t[:, start:stop]).exp()  # stays differentiable where p underflows
+        return (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         p = log_p.exp()
         flat = p.detach().reshape(-1, classes)
-        known = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
-        flat = torch.where(known, flat, 1.0 / classes)
+        finite = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
+        flat = torch.where(finite, flat, 1.0 / classes)
         targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
         index = targets.T.reshape(draws, *p.shape[:-1], 1)
         one_hot = p.new_zeros(draws, *p.shape).scatter_(-1, index, 1.0)
         return (p - one_hot) * strength[..., None]
 
-    def position(t: int, start: int, stop: int) -> Tensor:
-        known = log_p[:, t].to(accumulation_dtype(log_p.dtype))
-        p, root = known.exp(), (0.5 * known).exp()
-        own, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
-        rest, divisor = (1 - p)[:, start:stop], 1 + last
-        large = p > 0.5  # of one class at most, for which 1 - p would cancel
+    def reflected(t: int, start: int, stop: int) -> Tensor:
+        log_p_t = log_p[:, t].to(accumulation_dtype(log_p.dtype))
+        p, root = log_p_t.exp(), (0.5 * log_p_t).exp()
+        factor, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
+        complement, divisor = (1 - p)[:, start:stop], 1 + last
+        large = p > 0.5  # at most one class, for which 1 - p would cancel
         others = torch.where(large, 0.0, p).sum(-1, keepdim=True)
-        rest = torch.where(large[:, start:stop], others, rest)
-        taken = torch.cat([p[:, :-1] / divisor, last], -1).neg()
-        columns = own.T.contiguous()[..., None] * taken
-        columns.diagonal(start, 0, 2).copy_(own * (rest + last) / divisor)
+        complement = torch.where(large[:, start:stop], others, complement)
+        off_diagonal = torch.cat([p[:, :-1] / divisor, last], -1).neg()
+        columns = factor.T.contiguous()[..., None] * off_diagonal
+        columns.diagonal(start, 0, 2).copy_(factor * (complement + last) / divisor)
         return columns.to(log_p.dtype)
 
-    every = Root(classes, entrywise, draw)
-    return every if classes == 1 else Root(classes - 1, position, draw, every)
+    every_class = Root(classes, entrywise, draw)
+    return every_class if classes == 1 else Root(classes - 1, reflected, draw, every_class)
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
-    """Of ``2 * scale`` for each entry; draws from ``Normal(f, sqrt(1/2))``."""
+    """The root of ``2 * scale`` for each entry; draws from ``Normal(f, sqrt(1/2))``."""
     strength = (2 * scale).sqrt()
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
@@ -72,7 +73,7 @@ def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:
 
 
 def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
-    """Of ``scale * q (1 - q)`` for each entry, ``q`` the sigmoid; draws ``sqrt(scale) (q - y)``."""
+    """The root of ``scale * q (1 - q)`` for each entry, ``q`` the sigmoid; draws ``sqrt(scale) (q - y)``."""
     q = logits.sigmoid()
     strength = scale.sqrt()
     deviation = (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
@@ -85,7 +86,7 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
 
 
 def matrix_root(hessian: Tensor) -> Root:
-    """Of any positive semi-definite Hessian ``[n, c, c]``; draws are columns with random signs."""
+    """The root of any positive semi-definite Hessian ``[n, c, c]``; draws add up columns with random signs."""
     values, vectors = torch.linalg.eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
     tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10

@@ -36,7 +36,9 @@ def _cross_entropy(
     axis = 1 if input.dim() > 1 else 0
     classes = input.shape[axis]
     mean = _reduction(reduction, size_average, reduce) == "mean"
-    if weight is None and not target.is_floating_point():  # the smoothed classes have a mass of one together
+    if (
+        weight is None and not target.is_floating_point()
+    ):  # smoothing keeps the total mass of the classes at one
         counted = target != ignore_index
         return Loss(axis, counted, torch.count_nonzero(counted) if mean else 1.0, softmax_root)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
@@ -64,7 +66,9 @@ def _mse_loss(
 ) -> Loss:
     mean = _reduction(reduction, size_average, reduce) == "mean"
     total: Tensor | float = input.numel() if weight is None else weight.sum()
-    return _entries(input, target, 1.0 if weight is None else weight, total if mean else 1.0, gaussian_root)
+    return _one_term_per_entry(
+        input, target, 1.0 if weight is None else weight, total if mean else 1.0, gaussian_root
+    )
 
 
 @register_loss(F.binary_cross_entropy_with_logits)
@@ -81,10 +85,10 @@ def _binary_cross_entropy_with_logits(
     each: Tensor | float = 1.0 if weight is None else weight
     if pos_weight is not None:
         each = each * (1 + (pos_weight - 1) * target)
-    return _entries(input, target, each, input.numel() if mean else 1.0, bernoulli_root)
+    return _one_term_per_entry(input, target, each, input.numel() if mean else 1.0, bernoulli_root)
 
 
-def _entries(
+def _one_term_per_entry(
     input: Tensor,
     target: Tensor,
     weight: Tensor | float,
@@ -133,7 +137,7 @@ def _l1_loss(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
 @register_loss(F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.poisson_nll_loss)
 @register_loss(F.soft_margin_loss, F.kl_div)
 def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
-    """One term for each entry; curvature by its own derivatives."""
+    """One term for each entry; its curvature is computed by double backward."""
     reduction = kwargs.get("reduction", "mean")
     divisor = {"mean": float(input.numel()), "sum": 1.0, "none": 1.0}.get(reduction)
     legacy = len(args) > 1 or any(kwargs.get(flag) is not None for flag in ("size_average", "reduce"))
@@ -143,6 +147,7 @@ def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
 @register_loss(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss)
 @register_loss(F.hinge_embedding_loss, F.multilabel_margin_loss)
 def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
+    """Terms of unknown number; their curvature is computed by double backward."""
     return Loss(None, 1.0, None, None)
 
 

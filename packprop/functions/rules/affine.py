@@ -13,7 +13,7 @@ from torch import Tensor
 from packprop.algebra.order import fold_to
 from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.functions.building import SavedTensor, affine, rowwise, scaled, select_samples
-from packprop.functions.entry import Call, Cotangents, Entry, Samples, name_of
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, name_of
 from packprop.functions.fallback import fallback
 from packprop.functions.registry import register_use
 from packprop.tensors.layout import Layout
@@ -23,8 +23,8 @@ from packprop.tensors.layout import Layout
 def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry] | None:
     if call.consumes(input):
         return None
-    found = [affine(call, input, weight)]
-    return found if bias is None else [*found, scaled(call, bias)]
+    entry = affine(call, input, weight)
+    return [entry] if bias is None else [entry, scaled(call, bias)]
 
 
 @register_use(torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm)
@@ -56,8 +56,8 @@ def _addmm(
 ) -> list[Entry] | None:
     if call.consumes(mat1) or alpha != 1:
         return None
-    found = [scaled(call, input, float(beta))] if call.consumes(input) else []
-    return [*found, affine(call, mat1, mat2, transposed=True)]
+    summand = [scaled(call, input, float(beta))] if call.consumes(input) else []
+    return [*summand, affine(call, mat1, mat2, transposed=True)]
 
 
 @register_use(torch.einsum)
@@ -73,41 +73,51 @@ def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
     position = 0 if call.consumes(operands[0]) else 1
     if call.consumes(operands[1 - position]):
         return None
-    weight, x = terms[position], terms[1 - position]
-    return contraction(call, operands[position], weight, operands[1 - position], x, right)
+    weight_letters, x_letters = terms[position], terms[1 - position]
+    return contraction(call, operands[position], weight_letters, operands[1 - position], x_letters, right)
 
 
 def contraction(
-    call: Call, weight: Tensor, w: str, x: Tensor, x_letters: str, y_letters: str
+    call: Call, weight: Tensor, weight_letters: str, x: Tensor, x_letters: str, y_letters: str
 ) -> list[Entry] | None:
-    """``einsum("w,x->y")`` in one parameter: its gradient is the contraction of cotangent and inputs."""
-    repeated = any(len(set(term)) < len(term) for term in (w, x_letters, y_letters))
-    if repeated or set(w) - set(x_letters + y_letters) or (set(x_letters) - set(w + y_letters)):
+    """``einsum("w,x->y")`` of a parameter w: its gradient is the contraction of cotangent and x."""
+    terms = weight_letters, x_letters, y_letters
+    repeated = any(len(set(term)) < len(term) for term in terms)
+    in_one_term = set(weight_letters) - set(x_letters + y_letters) or set(x_letters) - set(
+        weight_letters + y_letters
+    )
+    if repeated or in_one_term:
         return None
     # the equation's letters become small ones: N and V are the sample and the column
-    names = dict(zip(sorted(set(w + x_letters + y_letters)), string.ascii_lowercase, strict=False))
-    w, x_letters, y_letters = ("".join(names[letter] for letter in term) for term in (w, x_letters, y_letters))
+    letters = dict(zip(sorted(set("".join(terms))), string.ascii_lowercase, strict=False))
+    w_term, x_term, y_term = ("".join(letters[letter] for letter in term) for term in terms)
     saved = SavedTensor(x, name_of(call.function))
 
-    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
-        layout, cotangent = where[0], cotangents[0]
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        layout, cotangent = layouts[0], cotangents[0]
         if cotangent is None:
             return Dense(None)
-        shared = "" if layout.axis is None else y_letters[layout.axis]
-        if shared in w and shared:  # each sample has entries of the parameter to itself
-            return fallback(call, weight).structure_of(cotangents, where, samples)
-        inside = layout if not shared else layout._replace(axis=x_letters.index(shared))
-        inputs = select_samples(inside.to_front(saved()), samples)
+        sample_letter = "" if layout.axis is None else y_term[layout.axis]
+        if sample_letter and sample_letter in w_term:  # each sample has its own entries of the parameter
+            return fallback(call, weight).structure_of(cotangents, layouts, samples)
+        x_layout = layout._replace(axis=x_term.index(sample_letter)) if sample_letter else layout
+        inputs = select_samples(x_layout.to_front(saved()), samples)
         moved = select_samples(layout.to_front(cotangent, 1), samples, 1)
-        x_term, y_term = x_letters, y_letters
-        if shared and layout.parts == 1:
-            x_term, y_term = x_term.replace(shared, ""), y_term.replace(shared, "")
-        return Dense(torch.einsum(f"VN{y_term},N{x_term}->VN{w}", moved, inputs))
+        x_rest, y_rest = x_term, y_term
+        if sample_letter and layout.parts == 1:
+            x_rest, y_rest = x_term.replace(sample_letter, ""), y_term.replace(sample_letter, "")
+        return Dense(torch.einsum(f"VN{y_rest},N{x_rest}->VN{w_term}", moved, inputs))
 
-    def admits(axis: int) -> bool:
-        return y_letters[axis] in x_letters
-
-    return [Entry(weight, "Dense", structure_of, weight.numel(), admits=admits, linear=True)]
+    return [
+        Entry(
+            weight,
+            "Dense",
+            structure_of,
+            admits=lambda axis: y_term[axis] in x_term,
+            scratch=Scratch(weight.numel()),
+            linear=True,
+        )
+    ]
 
 
 @register_use(F.bilinear)
@@ -127,9 +137,13 @@ def _bilinear(
         )
         return Outer(products.flatten(-2), cotangent, fold)
 
-    structure_of = rowwise(build, "bilinear", input1, input2)
     last = len(call.shape) - 1
-    found = [
-        Entry(weight, "Outer", structure_of, 2 * weight.numel(), admits=lambda axis: axis != last, linear=True)
-    ]
-    return found if bias is None else [*found, scaled(call, bias)]
+    entry = Entry(
+        weight,
+        "Outer",
+        rowwise(build, "bilinear", input1, input2),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(2 * weight.numel()),
+        linear=True,
+    )
+    return [entry] if bias is None else [entry, scaled(call, bias)]

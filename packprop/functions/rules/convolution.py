@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +15,144 @@ from torch import Tensor
 
 from packprop.algebra.algorithms import choose_algorithm
 from packprop.algebra.kernels import grouped_gradients
-from packprop.algebra.order import fold_swapped, fold_to
+from packprop.algebra.order import Fold, fold_swapped, fold_to
 from packprop.algebra.patches import as_tuple, patch_moment, patches, transposed_patches
 from packprop.algebra.structures import LazyTensor, Outer, Structure
 from packprop.functions.building import rowwise, scaled
-from packprop.functions.entry import Call, Entry, Fans, name_of
+from packprop.functions.entry import Call, Entry, Fans, Scratch, name_of
 from packprop.functions.registry import register_use
 
 MANY_CHANNELS = 16
-"""From which on moments of patches are had by shifts of the input: with fewer, calls are what takes time."""
+"""Channels of a group from which on moments of patches are computed from shifts of the input.
+
+With fewer channels the calls take more time than the products.
+"""
+
+
+@dataclass(frozen=True)
+class Geometry(ABC):
+    """Which inputs of a convolution each output position sees, and products of these inputs.
+
+    Args:
+        weight_shape: Shape of the weight.
+        stride: One number for each spatial axis.
+        dilation: Step of the kernel, for each spatial axis.
+        groups: Groups of channels.
+    """
+
+    weight_shape: torch.Size
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Extent of the kernel along each spatial axis."""
+        return tuple(self.weight_shape[2:])
+
+    @abstractmethod
+    def fold(self) -> Fold:
+        """The map from ``[..., g, o, i]`` to the shape of the weight."""
+
+    @abstractmethod
+    def unfold(self, images: Tensor) -> Tensor:
+        """What each output position sees, ``[b, g*c, *space] -> [b, s, g, i]``."""
+
+    @abstractmethod
+    def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
+        """Per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
+
+    def moment(self) -> Callable[[Tensor], Tensor] | None:
+        """A function from images to products of their unfolded entries, summed over all but these, ``[i, i]``.
+
+        It unfolds nothing; ``None`` where there is no such function, or where it would gain nothing.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class PlainGeometry(Geometry):
+    """The geometry of ``conv1d``, ``conv2d`` and ``conv3d``.
+
+    ``padding``: zeros before and after each spatial axis.
+    """
+
+    padding: tuple[tuple[int, int], ...]
+
+    def fold(self) -> Fold:
+        """The weight is ``[g*o, c, *kernel]``."""
+        return fold_to(self.weight_shape)
+
+    def unfold(self, images: Tensor) -> Tensor:
+        """Windows of the padded images."""
+        return patches(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
+
+    def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
+        """By one grouped convolution, which pads alike on both sides: other images are padded before."""
+        symmetric = all(before == after for before, after in self.padding)
+        padding = [before if symmetric else 0 for before, _ in self.padding]
+        images = images if symmetric else self._pad(images)
+        return grouped_gradients(
+            images, cotangent, self.weight_shape, self.stride, padding, self.dilation, self.groups
+        )
+
+    def moment(self) -> Callable[[Tensor], Tensor] | None:
+        """From shifts of the images, for kernels of more than one entry and unit stride."""
+        if math.prod(self.kernel) == 1 or set(self.stride) != {1}:
+            return None
+        return lambda images: patch_moment(images, self.kernel, self.dilation, self.padding, self.groups)
+
+    def _pad(self, images: Tensor) -> Tensor:
+        widths = [width for sides in reversed(self.padding) for width in sides]
+        return F.pad(images, widths) if any(widths) else images
+
+
+@dataclass(frozen=True)
+class TransposedGeometry(Geometry):
+    """The geometry of ``conv_transpose1d``, ``conv_transpose2d`` and ``conv_transpose3d``.
+
+    Args:
+        padding: Output positions cut off on both sides of each spatial axis.
+        output_padding: Output positions added at the end of each spatial axis.
+    """
+
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+
+    def fold(self) -> Fold:
+        """The weight is ``[g*c, o, *kernel]``."""
+        return fold_swapped(self.weight_shape)
+
+    def unfold(self, images: Tensor) -> Tensor:
+        """Windows of the images with zeros between their entries."""
+        return transposed_patches(
+            images, self.kernel, self.stride, self.padding, self.output_padding, self.dilation, self.groups
+        )
+
+    def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
+        """By the convolution that takes cotangents back to the inputs: the two change places."""
+        beyond = [extra // step for extra, step in zip(self.output_padding, self.stride, strict=True)]
+        if any(beyond):  # that convolution has more outputs than there are inputs: pad these with zeros
+            images = F.pad(images, [width for extra in reversed(beyond) for width in (0, extra)])
+        return grouped_gradients(
+            cotangent, images, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+        )
 
 
 def _convolution(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    groups: int,
-    fold: Callable[[torch.Size], Callable[[Tensor], Tensor]],
-    unfold: Callable[[Tensor], Tensor],
-    gradients: Callable[[Tensor, Tensor], Tensor],
-    moment: Callable[[Tensor], Tensor] | None = None,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> list[Entry] | None:
-    """Entries of a convolution, given how its input unfolds to ``[b, s, g, i]``, and products of that.
-
-    ``gradients`` makes those of single samples ``[1, n, *p]`` from images and cotangents, without unfolding.
-    """
+    """Entries of a convolution with a given geometry."""
     if call.consumes(x):
         return None
     space = weight.dim() - 2
     channels = call.shape[-space - 1]
     positions = call.shape[-space:].numel()
-    rearrange = fold(weight.shape)
-
-    fan_in = weight.numel() // channels
-    fans = Fans(groups, fan_in, channels // groups, unfolds=True)
-    many = x.shape[-space - 1] // groups >= MANY_CHANNELS
+    groups = geometry.groups
+    fan_in, fan_out = weight.numel() // channels, channels // groups
+    image_entries = x.shape[-space - 1 :].numel()
+    many_channels = x.shape[-space - 1] // groups >= MANY_CHANNELS
+    fold, moment = geometry.fold(), geometry.moment()
 
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
@@ -56,36 +160,33 @@ def _convolution(
         direct = None
         if cotangent is not None:
             if len(cotangent) == 1 and len(images) == len(x) and images.dtype == cotangent.dtype:
-                arrived = cotangent.reshape(len(x), *cotangent.shape[-space - 1 :])
-                direct = functools.partial(gradients, images, arrived)
+                column = cotangent.reshape(len(x), *cotangent.shape[-space - 1 :])
+                direct = functools.partial(geometry.gradients, images, column)
             cotangent = cotangent.flatten(-space).transpose(-1, -2)
-            cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, channels // groups)
-        rows = LazyTensor(shape, lambda: unfold(images).reshape(shape))
-        by_shifts = choose_algorithm("factors", "shifts" if many else "patches", {}, None) == "shifts"
-        made = functools.partial(moment, images) if moment is not None and by_shifts else None
-        return Outer(rows, cotangent, rearrange, made, direct=direct)
+            cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, fan_out)
+        unfolded = LazyTensor(shape, lambda: geometry.unfold(images).reshape(shape))
+        algorithm = choose_algorithm("factors", "shifts" if many_channels else "patches", {}, None)
+        shifted = functools.partial(moment, images) if moment is not None and algorithm == "shifts" else None
+        return Outer(unfolded, cotangent, fold, shifted, direct=direct)
 
-    scratch = weight.numel() + positions * (groups * fan_in + channels)
-    single = weight.numel() + positions * channels + x.shape[-space - 1 :].numel()
-    alone = groups * positions * fan_in if moment is None or not many else 3 * x.shape[-space - 1 :].numel()
-    structure_of = rowwise(build, name_of(call.function), x)
-    found = [
-        Entry(
-            weight,
-            "Outer",
-            structure_of,
-            scratch,
-            single=single,
-            admits=lambda axis: axis == 0,
-            alone=alone,
-            fans=fans,
-            linear=True,
-        )
-    ]
+    scratch = Scratch(
+        per_column=weight.numel() + positions * (groups * fan_in + channels),
+        without_unfolding=weight.numel() + positions * channels + image_entries,
+        inputs_only=groups * positions * fan_in if moment is None or not many_channels else 3 * image_entries,
+    )
+    entry = Entry(
+        weight,
+        "Outer",
+        rowwise(build, name_of(call.function), x),
+        admits=lambda axis: axis == 0,
+        scratch=scratch,
+        fans=Fans(groups, fan_in, fan_out, unfolds=True),
+        linear=True,
+    )
     if bias is None:
-        return found
-    form = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
-    return [*found, scaled(call, bias, aligned=form)]
+        return [entry]
+    aligned = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
+    return [entry, scaled(call, bias, aligned=aligned)]
 
 
 @register_use(F.conv1d, F.conv2d, F.conv3d)
@@ -101,30 +202,14 @@ def _conv(
 ) -> list[Entry] | None:
     kernel = tuple(weight.shape[2:])
     dims = len(kernel)
-    steps, gaps = as_tuple(stride, dims), as_tuple(dilation, dims)
+    strides, dilations = as_tuple(stride, dims), as_tuple(dilation, dims)
     if padding == "same":
-        total = [gap * (k - 1) for gap, k in zip(gaps, kernel, strict=True)]
-        sides = [(width // 2, width - width // 2) for width in total]
+        totals = [step * (extent - 1) for step, extent in zip(dilations, kernel, strict=True)]
+        sides = tuple((total // 2, total - total // 2) for total in totals)
     else:
-        sides = [(p, p) for p in as_tuple(0 if padding == "valid" else padding, dims)]
-    widths = [width for pair in reversed(sides) for width in pair]
-
-    def unfold(x: Tensor) -> Tensor:
-        return patches(F.pad(x, widths) if any(widths) else x, kernel, steps, gaps, groups)
-
-    def moment(x: Tensor) -> Tensor:
-        return patch_moment(x, kernel, gaps, sides, groups)
-
-    def gradients(x: Tensor, cotangent: Tensor) -> Tensor:
-        even = all(before == after for before, after in sides)
-        insets = [before if even else 0 for before, _ in sides]
-        x = x if even else F.pad(x, widths)
-        return grouped_gradients(x, cotangent, weight.shape, steps, insets, gaps, groups)
-
-    fewer = math.prod(kernel) > 1 and set(steps) == {1}
-    return _convolution(
-        call, input, weight, bias, groups, fold_to, unfold, gradients, moment if fewer else None
-    )
+        sides = tuple((width, width) for width in as_tuple(0 if padding == "valid" else padding, dims))
+    geometry = PlainGeometry(weight.shape, strides, dilations, groups, sides)
+    return _convolution(call, input, weight, bias, geometry)
 
 
 @register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -139,20 +224,8 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> list[Entry] | None:
-    kernel = tuple(weight.shape[2:])
-    steps, inset, outset, gaps = (
-        as_tuple(option, len(kernel)) for option in (stride, padding, output_padding, dilation)
+    strides, dilations, paddings, output_paddings = (
+        as_tuple(option, weight.dim() - 2) for option in (stride, dilation, padding, output_padding)
     )
-
-    def unfold(x: Tensor) -> Tensor:
-        return transposed_patches(x, kernel, steps, inset, outset, gaps, groups)
-
-    def gradients(
-        x: Tensor, cotangent: Tensor
-    ) -> Tensor:  # a convolution takes the cotangents back to the inputs
-        beyond = [out // step for out, step in zip(outset, steps, strict=True)]
-        if any(beyond):  # where the outputs are longer than the inputs account for, it has outputs of its own
-            x = F.pad(x, [width for extra in reversed(beyond) for width in (0, extra)])
-        return grouped_gradients(cotangent, x, weight.shape, steps, inset, gaps, groups)
-
-    return _convolution(call, input, weight, bias, groups, fold_swapped, unfold, gradients)
+    geometry = TransposedGeometry(weight.shape, strides, dilations, groups, paddings, output_paddings)
+    return _convolution(call, input, weight, bias, geometry)

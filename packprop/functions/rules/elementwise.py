@@ -1,4 +1,4 @@
-"""Functions that work entry by entry."""
+"""Functions that combine a parameter with data entry by entry, or that concatenate them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from packprop.functions.registry import register_use
 
 
 def _family(*names: str) -> list[Callable[..., Any]]:
-    """Function, method, in-place method and operators of elementwise functions."""
+    """Functions, methods, in-place methods and operators with these names."""
     spellings = [spelling for name in names for spelling in (name, f"{name}_", f"__{name}__")]
     spellings += [f"__{prefix}{name}__" for name in names for prefix in "ri"]
     owners = (torch, Tensor)
-    found = [getattr(owner, spelling, None) for owner in owners for spelling in spellings]
-    return [function for function in found if function is not None]
+    functions = [getattr(owner, spelling, None) for owner in owners for spelling in spellings]
+    return [function for function in functions if function is not None]
 
 
-def _operand(call: Call, input: Any, other: Any) -> tuple[Tensor, Any, bool] | None:
-    """Parameter, the other operand, and whether the parameter came first."""
+def _operands(call: Call, input: Any, other: Any) -> tuple[Tensor, Any, bool] | None:
+    """Parameter, other operand, and whether the parameter came first; ``None`` if both are parameters."""
     if call.consumes(input) and call.consumes(other):
         return None
     return (input, other, True) if call.consumes(input) else (other, input, False)
@@ -32,50 +32,53 @@ def _operand(call: Call, input: Any, other: Any) -> tuple[Tensor, Any, bool] | N
 
 @register_use(*_family("add"))
 def _add(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry] | None:
-    if (pair := _operand(call, input, other)) is None:
+    if (operands := _operands(call, input, other)) is None:
         return None
-    return [scaled(call, pair[0], 1.0 if pair[2] else float(alpha))]
+    parameter, _, is_first = operands
+    return [scaled(call, parameter, 1.0 if is_first else float(alpha))]
 
 
 @register_use(*_family("sub", "subtract"))
 def _sub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry] | None:
-    if (pair := _operand(call, input, other)) is None or call.function is Tensor.__rsub__:
+    if (operands := _operands(call, input, other)) is None or call.function is Tensor.__rsub__:
         return None
-    return [scaled(call, pair[0], 1.0 if pair[2] else -float(alpha))]
+    parameter, _, is_first = operands
+    return [scaled(call, parameter, 1.0 if is_first else -float(alpha))]
 
 
 @register_use(*_family("mul", "multiply"))
 def _mul(call: Call, input: Any, other: Any) -> list[Entry] | None:
-    if (pair := _operand(call, input, other)) is None:
+    if (operands := _operands(call, input, other)) is None:
         return None
-    return [scaled(call, pair[0], SavedTensor(pair[1], "mul"))]
+    parameter, factor, _ = operands
+    return [scaled(call, parameter, SavedTensor(factor, "mul"))]
 
 
 @register_use(torch.cat, torch.concat, torch.concatenate)
 def _cat(call: Call, tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> list[Entry] | None:
     axis = dim % len(call.shape)
-    found, offset = [], 0
+    entries, offset = [], 0
     for tensor in tensors:
         if call.consumes(tensor):
             if sum(tensor is other for other in tensors) > 1:
                 return None
-            form = [*tensor.shape]
+            aligned = [*tensor.shape]
             source = call.unexpanded(tensor)
             if source is not tensor:
-                form = [1] * (tensor.dim() - source.dim()) + [*source.shape]
-                if form[axis] != tensor.shape[axis]:
+                aligned = [1] * (tensor.dim() - source.dim()) + [*source.shape]
+                if aligned[axis] != tensor.shape[axis]:
                     return None
-            found.append(scaled(call, tensor, aligned=form, window=(axis, offset)))
+            entries.append(scaled(call, tensor, aligned=aligned, window=(axis, offset)))
         offset += tensor.shape[axis]
-    return found
+    return entries
 
 
 @register_use(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(call: Call, input: Tensor, weight: Tensor) -> list[Entry] | None:
     if call.consumes(input) or (weight.numel() > 1 and input.dim() < 2):
         return None
-    form = [1] * len(call.shape)
+    aligned = [1] * len(call.shape)
     if weight.numel() > 1:
-        form[1] = weight.numel()
-    saved = SavedTensor(input, "prelu")
-    return [scaled(call, weight, lambda: saved().clamp(max=0), aligned=form, linear=True)]
+        aligned[1] = weight.numel()
+    x = SavedTensor(input, "prelu")
+    return [scaled(call, weight, lambda: x().clamp(max=0), aligned=aligned, linear=True)]

@@ -1,4 +1,4 @@
-"""Tables that rows are looked up in."""
+"""Functions that look up rows of a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packprop.algebra.structures import Lookup, Structure
 from packprop.functions.building import rowwise
-from packprop.functions.entry import Call, Entry
+from packprop.functions.entry import Call, Entry, Scratch
 from packprop.functions.fallback import fallback
 from packprop.functions.registry import register_use
 from packprop.tensors.precision import accumulation_dtype
@@ -37,11 +37,17 @@ def _embedding(
                 cotangent = cotangent * (index != padding_idx % table)[None, :, :, None]
         return Lookup(index, cotangent, table, accumulation_dtype(weight.dtype))
 
-    refusal = _refusal(max_norm, scale_grad_by_freq)
-    structure_of = rowwise(build, "embedding", input)
     last = len(call.shape) - 1
     return [
-        Entry(weight, "Lookup", structure_of, weight.numel(), refusal, lambda axis: axis != last, linear=True)
+        Entry(
+            weight,
+            "Lookup",
+            rowwise(build, "embedding", input),
+            refusal=_refusal(max_norm, scale_grad_by_freq),
+            admits=lambda axis: axis != last,
+            scratch=Scratch(weight.numel()),
+            linear=True,
+        )
     ]
 
 
@@ -62,7 +68,7 @@ def _embedding_bag(
 
 
 def _refusal(max_norm: float | None, scale_grad_by_freq: bool) -> tuple[str, str] | None:
-    """Options of tables that leave no gradient to single samples: why, and what instead."""
+    """Why a table with these options has no gradient of single samples, and what to do instead."""
     if max_norm is not None:
         return (
             "max_norm rescales rows of the table in place during the forward pass, so that the parameter "

@@ -1,4 +1,4 @@
-"""Normalisations: an affine map of what the function returns without its parameters."""
+"""Normalisations: weight and bias scale and shift what the function returns without them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from packprop.functions.entry import Call, Entry
 from packprop.functions.registry import register_use
 
 
-def _normalised(
+def _normalisation(
     call: Call,
     weight: Tensor | None,
     bias: Tensor | None,
     normalise: Callable[[], Tensor],
+    *,
     channels: bool,
 ) -> list[Entry]:
-    form = None
+    """Entries of weight and bias; ``channels``: both go along axis 1 of the output, not along the last ones."""
+    aligned = None
     parameter = weight if weight is not None else bias
     if channels and parameter is not None:
-        form = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
-    found = [] if weight is None else [scaled(call, weight, normalise, aligned=form, linear=True)]
-    return found if bias is None else [*found, scaled(call, bias, aligned=form)]
+        aligned = [1, parameter.numel(), *[1] * (len(call.shape) - 2)]
+    entries = []
+    if weight is not None:
+        entries.append(scaled(call, weight, normalise, aligned=aligned, linear=True))
+    if bias is not None:
+        entries.append(scaled(call, bias, aligned=aligned))
+    return entries
 
 
 @register_use(F.batch_norm)
@@ -42,13 +48,13 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> list[Entry] | None:
     if training or running_mean is None or running_var is None:
-        return None  # refused when the pass is walked: it mixes samples
+        return None  # it mixes samples: a backward pass through it is refused
     x, mean, var = (SavedTensor(t, "batch_norm") for t in (input, running_mean, running_var))
 
     def normalise() -> Tensor:
         return F.batch_norm(x(), mean(), var(), eps=eps)
 
-    return _normalised(call, weight, bias, normalise, channels=True)
+    return _normalisation(call, weight, bias, normalise, channels=True)
 
 
 @register_use(F.layer_norm, torch.layer_norm)
@@ -63,7 +69,7 @@ def _layer_norm(
 ) -> list[Entry]:
     x = SavedTensor(input, "layer_norm")
     shape = list(normalized_shape)
-    return _normalised(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), False)
+    return _normalisation(call, weight, bias, lambda: F.layer_norm(x(), shape, eps=eps), channels=False)
 
 
 @register_use(F.rms_norm, torch.rms_norm)
@@ -76,7 +82,7 @@ def _rms_norm(
 ) -> list[Entry]:
     x = SavedTensor(input, "rms_norm")
     shape = list(normalized_shape)
-    return _normalised(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), False)
+    return _normalisation(call, weight, None, lambda: F.rms_norm(x(), shape, eps=eps), channels=False)
 
 
 @register_use(F.group_norm, torch.group_norm)
@@ -90,7 +96,7 @@ def _group_norm(
     *_: Any,
 ) -> list[Entry]:
     x = SavedTensor(input, "group_norm")
-    return _normalised(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), True)
+    return _normalisation(call, weight, bias, lambda: F.group_norm(x(), num_groups, eps=eps), channels=True)
 
 
 @register_use(F.instance_norm)
@@ -106,11 +112,11 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> list[Entry]:
     x = SavedTensor(input, "instance_norm")
-    given = (running_mean, running_var) if not use_input_stats else (None, None)
-    means = [None if t is None else SavedTensor(t, "instance_norm") for t in given]
+    buffers = (running_mean, running_var) if not use_input_stats else (None, None)
+    statistics = [None if buffer is None else SavedTensor(buffer, "instance_norm") for buffer in buffers]
 
     def normalise() -> Tensor:
-        mean, var = (None if t is None else t() for t in means)
+        mean, var = (None if saved is None else saved() for saved in statistics)
         return F.instance_norm(x(), mean, var, use_input_stats=use_input_stats, eps=eps)
 
-    return _normalised(call, weight, bias, normalise, channels=True)
+    return _normalisation(call, weight, bias, normalise, channels=True)

@@ -1,0 +1,100 @@
+"""Where the tensors of a forward pass come from: from the samples, or from parameters alone.
+
+# NOTE [What depends on the samples]
+While a forward pass is recorded, tensors are told apart by where they come from: those computed from the
+inputs of the outermost call *depend on the samples*; those computed from parameters and constants alone do not.
+A function that takes one of each kind is where a parameter meets the samples: a use. ``mask * weight`` is none,
+``x * weight`` is one, although to autograd they look alike when ``x`` needs no gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from packprop.recording.marks import USE, marks_of, nodes_upstream
+from packprop.tensors.nesting import tensors_in
+
+
+class TensorSet:
+    """Tensors by identity, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Tensor]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Add one tensor."""
+        self._references[id(tensor)] = weakref.ref(tensor)
+
+    def add_all(self, value: Any) -> None:
+        """Add the tensors in what a function returned."""
+        if isinstance(value, Tensor):
+            self.add(value)
+        else:
+            for tensor in tensors_in(value):
+                self.add(tensor)
+
+
+class Provenance:
+    """Which tensors of a forward pass depend on the samples, and which are made of parameters alone."""
+
+    def __init__(self) -> None:
+        self.from_samples, self.from_parameters = TensorSet(), TensorSet()
+
+    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Arguments that depend on samples, and trainable ones that do not."""
+        samples: list[Tensor] = []
+        parameters: list[Tensor] = []
+        for tensor in tensors_in((args, kwargs) if kwargs else args):
+            if tensor in self.from_samples:
+                samples.append(tensor)
+            elif tensor.requires_grad:
+                if tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
+                    if not any(tensor is known for known in parameters):
+                        parameters.append(tensor)
+                else:
+                    self.from_samples.add(tensor)
+                    samples.append(tensor)
+        return samples, parameters
+
+    def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """Sort what was made of the arguments, which is no use of them."""
+        samples, parameters = self.sort(args, {})
+        if samples:
+            self.from_samples.add(out)
+        elif parameters:
+            self.from_parameters.add(out)
+
+    def _comes_from_samples(self, tensor: Tensor) -> bool:
+        """Whether a tensor that no torch function was seen to make depends on the samples, by its graph."""
+        assert tensor.grad_fn is not None
+        for node in nodes_upstream(tensor.grad_fn):
+            if USE in marks_of(node):
+                return True
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf in self.from_samples:
+                return True
+        self.from_parameters.add(tensor)
+        return False
+
+
+class Expansions:
+    """Tensors that are parameters expanded to a larger shape, and what they were expanded from."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def note(self, expanded: Tensor, source: Tensor) -> None:
+        """``expanded`` was made from ``source``."""
+        self._sources[id(expanded)] = (weakref.ref(expanded), self.source(source))
+
+    def source(self, tensor: Tensor) -> Tensor:
+        """What a tensor was expanded from, or the tensor itself."""
+        reference, source = self._sources.get(id(tensor), (None, tensor))
+        return source if reference is not None and reference() is tensor else tensor

@@ -15,7 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.algebra.factors import rotated_sum_sq
-from packprop.engine import backward_pass, chunks
+from packprop.engine import chunks, column_sweeps
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory.live import LiveBytes
 from packprop.types import EXACT, INPUTS, Row
@@ -107,9 +107,9 @@ def drawn(samples: int, **options: Any) -> extensions.EKFAC:
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
     counted = []
-    run = backward_pass.sweep
+    run = column_sweeps.sweep
     with monkeypatch.context() as patched:
-        patched.setattr(backward_pass, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
+        patched.setattr(column_sweeps, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
         step(*asked)
     return len(counted)
 

@@ -124,9 +124,9 @@ class Batches:
 
 
 def explanation(error: BaseException) -> str:
-    """Type and message of an exception, and the last line of the user's code that it came through."""
+    """Type and message of an exception, and the last place outside of torch and packprop that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     own = [frame for frame in frames if not frame.filename.startswith(packages)]
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if not own or isinstance(error, SyntaxError):  # whose message says where it is

@@ -20,7 +20,7 @@ from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.engine.contributions import Contribution, diagonal, products_with
 from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import PackpropError
-from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.graph import ReachedUse
 from packprop.types import EXACT, Seed
 
 
@@ -79,7 +79,7 @@ def _contributions(
 
 def add_without_sweep(request: Request, results: Accumulator, seed: Seed, tasks: list[Task]) -> None:
     """Add values that come from double backward in the parameters themselves."""
-    graph: Graph = request.graph
+    graph = request.graph
     if seed.kind == "hessian_mc":
         for leaf, values in estimated_diagonals(graph, graph.leaves(), seed, request.create_graph):
             for task in tasks:

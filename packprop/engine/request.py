@@ -48,7 +48,7 @@ _SUMMED_GRADIENT = _SummedGradient()
 
 
 SUMMED = Task(_SUMMED_GRADIENT, 0, _SUMMED_GRADIENT.rows[0])
-"""The task for leaves whose gradient autograd shall not compute; its result is not saved, but accumulated."""
+"""The task for leaves whose gradient autograd shall not compute; its result becomes part of ``.grad``."""
 
 
 def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:

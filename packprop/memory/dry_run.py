@@ -1,4 +1,4 @@
-"""A budget in bytes -> chunks: one step is run on tensors without data, and what it would take is counted.
+"""One step is run on tensors without data, and the memory that it would take is counted.
 
 # NOTE [Dry runs]
 A dry run is the real code, under fake tensors, with a count of the storage that is alive. Model, loss, walk,
@@ -186,7 +186,7 @@ class DryRun:
     def _note_line(
         self, graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int
     ) -> None:
-        """Keep what is to be said of a leaf: of the smallest chunk, and rather where gradients are formed."""
+        """Keep one line for each leaf: that of the smallest chunk, or the last in which gradients are formed."""
         name = graph.name(leaf)
         known = self._lines.get(name)
         if known is None or samples < known.samples or forms_gradients(structure):

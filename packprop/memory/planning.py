@@ -96,7 +96,7 @@ def chunk_sizes_over_data(
     unlimited = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=accumulated)
     if unlimited.peak + unlimited.results <= budget:
         return unlimited.chunk_sizes
-    left = max(1, budget - unlimited.results)  # the merged results are there all the time
+    left = max(1, budget - unlimited.results)  # the merged results of the batches before are there all the time
     limited = plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=accumulated)
     return limited.chunk_sizes
 

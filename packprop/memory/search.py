@@ -35,7 +35,7 @@ HELD = tuple(2**power for power in range(30, 9, -1))
 
 
 def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
-    """``chunk_sizes`` with other values of one field: as in ``loosest``, then less and less, down to its own."""
+    """``chunk_sizes`` with other values of one field: first as in ``loosest``, then less, down to its own."""
     most, least = getattr(loosest, name), getattr(chunk_sizes, name)
     if most == least:
         return [chunk_sizes]

@@ -124,7 +124,7 @@ class Batches:
 
 
 def explanation(error: BaseException) -> str:
-    """Type and message of an exception, and the last place outside of torch and packprop that it came through."""
+    """Type and message of an exception, and the last place outside of torch and packprop on its way."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     own = [frame for frame in frames if not frame.filename.startswith(packages)]

@@ -52,7 +52,7 @@ class BackwardPass:
         self.results.finite_check.warn(graph)
 
     def _sweep_in_order(self, gradient_pass: GradientPass) -> None:
-        """First what can be refused; then the Hessian, double backward, inputs, columns; at last the gradient."""
+        """Refuse what can be refused; then the Hessian, double backward, inputs, columns, and the gradient."""
         graph, results, tasks = self._request.graph, self.results, tasks_by_seed(self._request.extensions)
         require_possible(self._request, tasks)
         sweeps = ColumnSweeps(self._request, results)

@@ -159,7 +159,10 @@ class DryRun:
         def backward(leaves: Sequence[Tensor] | None) -> None:
             torch.autograd.backward([loss], inputs=leaves)
 
-        backward_pass.run(backward if self._step.gradients else None)
+        try:
+            backward_pass.run(backward if self._step.gradients else None)
+        finally:  # the pass refers to this run: a circle would keep alive what the step's function refers to
+            self._peaks.partial_results = tuple
 
     def _begin(self) -> dict[tuple[Extension, int], Tensor]:
         """End the part of the step before the first result: here those of the step before are taken off."""
@@ -186,7 +189,7 @@ class DryRun:
     def _note_line(
         self, graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int
     ) -> None:
-        """Keep one line for each leaf: that of the smallest chunk, or the last in which gradients are formed."""
+        """Keep one line for each leaf: of its smallest chunk, or the last in which gradients are formed."""
         name = graph.name(leaf)
         known = self._lines.get(name)
         if known is None or samples < known.samples or forms_gradients(structure):

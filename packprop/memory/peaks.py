@@ -53,7 +53,7 @@ class PeakRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.live = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
-        self.partial_results: Callable[[], Iterable[Tensor]] = lambda: ()
+        self.partial_results: Callable[[], Iterable[Tensor]] = tuple
         self.saved_bytes = 0
         self._saved: set[int] = set()
         self._model: nn.Module | None = None

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.request import Request
+from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import require_differentiable
 from packprop.graph.graph import Graph
@@ -24,11 +26,7 @@ from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
-from packprop.tensors.nesting import map_tensors
-from packprop.tensors.state import is_sole
 from packprop.types import Extension
-
-Hook = Callable[[nn.Module], Any]
 
 
 class _Local(threading.local):
@@ -65,8 +63,8 @@ def backpack(
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
-            number of bytes. In the backward pass, before any work: for a budget that nothing fits, or a plan
-            that was made for something else.
+            number of bytes. In the backward pass, before any work: for a budget that no choice of chunks keeps
+            to, or a plan that was made for something else.
     """
     return Backpack(extensions, extension_hook, memory, debug)
 
@@ -115,63 +113,54 @@ class Backpack(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        run = None
+        call = None
         if func is Tensor.backward:
-            run = _of_tensor(*args, **kwargs)
+            call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
-            run = _of_function(*args, **kwargs)
-        if run is None or self._running or is_dry_run() or _local.active[-1] is not self:
+            call = BackwardCall.of_function(*args, **kwargs)
+        if call is None or self._running or is_dry_run() or _local.active[-1] is not self:
             return func(*args, **kwargs)
         self._running = self._seen = True
         try:
             if any(extension.keeps_graph for extension in self.extensions):
-                run.keeps_graph = True
+                call.keeps_graph = True
                 args, kwargs = _retaining(args, kwargs)
-            return self._backward(run, lambda: func(*args, **kwargs))
+            return self._backward(call, lambda: func(*args, **kwargs))
         finally:
             self._running = False
 
-    def _backward(self, run: _Pass, backward: Callable[[], None]) -> None:
-        if not self.extensions or run.is_refused_by_torch:
+    def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
+        """Run the user's ``backward``, and compute the extensions along with it."""
+        if not self.extensions or call.is_refused_by_torch:
             return backward()
-        graph = walk(run.roots, run.gradients, run.wanted)
+        graph = walk(call.roots, call.gradients, call.leaves)
         check_graph(graph)
-        if run.create_graph:
+        if call.create_graph:
             require_differentiable(graph)
-        attach = _Attach(graph, self._hook)
+        saver = ResultSaver(graph, self._hook)
         backward_pass = BackwardPass(
-            graph,
-            self.extensions,
-            run.create_graph,
-            attach,
-            self._chunk_sizes(graph),
-            begin=lambda: attach.taken_off(self.extensions, spare=self._memory is None),
+            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph),
+            saver.save,
+            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
-            for found in graph.uses:
-                print(f"  {graph.label(found)}: {found.layouts[0]}")
-        graph.hold(run.keeps_graph)
+            for use in graph.uses:
+                print(f"  {graph.label(use)}: {use.layouts[0]}")
+        graph.hold(call.keeps_graph)
         keep = True
-
-        def restricted(leaves: Sequence[Tensor] | None) -> None:
-            if leaves is None:
-                return backward()
-            seeds = run.gradients if any(seed is not None for seed in run.gradients) else None
-            torch.autograd.backward(run.roots, seeds, run.keeps_graph, inputs=leaves)
-
         try:
-            if run.wanted is None:
-                backward_pass.run(restricted)
-            else:  # such a pass does not go through every node that is needed
+            if call.leaves is None:
+                backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
+            else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
                 backward()
-            keep = run.keeps_graph
+            keep = call.keeps_graph
         finally:
             graph.release(keep)
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
-        """How much is taken at once: by the plan, or by one that is made for passes of these shapes."""
+        """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""
         if self._memory is None:
             keep_freed_pages()
             return default_chunk_sizes(next((leaf.device for leaf in graph.leaves()), None))
@@ -181,15 +170,8 @@ class Backpack(TorchFunctionMode):
         return chunk_sizes_of_pass(graph, self.extensions, self._memory)
 
 
-class _Pass:
+class BackwardCall:
     """The arguments of one call of ``backward``."""
-
-    @property
-    def is_refused_by_torch(self) -> bool:
-        """Whether torch will not begin such a pass, and knows best what to say."""
-        return not all(root.requires_grad for root in self.roots) or any(
-            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
-        )
 
     def __init__(
         self, roots: Any, gradients: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
@@ -199,31 +181,45 @@ class _Pass:
         self.create_graph = create_graph
         self.keeps_graph = create_graph if retain_graph is None else retain_graph
         chosen = None if inputs is None else _listed(inputs)
-        self.wanted = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
+        self.leaves = None if chosen is None else [t for t in chosen if isinstance(t, Tensor) and t.is_leaf]
 
+    @classmethod
+    def of_tensor(
+        cls,
+        root: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> BackwardCall:
+        """The call of ``Tensor.backward`` with these arguments."""
+        return cls(root, gradient, retain_graph, create_graph, inputs)
 
-def _of_tensor(
-    root: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> _Pass:
-    """The arguments of ``Tensor.backward``."""
-    return _Pass(root, gradient, retain_graph, create_graph, inputs)
+    @classmethod
+    def of_function(
+        cls,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> BackwardCall:
+        """The call of ``torch.autograd.backward`` with these arguments."""
+        gradients = grad_variables if grad_tensors is None else grad_tensors
+        return cls(tensors, gradients, retain_graph, create_graph, inputs)
 
+    @property
+    def is_refused_by_torch(self) -> bool:
+        """Whether torch refuses this call, whose own message is the best one then."""
+        return not all(root.requires_grad for root in self.roots) or any(
+            root.numel() != 1 and given is None for root, given in zip(self.roots, self.gradients, strict=True)
+        )
 
-def _of_function(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> _Pass:
-    """The arguments of ``torch.autograd.backward``."""
-    gradients = grad_variables if grad_tensors is None else grad_tensors
-    return _Pass(tensors, gradients, retain_graph, create_graph, inputs)
+    def run_restricted(self, leaves: Sequence[Tensor]) -> None:
+        """Run the pass for some leaves only."""
+        gradients = self.gradients if any(given is not None for given in self.gradients) else None
+        torch.autograd.backward(self.roots, gradients, self.keeps_graph, inputs=leaves)
 
 
 def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -258,61 +254,4 @@ def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, 
                 "it is not an extension",
                 "give instances from packprop.extensions, or of your own subclass of Extension",
             )
-    return tuple(dict.fromkeys(extensions))  # the same one twice is one
-
-
-class _Attach:
-    """Saves finished values on parameters, and tells the user's hook which modules are done."""
-
-    def __init__(self, graph: Graph, hook: Hook | None) -> None:
-        self._graph, self._hook = graph, hook
-        self._waiting = [] if hook is None else graph.owners()
-
-    def taken_off(self, extensions: Sequence[Extension], spare: bool) -> dict[tuple[Extension, int], Tensor]:
-        """Take off what an earlier pass has left; returned is what can be written over, if it is ``spare``.
-
-        # NOTE [Results in place]
-        A training loop leaves the results of a step on the parameters until those of the next take their place.
-        They are taken off before, so that not both are there at once. On a processor fresh memory is paid for
-        page by page, which takes a large part of the time of per-sample gradients: results that nobody else
-        holds are written over there instead. Under a budget they are not: they would be there from the pass's
-        first moment, where a step without them has room for activations.
-        """
-        found: dict[tuple[Extension, int], Tensor] = {}
-        for extension in extensions:
-            grows = not all(row.sums for row in extension.rows)
-            for leaf in self._graph.leaves():
-                holder = [vars(leaf).pop(extension.savefield, None)]
-                if spare and grows and _can_be_written_over(holder):
-                    found[extension, id(leaf)] = holder.pop()
-        return found
-
-    def __call__(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
-        for extension, values in results.items():
-            samples = self._graph.samples
-            if extension.subsampling is not None:
-                samples = len(extension.subsampling)
-            value = extension.finish(values, samples)
-            setattr(leaf, extension.savefield, map_tensors(lambda t: _saved(t, leaf.dtype), value))
-        for module, own in self._waiting:
-            if id(leaf) in own:
-                own.remove(id(leaf))
-                if not own and self._hook is not None:
-                    self._hook(module)
-
-
-def _can_be_written_over(holder: list[Any]) -> bool:
-    """Whether a list's one item is memory of a processor that nobody else holds."""
-    old = holder[0]
-    if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
-        return False
-    if old.requires_grad or old.is_inference():
-        return False
-    del old
-    return is_sole(holder)
-
-
-def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result in a parameter's precision; to autograd no view of a tensor that nobody sees."""
-    value = value.to(dtype)
-    return value if value.requires_grad else value.data
+    return tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once

@@ -13,7 +13,8 @@ from packprop import context
 from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
 from packprop.compat.own import BackpropExtension
-from packprop.context import Backpack, Hook
+from packprop.context import Backpack
+from packprop.engine.saving import Hook
 from packprop.memory.plan import Plan
 from packprop.recording import switch
 from packprop.recording.marks import EXTENDED

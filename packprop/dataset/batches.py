@@ -1,4 +1,4 @@
-"""Batches of data of any form, and what is said of the one that fails."""
+"""Batches of data of any form, and what messages say about a batch that fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_SIZE = 128
 
 
 class Batches:
-    """One pass over data of any form, which knows the batch that is being worked on.
+    """One pass over data of any form; it knows the current batch, so that messages can describe it.
 
     Args:
         asked: What the user asked for, for messages.
@@ -76,7 +76,7 @@ class Batches:
         return self._hint
 
     def first(self) -> tuple[Any, Any]:
-        """The first batch, which iteration will give again."""
+        """The first batch; iteration begins with it all the same."""
         if not self._first:
             batch = next(self._rest, None)
             if batch is None:
@@ -103,7 +103,7 @@ class Batches:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say of an exception from inside which batch it came with.
+        """Name the batch that was worked on in any exception from inside.
 
         Raises:
             BadInput: From any exception that is not packprop's own.
@@ -124,12 +124,12 @@ class Batches:
 
 
 def explanation(error: BaseException) -> str:
-    """Type and message of an exception, and the last place it came through outside of torch."""
+    """Type and message of an exception, and the last place outside of torch and packprop on its way."""
     frames = traceback.extract_tb(error.__traceback__)
-    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     own = [frame for frame in frames if not frame.filename.startswith(packages)]
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not own or isinstance(error, SyntaxError):  # which says itself where
+    if not own or isinstance(error, SyntaxError):  # whose message says where it is
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
 
@@ -146,8 +146,8 @@ def described(value: Any) -> str:
 
 def shapes(value: Any) -> str:
     """Shapes and types of the tensors in nested tuples, lists and dictionaries."""
-    found = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
-    return " and ".join(found) if found else f"of type {type(value).__name__}"
+    texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
+    return " and ".join(texts) if texts else f"of type {type(value).__name__}"
 
 
 def _has_tensors(value: Any) -> bool:

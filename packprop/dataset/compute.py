@@ -1,10 +1,11 @@
-"""Quantities over a whole data set: batches are streamed, their unscaled results merged."""
+"""Quantities over a whole data set: batches are streamed, and their unscaled results are merged."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.request import Request
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
@@ -44,8 +46,8 @@ def compute(
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
-    They are those of one loss over all samples: under a mean loss the scale is 1 over the number of
-    all terms, whatever the sizes of the batches; under a sum it is 1. ``.grad`` is left alone and
+    The values are those of one loss over all samples: under a mean loss the scale is 1 over the number
+    of all terms, whatever the sizes of the batches; under a sum it is 1. ``.grad`` is left alone and
     gradients of weights are not computed.
 
     Args:
@@ -61,8 +63,8 @@ def compute(
         progress: Show a progress bar on standard error.
         device: Where batches are moved to; by default where the model's parameters are.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
-            parameters, activations of a batch and results. Planned by the first batch, and again by each that
-            is larger than those before.
+            parameters, activations of a batch and results. A plan is made for the first batch, and again for
+            each batch that is larger than those before.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or no data.
@@ -70,7 +72,30 @@ def compute(
             batches do not use.
     """
     chosen = check_extensions(ASKED, list(extensions))
-    for extension in chosen:
+    _require_mergeable(chosen)
+    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size)
+    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    chunk_sizes = _ChunkSizesByBatch(
+        lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+    )
+    chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
+    stream = _BatchStream(model, loss, place, MergedResults(chosen))
+    with _extended(model):
+        console = Console(stderr=True)
+        hidden = not (progress and console.is_terminal)
+        with batches.explained():
+            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
+                stream.add(batch, chunk_sizes.of(batch))
+    return stream.results.result()
+
+
+def _require_mergeable(extensions: Sequence[Extension]) -> None:
+    """Refuse extensions whose values over batches cannot be merged.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for extension in extensions:
         if any(row.after is not None for row in extension.rows):
             raise BadInput(
                 ASKED,
@@ -85,8 +110,8 @@ def compute(
                 "it relates samples of one batch to each other or by their index in it",
                 "use it in `with backpack(...)` on one batch",
             )
-    fields = [extension.savefield for extension in chosen]
-    for extension in chosen:
+    fields = [extension.savefield for extension in extensions]
+    for extension in extensions:
         if fields.count(extension.savefield) > 1:
             raise BadInput(
                 ASKED,
@@ -94,32 +119,26 @@ def compute(
                 f"another one that is saved as {extension.savefield!r} is there, too",
                 "compute one after the other",
             )
-    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    state = MergedResults(chosen)
-    kept = [module for module in model.modules() if is_extended(module)]
-    borrowed = [module for module in model.modules() if not is_extended(module)]
-    chunk_sizes = _SizesByBatch(lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, where))
-    chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
+
+
+@contextlib.contextmanager
+def _extended(model: nn.Module) -> Iterator[None]:
+    """Extend the model, and leave its modules as they were."""
+    extended_before = [module for module in model.modules() if is_extended(module)]
+    others = [module for module in model.modules() if not is_extended(module)]
     extend(model)
     try:
-        console = Console(stderr=True)
-        hidden = not (progress and console.is_terminal)
-        with batches.explained():
-            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                _add_batch(state, model, loss, batch, where, names, chunk_sizes.of(batch))
+        yield
     finally:
-        for module in borrowed:
+        for module in others:
             restore(module)
-        for module in kept:  # restoring a module restores those in it
+        for module in extended_before:  # restoring a module restores those in it
             if not is_extended(module):
                 extend(module)
-    return state.result()
 
 
-class _SizesByBatch:
-    """Chunks for batches of different sizes: those of one batch are good for all that are no larger."""
+class _ChunkSizesByBatch:
+    """Chunk sizes for batches of different sizes: those of one batch are good for all that are no larger."""
 
     def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
         self._plan = plan
@@ -139,41 +158,55 @@ class _SizesByBatch:
         return self._planned[-1][1]
 
 
-def _add_batch(
-    state: MergedResults,
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    batch: tuple[Any, Any],
-    device: torch.device | str,
-    names: dict[int, str],
-    chunk_sizes: ChunkSizes,
-) -> None:
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    with torch.enable_grad(), record():
-        if isinstance(inputs, dict):
-            outputs = model(**inputs)
-        else:
-            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-        value = loss(outputs, targets)
-    graph = walk([value], [None], None)
-    check_graph(graph)
-    reduction, divisor = _terms(graph)
-    terms = float(divisor)
+class _BatchStream:
+    """Runs batches through the model and the loss, and merges their results.
 
-    def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
-        name = names.get(id(leaf)) or graph.name(leaf)
-        state.add(name, graph.samples, terms, results)
+    Args:
+        model: The model, extended while batches are added.
+        loss: Called as ``loss(outputs, targets)``.
+        device: Where batches are moved to.
+        results: What the results of batches are merged into.
+    """
 
-    with warnings.catch_warnings():
-        if not terms:
-            warnings.simplefilter("ignore", PackpropWarning)
-        BackwardPass(graph, state.extensions, create_graph=False, done=done, chunk_sizes=chunk_sizes).run(None)
-    graph.release(keep=False)
-    state.count(graph.samples, terms, value.detach(), reduction)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        device: torch.device | str,
+        results: MergedResults,
+    ) -> None:
+        self.results = results
+        self._model, self._loss, self._device = model, loss, device
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def add(self, batch: tuple[Any, Any], chunk_sizes: ChunkSizes) -> None:
+        """Add the results of one batch."""
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        with torch.enable_grad(), record():
+            if isinstance(inputs, dict):
+                outputs = self._model(**inputs)
+            else:
+                outputs = self._model(*inputs) if isinstance(inputs, tuple) else self._model(inputs)
+            value = self._loss(outputs, targets)
+        graph = walk([value], [None], None)
+        check_graph(graph)
+        reduction, divisor = _loss_terms(graph)
+        terms = float(divisor)
+
+        def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+            name = self._names.get(id(leaf)) or graph.name(leaf)
+            self.results.add(name, graph.samples, terms, results)
+
+        with warnings.catch_warnings():
+            if not terms:
+                warnings.simplefilter("ignore", PackpropWarning)
+            BackwardPass(Request(graph, self.results.extensions, chunk_sizes), done).run(None)
+        graph.release(keep=False)
+        self.results.count(graph.samples, terms, value.detach(), reduction)
 
 
-def _terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """How the batch's loss was reduced, and what it was divided by."""
+def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
+    """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
     calls = [loss.call for loss in graph.losses]
     if len(calls) == 1 and not graph.without_loss:
         (call,) = calls
@@ -182,7 +215,7 @@ def _terms(graph: Graph) -> tuple[str, Tensor | float]:
         given.apply_defaults()
         deprecated = [given.arguments.get(flag) for flag in ("size_average", "reduce")]
         reduction = given.arguments.get("reduction", "mean")
-        # without the argument, a divisor of 1 may be that of a sum or that of a mean over one term
+        # without the argument, a divisor of 1 may come from a sum or from a mean over one term
         known = divisor is not None and ("reduction" in given.arguments or divisor != 1)
         if known and deprecated == [None, None] and reduction in ("mean", "sum"):
             assert divisor is not None

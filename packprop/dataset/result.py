@@ -1,4 +1,4 @@
-"""Values over a whole data set, which are saved and loaded."""
+"""Values over a whole data set, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Value = Tensor | list[Tensor]
 
 @dataclass
 class Result(Mapping[Any, dict[str, Value]]):
-    """Values by extension (or the name of the attribute that it saves) and parameter name.
+    """Values by extension (or the name of the attribute that it saves) and by parameter name.
 
     Args:
         tables: ``savefield -> parameter name -> value``.
         samples: Samples that they were computed from.
-        loss: The loss over the whole data set, as the loss reduces it.
-        reduction: How it does: ``"mean"`` or ``"sum"``.
+        loss: The value of the loss over the whole data set.
+        reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
     """
 
     tables: dict[str, dict[str, Value]]

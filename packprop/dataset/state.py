@@ -1,4 +1,4 @@
-"""Merged partial results of the batches so far."""
+"""Results of the batches so far, merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from packprop.types import Extension
 
 @dataclass
 class MergedResults:
-    """Merged partial results of the batches so far, as if the loss were a sum over terms."""
+    """Merged partial results of the batches so far, as if the loss were a sum over terms.
+
+    Args:
+        extensions: What is computed.
+        partial: Merged results by extension, row and parameter name.
+        reached: For each parameter the number of samples that depend on it.
+        samples: Samples so far.
+        terms: Terms of the loss so far, under a mean; under a sum what the loss is divided by.
+        loss: The sum of all terms.
+        reduction: How the loss is reduced.
+    """
 
     extensions: Sequence[Extension]
     partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)
@@ -30,7 +40,10 @@ class MergedResults:
     reduction: str = ""
 
     def count(self, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
-        """Note a batch whose results were added; each parameter must have been in all of them."""
+        """Count a batch whose results were added.
+
+        Where samples have results of their own, every batch must use each parameter.
+        """
         if self.reduction not in ("", reduction):
             raise PackpropError(
                 "Quantities of a loss over several batches were asked for.",
@@ -59,12 +72,12 @@ class MergedResults:
         """Merge the results of one parameter and one batch, whose loss was divided by ``terms``."""
         if results:
             self.reached[name] = self.reached.get(name, 0) + samples
-        for place, extension in enumerate(self.extensions):
+        for position, extension in enumerate(self.extensions):
             for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
                 if value is None:
                     continue
-                key = (place, index, name)
-                if row.degree and not terms:  # a mean over nothing: NaN times 0 shall be 0
+                key = (position, index, name)
+                if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
                     value = _nothing_like(value)
                 partial = lift(row.over_n, rescale(value, terms, row.degree))
                 before = self.partial.get(key)
@@ -75,12 +88,12 @@ class MergedResults:
         values: dict[str, dict[str, Value]] = {}
         scale = 1 / self.terms if self.terms else math.nan
         names = list(dict.fromkeys(name for _, _, name in self.partial))
-        for place, extension in enumerate(self.extensions):
+        for position, extension in enumerate(self.extensions):
             by_name = values.setdefault(extension.savefield, {})
             for name in names:
                 rows = []
                 for index, row in enumerate(extension.rows):
-                    partial = self.partial.get((place, index, name))
+                    partial = self.partial.get((position, index, name))
                     value = None if partial is None else row.over_n.result(partial)
                     rows.append(rescale(value, scale, row.degree))
                 if any(row is not None for row in rows):
@@ -89,6 +102,7 @@ class MergedResults:
 
 
 def _nothing_like(value: Any) -> Any:
+    """Zeros in place of all sums; the number of samples stays."""
     if isinstance(value, Moments):
         return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
     return map_tensors(torch.zeros_like, value)

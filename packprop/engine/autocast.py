@@ -1,4 +1,4 @@
-"""Autocast regions that a pass was begun in: its own sums are taken outside of them, the user's pass inside."""
+"""Autocast regions that a pass is begun in: packprop's own sums leave them, the user's pass runs inside."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class AutocastRegions(NamedTuple):
 
     @classmethod
     def now(cls, devices: Iterable[str]) -> AutocastRegions:
-        """Those that are in force."""
-        there = (kind for kind in devices if torch.amp.is_autocast_available(kind))
+        """The regions that are in force."""
+        available = (kind for kind in devices if torch.amp.is_autocast_available(kind))
         return cls(
             tuple(
                 (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-                for kind in there
+                for kind in available
                 if torch.is_autocast_enabled(kind)
             )
         )
 
     @contextlib.contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Inside of them again, or outside."""
+        """Enter the regions again, or leave them."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, cached in self.regions:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))

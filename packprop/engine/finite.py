@@ -1,4 +1,4 @@
-"""Whether what arrives at leaves is finite: noted without waiting for the device, and looked at once."""
+"""Whether cotangents at leaves are finite: noted without waiting for the device, looked at once at the end."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from packprop.tensors.dry import is_dry_run
 
 
 class FiniteCheck:
-    """Smallest and largest entries of what was seen of each leaf: NaN and infinity are found among them."""
+    """Smallest and largest entries of the tensors seen for each leaf: NaN and infinity show in them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[Tensor]] = {}
 
     def note(self, leaf: Tensor, tensors: Iterable[Tensor | None]) -> None:
-        """Remember what tells whether tensors are finite."""
-        finite_check = self._seen.setdefault(id(leaf), [])
+        """Remember the extreme entries of some tensors."""
+        extremes = self._seen.setdefault(id(leaf), [])
         for tensor in tensors:
             if tensor is not None and tensor.numel():
                 values = tensor.detach()
-                finite_check += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
-        if len(finite_check) > 32:  # many sweeps; NaN is neither lost in them
-            finite_check[:] = torch.stack(finite_check).aminmax()
+                extremes += (torch.view_as_real(values) if values.is_complex() else values).aminmax()
+        if len(extremes) > 32:  # after many sweeps, two of them will do: they keep NaN, too
+            extremes[:] = torch.stack(extremes).aminmax()
 
     def warn(self, graph: Graph) -> None:
-        """Name the first leaf that something arrived at that is not finite."""
-        if _all_finite([each for own in self._seen.values() for each in own]):
+        """Warn of the first leaf with an entry that is not finite."""
+        if _all_finite([extreme for own in self._seen.values() for extreme in own]):
             return
         for leaf in graph.leaves():
             if not _all_finite(self._seen.get(id(leaf), [])):
@@ -49,7 +49,7 @@ def _all_finite(scalars: Sequence[Tensor]) -> bool:
     """Whether all of some scalars are finite; waits for each device once."""
     if is_dry_run():
         return True
-    places: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:
-        places.setdefault(scalar.device, []).append(scalar)
-    return all(math.isfinite(value) for same in places.values() for value in torch.stack(same).tolist())
+        by_device.setdefault(scalar.device, []).append(scalar)
+    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())

@@ -1,4 +1,4 @@
-"""Bytes: counted, planned, and kept within a budget."""
+"""Memory: bytes are counted, planned, and kept within a budget."""
 
 from packprop.memory.bytes import byte_count, byte_text
 from packprop.memory.live import LiveBytes

@@ -1,4 +1,4 @@
-"""Numbers of bytes: read, printed, and what a process takes of them."""
+"""Numbers of bytes: how they are read and printed, and how many a process takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 def byte_count(memory: int | str) -> int | None:
     """Bytes of a number, or of a text such as ``"64MiB"`` or ``"1.5 GB"``; ``None`` if it is neither."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
-    if isinstance(memory, bool) or found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
+    if isinstance(memory, bool) or match is None:
         return None
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
@@ -32,25 +32,25 @@ def byte_text(count: float) -> str:
 
 
 LARGEST_BLOCK = 2**25 - 2**16
-"""The largest that glibc learns from, with room for what it puts around it."""
+"""The largest block that glibc learns from, less room for what glibc puts around it."""
 
 
 @functools.cache
 def keep_freed_pages() -> None:
-    """Have the C library keep what is freed, once in a process.
+    """Have the C library keep freed memory, once in a process.
 
     # NOTE [Freed pages]
     Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and hands them
     and the end of its heap back to the system, so that each is paid for page by page again; a sweep may take
-    twice the time for that. It stops once it has seen a block of their size freed, up to 32 MiB, and then keeps
-    64 MiB at most, as in any program that frees a tensor of that size. This is such a block; nobody touches it,
-    so it takes no memory. Where a budget is given it is left out.
+    twice the time for that. glibc stops doing so once it has seen a block of their size freed, up to 32 MiB.
+    From then on it keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made
+    here is such a block. Nobody touches it, so it takes no memory. Under a budget it is not made.
     """
     torch.UntypedStorage(LARGEST_BLOCK)
 
 
 def resident_peak() -> int | None:
-    """The most bytes of this process that were in memory at once; ``None`` where nobody knows."""
+    """The most bytes that this process had in memory at once; ``None`` where the system does not tell."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -1,181 +1,143 @@
-"""A budget in bytes -> chunks: one step is run on tensors without data, and what it would take is counted.
+"""One step is run on tensors without data, and the memory that it would take is counted.
 
 # NOTE [Dry runs]
-A dry run is the real code, under fake tensors, with a count of the storage that is alive: model, loss, walk,
-sweeps and statistics are those of the real pass, so that the count is, too. What repeats itself (chunks of
+A dry run is the real code, under fake tensors, with a count of the storage that is alive. Model, loss, walk,
+sweeps and statistics are those of the real pass, and so the count is right. What repeats itself (chunks of
 samples, chunks of columns) is run three times at most. Samples are taken to be where they usually are, unless
 a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
 
-A plan holds for a training loop: in the first step samples are to be found, in the others the results of the
-step before are there until the first of their own are; the peak is the largest of all.
+A plan holds for a training loop. In the first step samples are to be found; in the others the results of the
+step before are there until the first of their own are. The peak is the largest of all.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from packprop.algebra.structures import Outer, Quadratic
+from packprop.algebra.structures import Quadratic
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.request import Request
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph, copy_verdicts
 from packprop.graph.walk import walk
-from packprop.memory.live import LiveBytes, storage_key
-from packprop.memory.plan import ASKED, Line, Plan, Step, leaf_shapes, options_of, use_shapes
+from packprop.memory.line import Line, forms_gradients, line_of
+from packprop.memory.peaks import Peak, PeakRecorder
+from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shapes
+from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.tensors.dry import TensorSpec, dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.types import Extension
 
-LARGEST = 5
-"""Tensors that are listed of a peak."""
-
-
-CUDA_BLOCK = 512
-"""Bytes that CUDA's allocator rounds to."""
-
-
-class _Peak(NamedTuple):
-    """The most bytes that were alive at once in a part of a step, and what they were made of."""
-
-    size: int
-    parts: dict[str, int]
-    items: list[tuple[str, int]]
-
-    def beside(self, kind: str, size: int) -> _Peak:
-        """The same with something else that is there all the time."""
-        parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
-        items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
-        return _Peak(self.size + size, parts, items[:LARGEST])
-
 
 class DryRun:
-    """One step without data: see NOTE [Dry runs]."""
+    """One run of a step without data: see NOTE [Dry runs].
 
-    def __init__(
-        self,
-        model: nn.Module,
-        extensions: tuple[Extension, ...],
-        device: torch.device,
-        chunk_sizes: ChunkSizes,
-        freed: bool,
-        accumulated: bool,
-    ) -> None:
-        self._model, self._extensions, self._device, self._chunk_sizes = model, extensions, device, chunk_sizes
-        self._freed, self._accumulated = freed, accumulated
-        # autograd cannot even name a device that is not there: kernels are those of the CPU then
-        there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
-        self._place = device if there else torch.device("cpu")
+    Args:
+        step: What is run.
+        chunk_sizes: How much is taken at once.
+    """
+
+    def __init__(self, step: PlannedStep, chunk_sizes: ChunkSizes) -> None:
+        self._step, self._chunk_sizes, device = step, chunk_sizes, step.device
+        # autograd cannot even name a device that is not there: the kernels are those of the CPU then
+        is_there = device.type not in ("cpu", "meta") and torch.get_device_module(device).is_available()
+        self._device = device if is_there else torch.device("cpu")
         with dry_run(device.type):
-            self._counted = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
+            self._peaks = PeakRecorder(device)
         self._batch: list[Any] = []
         self._lines: dict[str, Line] = {}
-        self._parts: dict[str, int] = {}
-        self._items: list[tuple[str, int]] = []
-        self._before: list[_Peak] = []
+        self._before_results: list[Peak] = []
         self._waiting: list[tuple[nn.Module, set[int]]] | None = None
-        self._attached: set[int] = set()
-        self._results = 0
-        self._pass: BackwardPass | None = None
-        self._copied = model
 
-    def plan(self, step: Step, budget: int | None, gradients: bool) -> Plan:
-        """Run it."""
+    def run(self, budget: int | None) -> Plan:
+        """Run the step; the plan says what it takes, beside the budget."""
+        step, peaks = self._step, self._peaks
         with ExitStack() as stack:
-            stack.enter_context(dry_run(self._device.type))
+            stack.enter_context(dry_run(step.device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            self._copied = copy_without_data(self._model, lambda value: _made(value, self._place))
-            copy_verdicts(self._copied, self._model)
-            stack.enter_context(self._counted)
+            model = copy_without_data(step.model, self._make_tensors)
+            copy_verdicts(model, step.model)
+            stack.enter_context(peaks.live)
             stack.enter_context(torch.enable_grad())
-            self._counted.own(self._copied.parameters(), "parameters")
-            self._counted.own(self._copied.buffers(), "buffers")
-            if self._accumulated:
-                for parameter in self._copied.parameters():
+            peaks.own_model(model)
+            if step.accumulated:
+                for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            self._counted.phase = "activations"
-            value = self._forward(step)
+            peaks.live.phase = "activations"
+            loss = self._forward(model)
             self._warn_of_unknown()
-            forward = self._part()
-            self._counted.phase = "temporary"
-            graph = walk([value], [None], None)
+            forward = peaks.end_part()
+            peaks.live.phase = "temporary"
+            graph = walk([loss], [None], None)
             check_graph(graph)
-            found = self._part()
-            self._pass = BackwardPass(
-                graph,
-                self._extensions,
-                False,
-                lambda leaf, results: self._attach(graph, leaf, results),
-                self._chunk_sizes,
-                lambda leaf, uses, structure, samples: self._note(graph, leaf, uses, structure, samples),
-                self._begin,
-            )
-
-            def backward(leaves: Sequence[Tensor] | None) -> None:
-                torch.autograd.backward([value], inputs=leaves)
-
-            self._pass.run(backward if gradients else None)
-            rest = self._part()
+            locating = peaks.end_part()
+            self._backward(graph, loss)
+            rest = peaks.end_part()
             shapes, leaves = use_shapes(graph), leaf_shapes(graph)
-        peaks = [forward, found, *self._before, rest]
-        if gradients and not self._freed:
-            left = sum(self._counted.sizes.get(key, 0) for key in self._attached)
-            later = [forward, *self._before]
-            if any(each.reordered for each in graph.forwards):  # then samples are found anew in each step
-                later.append(found)
-            peaks += [part.beside("results", left) for part in later]
-        peak = max(peaks, key=lambda part: part.size)
-        order = [name for name, _ in self._copied.named_parameters() if name in self._lines]
+        parts = [forward, locating, *self._before_results, rest]
+        if step.gradients and not step.freed:
+            kept = peaks.saved_alive()
+            again = [forward, *self._before_results]
+            if any(call.reordered for call in graph.forwards):  # then samples are located anew in each step
+                again.append(locating)
+            parts += [part.beside("results", kept) for part in again]
+        peak = max(parts, key=lambda part: part.size)
+        order = [name for name, _ in model.named_parameters() if name in self._lines]
         return Plan(
             peak.size,
             budget,
-            self._device.type,
+            step.device.type,
             self._chunk_sizes,
             tuple(self._lines[name] for name in dict.fromkeys([*order, *self._lines])),
             dict(sorted(peak.parts.items(), key=lambda part: -part[1])),
             tuple(peak.items),
             graph.samples,
-            self._results,
-            tuple(extension.name for extension in self._extensions),
-            self._freed,
-            self._accumulated,
+            peaks.saved_bytes,
+            tuple(extension.name for extension in step.extensions),
+            step.freed,
+            step.accumulated,
             shapes,
             leaves,
-            tuple(map(options_of, self._extensions)),
+            tuple(map(options_of, step.extensions)),
         )
 
-    def _forward(self, step: Step) -> Tensor:
+    def _make_tensors(self, value: Any) -> Any:
+        """The same nesting with tensors in place of their descriptions."""
+        return map_instances(TensorSpec, lambda spec: spec.make(self._device), value)
+
+    def _forward(self, model: nn.Module) -> Tensor:
         def noted(value: Any) -> Any:
-            made = _made(value, self._place)
-            self._counted.own(tensors_in(made), "batch")
-            self._batch.append(made)  # it is the user's: there all the time, whether or not autograd keeps it
+            made = self._make_tensors(value)
+            self._peaks.live.own(tensors_in(made), "batch")
+            self._batch.append(made)  # the user holds it all the time, whether or not autograd keeps it
             return made
 
         try:
-            return step(self._copied, noted)
+            return self._step.forward(model, noted)
         except PackpropError:
             raise
         except Exception as error:
             said = next(iter(str(error).strip().splitlines()), "")
             raise PackpropError(
                 ASKED,
-                f"the forward pass of {type(self._model).__name__}, or its loss",
+                f"the forward pass of {type(self._step.model).__name__}, or its loss",
                 f"it cannot be run without data: {type(error).__name__}: {said}",
                 "plan a part of it that does not decide on data, or leave the budget out",
             ) from error
 
     def _warn_of_unknown(self) -> None:
-        """Say where PyTorch does not know the size of what is kept: the LSTMs of oneDNN, without data."""
-        if self._device.type == "cpu" and any(
-            detail.startswith("mkldnn_rnn_layer ") for _, detail in self._counted.labels.values()
+        """Warn where PyTorch does not know the size of what is kept: the LSTMs of oneDNN, without data."""
+        if self._step.device.type == "cpu" and any(
+            detail.startswith("mkldnn_rnn_layer ") for _, detail in self._peaks.live.labels.values()
         ):
             warnings.warn(
                 "An LSTM keeps a workspace for its backward pass whose size is not known without data: "
@@ -185,103 +147,50 @@ class DryRun:
                 stacklevel=2,
             )
 
-    def _part(self) -> _Peak:
-        """The end of a part of the step, and the beginning of the next."""
-        peak = _Peak(self._counted.peak, self._parts, self._items)
-        self._counted.restart()
-        return peak
+    def _backward(self, graph: Graph, loss: Tensor) -> None:
+        backward_pass = BackwardPass(
+            Request(graph, self._step.extensions, self._chunk_sizes),
+            lambda leaf, results: self._save(graph, leaf, results),
+            lambda leaf, uses, structure, samples: self._note_line(graph, leaf, uses, structure, samples),
+            self._begin,
+        )
+        self._peaks.partial_results = backward_pass.results.tensors
+
+        def backward(leaves: Sequence[Tensor] | None) -> None:
+            torch.autograd.backward([loss], inputs=leaves)
+
+        try:
+            backward_pass.run(backward if self._step.gradients else None)
+        finally:  # the pass refers to this run: a circle would keep alive what the step's function refers to
+            self._peaks.partial_results = tuple
 
     def _begin(self) -> dict[tuple[Extension, int], Tensor]:
-        """Here results of the step before are taken off."""
-        self._before.append(self._part())
+        """End the part of the step before the first result: here those of the step before are taken off."""
+        self._before_results.append(self._peaks.end_part())
         return {}
 
-    def _look(self) -> None:
-        """At a new peak: what is alive, and what of it is largest."""
-        kinds = {key: label for key, (label, _) in self._counted.labels.items()}
-        kinds |= dict.fromkeys(self._attached & kinds.keys(), "results")
-        if self._pass is not None:
-            kinds |= dict.fromkeys(map(storage_key, self._pass.results.tensors()), "results")
-        gradients = [p.grad for p in self._copied.parameters() if p.grad is not None]
-        kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
-        sizes = self._counted.sizes
-        self._parts = {}
-        for key, size in sizes.items():
-            self._parts[kinds[key]] = self._parts.get(kinds[key], 0) + size
-        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:LARGEST]
-        self._items = [(f"{kinds[key]}: {self._counted.labels[key][1]}", sizes[key]) for key in largest]
-
-    def _attach(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+    def _save(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        """Save the results of a leaf as the real pass does, and delete them where a hook will."""
         for extension, values in results.items():
             value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
-            self._attached.update(map(storage_key, tensors_in(value)))
-            self._results += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+            self._peaks.own_result(value)
             setattr(leaf, extension.savefield, value)
-        if not self._freed:
+        if not self._step.freed:
             return
         if self._waiting is None:
             self._waiting = graph.owners()
-        for module, own in self._waiting:  # a hook is called when all of a module is there
-            own.discard(id(leaf))
-            if not own:
+        for module, unfinished in self._waiting:  # a hook is called when all of a module is there
+            unfinished.discard(id(leaf))
+            if not unfinished:
                 for parameter in module.parameters(recurse=False):
-                    for extension in self._extensions:
+                    for extension in self._step.extensions:
                         vars(parameter).pop(extension.savefield, None)
 
-    def _note(
-        self,
-        graph: Graph,
-        leaf: Tensor,
-        uses: Sequence[ReachedUse],
-        structure: Quadratic,
-        samples: int,
+    def _note_line(
+        self, graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int
     ) -> None:
+        """Keep one line for each leaf: of its smallest chunk, or the last in which gradients are formed."""
         name = graph.name(leaf)
-        formed = _formed(structure)
-        known, size = self._lines.get(name), leaf.numel() * leaf.element_size()
-        if known is None or samples < known.samples or formed:
-            self._lines[name] = Line(
-                name,
-                " + ".join(found.recorded.name for found in uses),
-                type(structure).__name__,
-                _algorithm(structure),
-                min(samples, graph.samples),
-                graph.samples,
-                size if _in_turn(structure) else size * min(samples, graph.samples),
-            )
-
-
-def _formed(structure: Quadratic) -> bool:
-    """Whether gradients of single samples were formed, of a chunk or one after the other."""
-    return getattr(structure, "formed", True) or _in_turn(structure)
-
-
-def _in_turn(structure: Quadratic) -> bool:
-    """Whether gradients of single samples were there one at a time."""
-    return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
-
-
-def _algorithm(structure: Quadratic) -> str:
-    if not _formed(structure):
-        return "cotangents and inputs alone"
-    if _in_turn(structure):
-        return "gradients in turn"
-    if not isinstance(structure, Outer) or structure.shape[1] == 1:
-        return "per-sample gradients"
-    return f"gradients by {'groups' if structure.by_groups else 'products'}"
-
-
-def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
-    """A copy of a module whose tensors have no data."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in tensors_in(list(vars(module).values())):
-            made = fake(TensorSpec.of(tensor))
-            parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
-    return copy.deepcopy(model, memo)
-
-
-def _made(value: Any, device: torch.device) -> Any:
-    """The same nesting with tensors in place of their descriptions."""
-    return map_instances(TensorSpec, lambda spec: spec.make(device), value)
+        known = self._lines.get(name)
+        if known is None or samples < known.samples or forms_gradients(structure):
+            self._lines[name] = line_of(graph, leaf, uses, structure, samples)

@@ -16,8 +16,8 @@ from packprop.tensors.nesting import tensors_in
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensor storage that are alive: ``now``, at the ``peak``, and after each operation.
 
-    Counted are tensors made while it is on, and those given to ``own``; what else operations are given has been
-    there before. What a kernel allocates inside of itself is not seen.
+    It counts tensors that are made while it is on, and those given to ``own``. Other arguments of operations
+    were there before. What a kernel allocates inside of itself is not seen.
 
     >>> before = torch.zeros(1000)
     >>> with LiveBytes() as live:
@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
     (4000, 0, [0, 4000, 4000])
 
     Args:
-        block: What each storage is rounded up to.
+        block: The size of each storage is rounded up to a multiple of this.
         at_peak: Called at each new peak that is higher than the last by a noticeable part.
     """
 
@@ -42,24 +42,24 @@ class LiveBytes(TorchDispatchMode):
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
     def restart(self) -> None:
-        """Look for the peak of what comes from now on."""
+        """Look for a new peak from now on."""
         self.peak, self._told = self.now, 0.0
         if self._at_peak is not None:
             self._at_peak()
 
     def own(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Count tensors that have been there before."""
+        """Count tensors that were there before."""
         for tensor in tensors:
-            self._meet(tensor, label, str([*tensor.shape]))
+            self._count(tensor, label, str([*tensor.shape]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        known = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(out):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
-                continue  # a dry run inside of what is counted takes nothing
-            if (key := storage_key(tensor)) in self.sizes or key not in given:
-                self._meet(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
+                continue  # a dry run inside of what is counted takes no memory
+            if (key := storage_key(tensor)) in self.sizes or key not in known:
+                self._count(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
         self.history.append(self.now)
         if self.now > self.peak:
             self.peak = self.now
@@ -68,20 +68,20 @@ class LiveBytes(TorchDispatchMode):
                 self._at_peak()
         return out
 
-    def _meet(self, tensor: Tensor, label: str, detail: str) -> None:
+    def _count(self, tensor: Tensor, label: str, detail: str) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         size = -(-storage.nbytes() // self._block) * self._block
         if key not in self.sizes:
             self.labels[key] = (label, detail)
-            weakref.finalize(storage, self._part, key)
+            weakref.finalize(storage, self._uncount, key)
         self.now += size - self.sizes.get(key, 0)
         self.sizes[key] = size
 
-    def _part(self, key: int) -> None:
+    def _uncount(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
         del self.labels[key]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells storages apart while they are alive."""
+    """A number that tells storages apart while they are alive."""
     return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage

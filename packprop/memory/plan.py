@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import byte_text
+from packprop.memory.line import Line
 from packprop.types import Extension
 
 ASKED = "A plan was asked for."
@@ -29,34 +29,6 @@ class BudgetTooSmall(BadInput):
 
 
 @dataclass(frozen=True)
-class Line:
-    """What is done for one parameter.
-
-    Args:
-        parameter: Its name.
-        use: Functions that it enters.
-        structure: How it enters them.
-        algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
-        samples: Samples in a chunk.
-        count: Samples in all.
-        bytes: Bytes of the per-sample gradients of a chunk, or of one in turn.
-    """
-
-    parameter: str
-    use: str
-    structure: str
-    algorithm: str
-    samples: int
-    count: int
-    bytes: int
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of samples."""
-        return -(-self.count // self.samples)
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a step will take, and the chunks that it is done in; prints as two tables.
 
@@ -64,7 +36,7 @@ class Plan:
         peak: Most bytes of tensor storage alive at once, in forward and backward pass.
         memory: The budget in bytes; ``None`` if there is none.
         device: The type of device it is made for.
-        chunks: How much is taken at once.
+        chunk_sizes: How much is taken at once.
         lines: One for each parameter.
         parts: What the peak is made of: kind -> bytes, the largest first.
         items: The largest single tensors at the peak: (description, bytes).
@@ -72,10 +44,10 @@ class Plan:
         results: Bytes of all results.
         extensions: Names of what was asked for.
         freed: Whether it counts on an extension hook that takes values away.
-        accumulated: Whether gradients of an earlier pass were taken to be there when a step begins.
-        shapes: Uses and the shapes of their outputs, by which a pass is known again.
-        leaves: Shapes and precisions of parameters, likewise.
-        options: Names and values of the extensions' options, likewise.
+        accumulated: Whether it counts gradients of an earlier pass, which are there when a step begins.
+        shapes: Uses and the shapes of their outputs. A pass that the plan was made for has the same.
+        leaves: Shapes and precisions of parameters; likewise.
+        options: Names and values of the extensions' options; likewise.
     """
 
     peak: int
@@ -97,12 +69,12 @@ class Plan:
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
 
-        Warns if gradients of an earlier pass are there that the plan did not count.
+        Warns of gradients of an earlier pass that the plan did not count.
 
         Raises:
             BadInput: With the first difference.
         """
-        theirs = use_shapes(graph)
+        shapes = use_shapes(graph)
         names = tuple(extension.name for extension in extensions)
         device = next((leaf.device.type for leaf in graph.leaves()), self.device)
         difference = None
@@ -112,10 +84,10 @@ class Plan:
             difference = f"extensions {', '.join(names)}; planned were {', '.join(self.extensions)}"
         elif device != self.device:
             difference = f"parameters on {device}; planned was {self.device}"
-        elif len(theirs) != len(self.shapes):
-            difference = f"{len(theirs)} uses of parameters; planned were {len(self.shapes)}"
+        elif len(shapes) != len(self.shapes):
+            difference = f"{len(shapes)} uses of parameters; planned were {len(self.shapes)}"
         else:
-            for (use, shape), (planned_use, planned_shape) in zip(theirs, self.shapes, strict=True):
+            for (use, shape), (planned_use, planned_shape) in zip(shapes, self.shapes, strict=True):
                 if (use, shape) != (planned_use, planned_shape):
                     difference = f"{use} {list(shape)}; planned was {planned_use} {list(planned_shape)}"
                     break
@@ -140,7 +112,7 @@ class Plan:
     def _other_options(self, extensions: Sequence[Extension]) -> str | None:
         for extension, planned in zip(extensions, map(dict, self.options), strict=True):
             if not is_dataclass(extension):
-                continue  # it may keep what it has seen
+                continue  # its attributes need not be options: it may keep what it has seen
             for name, value in options_of(extension):
                 if planned.get(name, value) != value:
                     return f"{extension.name} with {name} {value}; planned was {planned[name]}"
@@ -179,17 +151,17 @@ class Plan:
 
 
 def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Uses and the shapes of their outputs, by which a pass is known again."""
-    return tuple((found.recorded.name, tuple(shape)) for found in graph.uses for shape in found.recorded.shapes)
+    """Uses and the shapes of their outputs."""
+    return tuple((use.recorded.name, tuple(shape)) for use in graph.uses for shape in use.recorded.shapes)
 
 
 def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and precisions of the parameters, likewise."""
+    """Shapes and precisions of the parameters."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
 
 
 def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
-    """What changes what is taken: not a source of draws, and of chosen samples how many there are."""
+    """Options that change the memory: not a source of draws, and only the number of chosen samples."""
     return tuple(
         (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
         for name, option in vars(extension).items()
@@ -200,7 +172,3 @@ def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
 def gradients_are_there(leaves: Iterable[Tensor]) -> bool:
     """Whether a pass adds to gradients of an earlier one."""
     return any(leaf.grad is not None for leaf in leaves)
-
-
-Step = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
-"""From a model and what makes tensors without data to the loss."""

@@ -1,4 +1,4 @@
-"""Plans of a step, of a batch of a data set, of a pass whose forward part has been run."""
+"""Plans: for a step, for a batch of a data set, for a pass whose forward part has been run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
-from packprop.memory.dry_run import copy_without_data
 from packprop.memory.plan import Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
+from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.recording.switch import extend, record
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -61,21 +61,22 @@ def plan(
     """
     budget = budget_of(memory)
     parameter = next(model.parameters(), None)
-    here = parameter.device if parameter is not None else torch.device("cpu")
-    where = torch.device(device) if device is not None else here
+    own_device = parameter.device if parameter is not None else torch.device("cpu")
+    target_device = torch.device(device) if device is not None else own_device
     inputs, targets = batch
 
-    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+    def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given = fake(map_tensors(TensorSpec.of, inputs))
         target = fake(map_tensors(TensorSpec.of, targets))
         extend(copied)
-        judge = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
+        copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
         with record():
             if isinstance(given, dict):
-                return judge(copied(**given), target)
-            return judge(copied(*given) if isinstance(given, tuple) else copied(given), target)
+                return copied_loss(copied(**given), target)
+            return copied_loss(copied(*given) if isinstance(given, tuple) else copied(given), target)
 
-    return choose_plan(model, step, tuple(extensions), budget, where, gradients, freed, accumulated)
+    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated)
+    return choose_plan(step, budget)
 
 
 def chunk_sizes_over_data(
@@ -86,24 +87,25 @@ def chunk_sizes_over_data(
     memory: int | str | None,
     device: torch.device | str,
 ) -> ChunkSizes:
-    """The chunks of one batch of many, whose results are merged into those of the batches before."""
+    """How much is taken at once of a batch whose results are merged into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
         return default_chunk_sizes(torch.device(device))
-    there = gradients_are_there(model.parameters())
-    one = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=there)
-    if one.peak + one.results <= budget:
-        return one.chunk_sizes
-    left = max(1, budget - one.results)
-    return plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=there).chunk_sizes
+    accumulated = gradients_are_there(model.parameters())
+    unlimited = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=accumulated)
+    if unlimited.peak + unlimited.results <= budget:
+        return unlimited.chunk_sizes
+    left = max(1, budget - unlimited.results)  # the merged results of the batches before are there all the time
+    limited = plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=accumulated)
+    return limited.chunk_sizes
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
     """The plan of a pass whose forward part has been run: the model is run once more, without data.
 
     Raises:
-        BadInput: If the pass is not one call of one model followed by one loss, or nothing fits.
+        BadInput: If the pass is not one call of one model followed by one loss, or no choice of chunks fits.
     """
     calls = [forward for forward in graph.forwards if forward.has_parameters]
     model = calls[0].module() if len(calls) == 1 else None
@@ -117,40 +119,53 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         )
     args, kwargs = calls[0].arguments[0]
     call = graph.losses[0].call
-    rest = map_tensors(TensorSpec.of, (call.args, call.kwargs))
+    loss_args, loss_kwargs = map_tensors(TensorSpec.of, (call.args, call.kwargs))
 
-    ends = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
-    inside = graph.roots[0].grad_fn in ends
+    model_outputs = {edge.node for edge, forward, _ in graph.outputs if forward.has_parameters}
+    returns_loss = graph.roots[0].grad_fn in model_outputs
 
-    def step(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
+    def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given, named = fake(args), fake(kwargs)
-        others = fake(rest[0][1:])
-        options = fake({name: value for name, value in rest[1].items() if name != "input"})
+        others = fake(loss_args[1:])
+        options = fake({name: value for name, value in loss_kwargs.items() if name != "input"})
         with record():
             outputs = list(tensors_in(copied(*given, **named)))
-            if inside:  # the model returns its loss
+            if returns_loss:
                 return next(t for t in outputs if t.shape == graph.roots[0].shape and t.requires_grad)
             output = next(t for t in outputs if t.numel() == call.shape.numel()).reshape(call.shape)
-            if rest[0]:
+            if loss_args:
                 value = call.function(output, *others, **options)
             else:
                 value = call.function(**options, input=output)
         total: Tensor = value.sum()
         return total
 
-    between = 0 if inside else _between(call.edge.node, ends) * call.input.numel() * call.input.element_size()
+    between = 0
+    if not returns_loss:
+        tensors = _tensors_between(call.edge.node, model_outputs)
+        between = tensors * call.input.numel() * call.input.element_size()
     left = None if budget is None else max(1, budget - between)
-    there = gradients_are_there(graph.leaves())
-    where = graph.leaves()[0].device
-    chosen = choose_plan(model, step, tuple(extensions), left, where, True, accumulated=there)
+    leaves = graph.leaves()
+    step = PlannedStep(
+        model,
+        forward,
+        tuple(extensions),
+        leaves[0].device,
+        gradients=True,
+        accumulated=gradients_are_there(leaves),
+    )
+    chosen = choose_plan(step, left)
     if not between:
         return chosen
     parts = {**chosen.parts, "between model and loss": between}
     return replace(chosen, peak=chosen.peak + between, memory=budget, parts=parts)
 
 
-def _between(start: Node, ends: set[Node]) -> int:
-    """Tensors like the loss's input that may be made between the model's output and there, and back."""
+def _tensors_between(start: Node, ends: set[Node]) -> int:
+    """How many tensors may be made between the model's output and the loss's input, there and back.
+
+    Each is taken to be of the size of the loss's input.
+    """
     stack, seen = [start], set()
     while stack:
         node = stack.pop()
@@ -161,14 +176,15 @@ def _between(start: Node, ends: set[Node]) -> int:
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
-    """The chunks of ``plan_again``, found once for passes of equal structure and shapes."""
-    kept = _CHOSEN.setdefault(graph.modules[0], {})
+    """The chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
+    known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
-    by_name = tuple(map(forced_algorithm, CHOICES))
-    key = (graph.signature, leaf_shapes(graph), asked, budget, by_name, gradients_are_there(graph.leaves()))
-    if key not in kept:
-        kept[key] = plan_again(graph, extensions, budget).chunk_sizes
-    return kept[key]
+    forced = tuple(map(forced_algorithm, CHOICES))
+    key = (graph.signature, leaf_shapes(graph), asked, budget, forced, gradients_are_there(graph.leaves()))
+    if key not in known:
+        known[key] = plan_again(graph, extensions, budget).chunk_sizes
+    return known[key]
 
 
 _CHOSEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, ChunkSizes]] = weakref.WeakKeyDictionary()
+"""Chunk sizes that were found for passes of a model."""

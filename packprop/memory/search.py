@@ -6,36 +6,36 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.memory.bytes import byte_count, byte_text
 from packprop.memory.dry_run import DryRun
-from packprop.memory.plan import BudgetTooSmall, Plan, Step
-from packprop.types import Extension
+from packprop.memory.plan import BudgetTooSmall, Plan
+from packprop.memory.step import PlannedStep
 
 
 def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
-    """What is tried until the peak fits, least time and largest peak first.
+    """What is tried until the peak fits: the fastest choice, which has the largest peak, first.
 
-    Smaller chunks cost calls, fewer columns at once sweeps, which is dearer where a graph is small enough for
-    vectorised ones: they are given up late. Algorithms that hold less cost multiplications; parameters in turn,
-    which help only where their results are ``freed``, cost all sweeps again.
+    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which is dearer where the
+    graph is small enough for vectorised sweeps: columns are cut down late. Algorithms that hold less cost
+    multiplications. To form the results of a few parameters at a time costs all sweeps again; it helps only
+    where these results are ``freed``.
     """
     scratch, cotangents, *_ = default_chunk_sizes(device)
-    parts = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
-    found = [ChunkSizes(scratch // samples, cotangents // columns) for samples, columns in parts]
-    found += [ChunkSizes(scratch // 16, 0), ChunkSizes(scratch // 16, 0, held=0), ChunkSizes(0, 0, held=0)]
-    return found + [ChunkSizes(0, 0, 0, count) for count in (8, 1)] * freed
+    divisors = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
+    sizes = [ChunkSizes(scratch // samples, cotangents // columns) for samples, columns in divisors]
+    sizes += [ChunkSizes(scratch // 16, 0), ChunkSizes(scratch // 16, 0, held=0), ChunkSizes(0, 0, held=0)]
+    return sizes + [ChunkSizes(0, 0, 0, count) for count in (8, 1)] * freed
 
 
 HELD = tuple(2**power for power in range(30, 9, -1))
-"""Bytes of a sample: at each step those uses that hold most take algorithms that hold less."""
+"""Bytes of a sample: at each step the uses that hold most turn to algorithms that hold less."""
 
 
 def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
-    """``chunk_sizes`` with more of one kind: as in ``loosest``, then less and less, down to what it is."""
+    """``chunk_sizes`` with other values of one field: first as in ``loosest``, then less, down to its own."""
     most, least = getattr(loosest, name), getattr(chunk_sizes, name)
     if most == least:
         return [chunk_sizes]
@@ -63,31 +63,22 @@ def budget_of(memory: int | str | None) -> int | None:
     return budget
 
 
-def choose_plan(
-    model: nn.Module,
-    step: Step,
-    extensions: tuple[Extension, ...],
-    budget: int | None,
-    device: torch.device,
-    gradients: bool,
-    freed: bool = False,
-    accumulated: bool = False,
-) -> Plan:
-    """The first of the choices that fits, and of each kind of chunk as much as still fits.
+def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
+    """The first of the choices that fits, then of each kind of chunk as much as still fits.
 
-    The choices make everything smaller where one thing may be what sets the peak: columns that take no memory
-    need not be swept one by one because of a large layer, nor small layers take another algorithm with it.
+    The choices make everything smaller, where often one thing alone sets the peak. Columns that take no memory
+    need not be swept one by one because of a large layer; nor need small layers take another algorithm with it.
 
     Raises:
-        BadInput: If none does.
+        BadInput: If no choice fits.
     """
 
     @functools.cache
     def tried(chunk_sizes: ChunkSizes) -> Plan:
-        return DryRun(model, extensions, device, chunk_sizes, freed, accumulated).plan(step, budget, gradients)
+        return DryRun(step, chunk_sizes).run(budget)
 
-    def first(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
-        """The first that fits; the peak falls along them, and that of the last does."""
+    def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
+        """The first that fits, by bisection: the peak falls along the candidates, and the last one fits."""
         assert budget is not None
         low, high = -1, len(candidates) - 1
         middle = 0  # mostly it is this one
@@ -99,14 +90,14 @@ def choose_plan(
             middle = (low + high) // 2
         return candidates[high]
 
-    chunk_sizes = choices(device, freed)
-    if budget is None or tried(chunk_sizes[0]).peak <= budget:
-        return tried(chunk_sizes[0])
-    if tried(chunk_sizes[-1]).peak > budget:
-        raise _impossible(tried(chunk_sizes[-1]), budget)
-    best = first(chunk_sizes)
-    for name in ("cotangents", "held", "scratch"):  # what is dearest to go without comes first
-        best = first(looser(best, chunk_sizes[0], name))
+    candidates = choices(step.device, step.freed)
+    if budget is None or tried(candidates[0]).peak <= budget:
+        return tried(candidates[0])
+    if tried(candidates[-1]).peak > budget:
+        raise _impossible(tried(candidates[-1]), budget)
+    best = first_fitting(candidates)
+    for name in ("cotangents", "held", "scratch"):  # given back first: what costs most time to do without
+        best = first_fitting(looser(best, candidates[0], name))
     return tried(best)
 
 
@@ -127,7 +118,7 @@ INSTEAD = {
     "KFRA": "DiagGGNMC",
     "HBP": "DiagGGNMC",
 }
-"""What takes less."""
+"""Extensions that take less memory."""
 
 
 def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:

@@ -16,6 +16,7 @@ from packprop.context import backpack
 from packprop.curvature.seeds import columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.request import Request
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
@@ -61,7 +62,7 @@ def observed(
     chunk_sizes = _FixedChunks(*default_chunk_sizes())
     chunk_sizes.at_once = at_once
     with same_draws(extension):
-        BackwardPass(graph, [extension], False, done, chunk_sizes).run(None)
+        BackwardPass(Request(graph, [extension], chunk_sizes), done).run(None)
     graph.release(keep=False)
     return merged
 

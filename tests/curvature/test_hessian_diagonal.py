@@ -14,7 +14,7 @@ from packprop import extensions
 from packprop.curvature import routes
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.shared_rows import SharedRows
-from packprop.engine import backward_pass
+from packprop.engine import column_sweeps, hessian
 from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Oracle
@@ -99,10 +99,10 @@ def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.Mon
 
     def spy(graph: Any, *options: Any) -> Any:
         chosen = choose(graph, *options)
-        went.update(chosen.way(leaf) for leaf in graph.leaves())
+        went.update(chosen.route(leaf) for leaf in graph.leaves())
         return chosen
 
-    monkeypatch.setattr(backward_pass, "choose_ways", spy)
+    monkeypatch.setattr(hessian, "choose_routes", spy)
     problem = case.problem(3, case.reductions[0])
     with sdpa_kernel(SDPBackend.MATH):
         backward(problem, extensions.DiagHessian(), extensions.BatchDiagHessian(), record=case.record)
@@ -146,13 +146,13 @@ def piecewise() -> nn.Module:
 
 def test_without_nonlinearities_the_columns_are_those_of_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[int] = []
-    sweeping = backward_pass.BackwardPass._columns
+    sweeping = column_sweeps.ColumnSweeps.run
 
-    def count(self: Any, groups: Any, *options: Any) -> None:
+    def count(self: Any, groups: Any, *given: Any, **options: Any) -> None:
         swept.append(sum(group.count for group in groups))
-        sweeping(self, groups, *options)
+        sweeping(self, groups, *given, **options)
 
-    monkeypatch.setattr(backward_pass.BackwardPass, "_columns", count)
+    monkeypatch.setattr(column_sweeps.ColumnSweeps, "run", count)
     torch.manual_seed(0)
     model, lossfunc = packprop.extend(piecewise()), packprop.extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.randn(4, 1, 12, 12)), torch.arange(4))
@@ -182,7 +182,7 @@ def test_columns_of_elementwise_functions_in_chunks(
     """Rows of shared Jacobians and diagonals at outputs, whatever the chunks that they come in."""
     if at_once is not None:
         monkeypatch.setattr(
-            backward_pass.BackwardPass, "_columns_at_once", lambda self, group, found: min(at_once, group.count)
+            column_sweeps.ColumnSweeps, "columns_at_once", lambda self, group, uses: min(at_once, group.count)
         )
     taken: list[str] = []
     for owner, name in ((SharedRows, "rows"), (OutputDiagonals, "add_columns")):

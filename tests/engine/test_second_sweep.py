@@ -12,7 +12,7 @@ from torch import nn
 import packprop
 from packprop import extensions
 from packprop.algebra import kronecker
-from packprop.engine import backward_pass, chunks
+from packprop.engine import chunks, column_sweeps
 from packprop.memory.live import LiveBytes
 from tests.cases import BY_NAME
 from tests.references.eigenvalues import drawn, step
@@ -22,9 +22,9 @@ from tests.references.running import assert_near, backward
 
 def sweeps(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> int:
     counted = []
-    run = backward_pass.sweep
+    run = column_sweeps.sweep
     with monkeypatch.context() as patched:
-        patched.setattr(backward_pass, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
+        patched.setattr(column_sweeps, "sweep", lambda *a, **k: counted.append(1) or run(*a, **k))
         step(*asked)
     return len(counted)
 

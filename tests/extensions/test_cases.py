@@ -9,7 +9,7 @@ import torch
 
 import packprop
 from packprop.algebra import kernels, one_by_one
-from packprop.engine import backward_pass
+from packprop.engine import gradient
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from tests.cases import CASES, Case
@@ -82,7 +82,7 @@ def test_single_precision(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Gradients summed from per-sample ones, and products one at a time, however small they are."""
-    monkeypatch.setattr(backward_pass, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "WORTH_BLOCKS", 0)
     monkeypatch.setattr(kernels, "LONG", 0)
@@ -97,7 +97,7 @@ STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
     """Each is formed once and given to all that was asked for, in chunks of two samples."""
-    monkeypatch.setattr(backward_pass, "WORTH_SUMMING", 0)
+    monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "SHORT", 0)
     monkeypatch.setattr(ChunkSizes, "samples_at_once", lambda *_: 2)

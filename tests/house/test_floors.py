@@ -46,7 +46,7 @@ AUTOGRAD = {
     "recording": "leaves uses on the nodes of the graph, and runs parts of the forward pass again",
     "graph": "walks the graph and sweeps through it",
     "curvature": "feeds columns in, and differentiates twice",
-    "engine/backward_pass": "sweeps the gradient where no pass of the user's does",
+    "engine/gradient": "sweeps the gradient where no pass of the user's does",
     "memory": "runs a step without data",
     "context": "takes over the backward pass of the user",
     "compat": "hands gradients at modules to extensions written for them",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from tests.memory.steps import data, network, step
@@ -63,16 +63,16 @@ def test_uses_of_tied_parameters_are_swept_together() -> None:
     model = nn.Sequential(tied, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), tied, nn.Tanh(), nn.Linear(6, 6))
     batch = torch.randn(5, 6), torch.randint(6, (5,))
     swept: list[list[str]] = []
-    run = BackwardPass._columns
+    run = ColumnSweeps.run
 
-    def watched(self: Any, groups: Any, tasks: Any, last: bool, uses: Any) -> None:
-        swept.append([self.graph.name(site.leaf) for use in uses for site in use.sites])
-        run(self, groups, tasks, last, uses)
+    def watched(self: Any, groups: Any, tasks: Any, uses: Any, **options: Any) -> None:
+        swept.append([self.request.graph.name(site.leaf) for use in uses for site in use.sites])
+        run(self, groups, tasks, uses, **options)
 
     step(model, batch, extensions.DiagGGNExact())
     expected = {name: p.diag_ggn_exact.clone() for name, p in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BackwardPass, "_columns", watched)
+        patch.setattr(ColumnSweeps, "run", watched)
         patch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, 0, 1))
         step(model, batch, extensions.DiagGGNExact())
     assert sorted(map(len, swept)) == [2, 2, 4]  # weight and bias of a layer; twice those of the tied one

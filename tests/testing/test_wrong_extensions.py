@@ -10,10 +10,11 @@ import pytest
 from torch import Tensor
 
 import packprop
-from packprop import context, extensions
+from packprop import extensions
 from packprop.algebra.monoid import CAT
 from packprop.algebra.structures import Outer
 from packprop.dataset import state
+from packprop.engine import saving
 from packprop.testing import CheckFailed, check_extension
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row
 from tests.testing.registered import absolute, made
@@ -149,16 +150,16 @@ def test_a_wrong_extension_is_caught(name: str) -> None:
 
 def test_values_that_accumulate_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that adds to what an earlier pass has saved."""
-    attach = context._Attach.__call__
+    save = saving.ResultSaver.save
 
     def add(self: Any, leaf: Tensor, results: Any) -> None:
         before = {extension: getattr(leaf, extension.savefield, 0) for extension in results}
-        attach(self, leaf, results)
+        save(self, leaf, results)
         for extension, value in before.items():
             setattr(leaf, extension.savefield, getattr(leaf, extension.savefield) + value)
 
-    monkeypatch.setattr(context._Attach, "__call__", add)
-    monkeypatch.setattr(context._Attach, "taken_off", lambda *_, **__: {})
+    monkeypatch.setattr(saving.ResultSaver, "save", add)
+    monkeypatch.setattr(saving.ResultSaver, "take_off", lambda *_, **__: {})
     with pytest.raises(CheckFailed, match="overwritten") as caught:
         check_extension(made(absolute))
     assert caught.value.error == pytest.approx(1)

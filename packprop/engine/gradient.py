@@ -1,0 +1,126 @@
+"""The sweep of the gradient: along with the user's own backward pass where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.algebra.formation import forms_rows
+from packprop.engine.accumulator import Accumulator
+from packprop.engine.autocast import AutocastRegions
+from packprop.engine.collector import Collector
+from packprop.engine.contributions import extents_of
+from packprop.engine.request import SUMMED, Request, Task
+from packprop.graph.graph import ReachedUse
+from packprop.graph.site import Site
+from packprop.graph.sweep import Watch, sweep
+from packprop.recording.regions import opened
+
+WORTH_SUMMING = 2**24
+"""From this many multiplications on, it is worth an effort not to compute a weight's gradient twice."""
+
+
+Backward = Callable[[Sequence[Tensor] | None], None]
+"""Runs the user's own pass; restricted to some leaves if these are given."""
+
+
+class GradientPass:
+    """The last part of a pass: statistics of the gradient's cotangents, and the user's own pass.
+
+    Args:
+        request: What the pass is asked for.
+        results: What statistics are merged into.
+        backward: The user's own pass, if there is one.
+        autocast: The regions that the user's pass runs in; statistics are taken outside of them.
+    """
+
+    def __init__(
+        self, request: Request, results: Accumulator, backward: Backward | None, autocast: AutocastRegions
+    ) -> None:
+        self._request, self._results = request, results
+        self._backward, self._autocast = backward, autocast
+
+    def run(self, tasks: list[Task]) -> None:
+        """Take the statistics of some tasks, and run the user's pass."""
+        if not tasks:
+            self._run_user_pass()
+        elif self._backward is None or self._request.graph.entangled:
+            self._sweep(tasks)
+        else:
+            self._watch(tasks, self._backward)
+
+    def _sweep(self, tasks: list[Task]) -> None:
+        """Sweep the gradient in a pass of its own."""
+        graph = self._request.graph
+        collector = Collector(self._results, graph.uses, tasks, last=True)
+        edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
+        seeds = graph.root_gradients()
+        sweep(edges, seeds, graph.uses, collector.visit, create_graph=self._request.create_graph)
+        self._run_user_pass()
+        collector.flush()
+
+    def _watch(self, tasks: list[Task], backward: Backward) -> None:
+        """Take the cotangents from the user's pass while it runs."""
+        graph = self._request.graph
+        summed, others = self._summed_leaves(tasks)
+        first_tasks = {id(leaf): [SUMMED] for leaf in summed}
+        collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            with self._autocast.switched(False):
+                collector.visit(use, cotangents)
+            if not graph.kept:
+                use.release()
+
+        with opened((use.recorded.source for use in graph.uses), self._request.create_graph):
+            watch = Watch(graph.uses, visit, accumulate=True)
+            complete = False
+            try:
+                backward(others if summed else None)
+                complete = True
+            finally:
+                watch.close(complete)
+        collector.flush()
+        gradients = self._results.take_gradients(summed)
+        if gradients:
+            torch.autograd.backward([leaf for leaf, _ in gradients], [gradient for _, gradient in gradients])
+
+    def _summed_leaves(self, tasks: list[Task]) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves whose gradient is summed from per-sample ones, and the leaves that are left to autograd.
+
+        # NOTE [One product for two]
+        The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
+        summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
+        is restricted to the other leaves. These leaves are given their sums at the end, through their own
+        nodes, so that hooks on them run.
+        """
+        graph = self._request.graph
+        if self._request.create_graph or graph.checkpoints:  # a reentrant checkpoint refuses a restricted pass
+            return [], []
+        statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]
+        chosen: dict[int, Tensor] = {}
+        for use in graph.uses:
+            if any(self._is_worth_summing(use, site, statistics) for site in use.sites):
+                # a bias, too: autograd computes gradients of weight and bias by one function
+                chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
+        return graph.without(list(chosen.values())) if chosen else ([], [])
+
+    def _is_worth_summing(self, use: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
+        samples = self._request.graph.samples
+        extents = extents_of(use, site, samples, self._request.chunk_sizes.held)
+        if extents is None:
+            return False
+        multiplications = extents.positions * site.leaf.numel() * samples
+        return multiplications >= WORTH_SUMMING and any(forms_rows(each, extents) for each in statistics)
+
+    def _run_user_pass(self) -> None:
+        """The user's own pass, when all that was asked for is there."""
+        if self._backward is None:
+            return
+        if not self._request.graph.kept:
+            for use in self._request.graph.uses:
+                use.release()
+        self._backward(None)

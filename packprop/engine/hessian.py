@@ -1,0 +1,90 @@
+"""Diagonals of the Hessian, and values by double backward in the parameters: what they add to the results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from packprop.algebra.partial import ONE
+from packprop.algebra.structures import Dense, Diagonal
+from packprop.curvature.columns import Columns
+from packprop.curvature.double_backward import estimated_diagonals, output_columns, parameter_diagonals
+from packprop.curvature.nonlinearities import nonlinearity_terms
+from packprop.curvature.output_diagonals import OutputDiagonals
+from packprop.curvature.routes import Routes, choose_routes, subset
+from packprop.curvature.seeds import columns
+from packprop.engine.accumulator import Accumulator
+from packprop.engine.column_sweeps import ColumnSweeps
+from packprop.engine.contributions import Contribution, diagonal, products_with
+from packprop.engine.request import Request, Task, by_subsampling
+from packprop.errors import PackpropError
+from packprop.graph.graph import ReachedUse
+from packprop.types import EXACT, Seed
+
+
+def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | None) -> list[Columns] | None:
+    """Add all of the Hessian's diagonals but what the columns of the GGN give.
+
+    Returns these columns if they are still to be swept for all leaves. See NOTE [Hessian diagonal].
+    """
+    graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
+    per_sample = any(task.row.over_n.grows or task.extension.subsampling is not None for task in tasks)
+    if roots is None:  # a loss without a root has second derivatives, too
+        with contextlib.suppress(PackpropError):
+            roots = columns(graph, EXACT, create_graph)
+    routes = choose_routes(graph, roots is not None, per_sample, create_graph)
+    if routes.is_gauss_newton:
+        return roots
+    swept = subset(graph, routes)
+    _add_nonlinearities(sweeps, tasks, routes, swept)
+    for leaf, values in parameter_diagonals(graph, routes.parameter, per_sample, create_graph):
+        for chosen, group in by_subsampling(tasks):
+            structure = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
+            for task in group:
+                sweeps.results.add_value(leaf, task, task.row.statistic(structure))
+    for uses, leaves in routes.output:
+        for units, products in output_columns(graph, uses, create_graph):
+            for leaf in leaves:
+                left, right = (_contributions(leaf, uses, each) for each in (products, units))
+                sweeps.results.add_contributions(leaf, left, tasks, ONE, products_with(right))
+    if routes.output or routes.parameter:
+        if swept and roots is not None:
+            sweeps.run(roots, tasks, swept)
+        return None
+    return roots
+
+
+def _add_nonlinearities(
+    sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, swept: Sequence[ReachedUse]
+) -> None:
+    """Add what the second derivatives of elementwise nonlinearities give at the uses of swept leaves."""
+    graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
+    diagonals = OutputDiagonals(graph, routes, swept)
+    for term in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
+        sweeps.run([term.columns], tasks, term.uses, diagonals=diagonals)
+    for use, cotangents in diagonals.take():
+        for site in use.take():
+            sweeps.results.add_contributions(site.leaf, [(use, site, cotangents)], tasks, ONE, diagonal)
+
+
+def _contributions(
+    leaf: Tensor, uses: Sequence[ReachedUse], cotangents: Sequence[list[Tensor | None]]
+) -> list[Contribution]:
+    """The contributions of some uses to one leaf."""
+    pairs = zip(uses, cotangents, strict=True)
+    return [(use, site, each) for use, each in pairs for site in use.take() if site.leaf is leaf]
+
+
+def add_without_sweep(request: Request, results: Accumulator, seed: Seed, tasks: list[Task]) -> None:
+    """Add values that come from double backward in the parameters themselves."""
+    graph = request.graph
+    if seed.kind == "hessian_mc":
+        for leaf, values in estimated_diagonals(graph, graph.leaves(), seed, request.create_graph):
+            for task in tasks:
+                results.add_value(leaf, task, task.row.statistic(Diagonal(Dense(values[None, None]))))
+        return
+    for task in tasks:
+        for leaf, product in task.row.statistic(graph):
+            results.add_value(leaf, task, product)

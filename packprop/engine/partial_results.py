@@ -1,0 +1,77 @@
+"""Results of leaves that are not complete yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from packprop.algebra.partial import Partial
+from packprop.engine.request import Task
+from packprop.tensors.nesting import tensors_in
+from packprop.types import Extension
+
+Begin = Callable[[], dict[tuple[Extension, int], Tensor]]
+"""Called before the first value is kept; returns tensors that may be overwritten, by extension and leaf."""
+
+
+class PartialResults:
+    """One partial result for each task and leaf, until it is taken out.
+
+    Args:
+        begin: Called once, before the first value is kept.
+    """
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self._spare: dict[tuple[Extension, int], Tensor] | None = None
+        self._partial: dict[tuple[int, int, int], Partial] = {}
+        self._first_pass: dict[tuple[int, int], list[Any]] = {}
+
+    def at(self, leaf: Tensor, task: Task) -> Partial:
+        """The partial result of one task at one leaf, made when it is first asked for."""
+        if self._spare is None:
+            self._spare = self._begin()
+        key = (id(task.extension), task.index, id(leaf))
+        if key not in self._partial:
+            spare = self._spare.pop((task.extension, id(leaf)), None)
+            self._partial[key] = Partial(task.row.over_v, task.row.over_n, spare)
+        return self._partial[key]
+
+    def has(self, leaf: Tensor, task: Task) -> bool:
+        """Whether anything was kept for this task at this leaf."""
+        return (id(task.extension), task.index, id(leaf)) in self._partial
+
+    def end_first_pass(self, leaf: Tensor, tasks: Sequence[Task]) -> None:
+        """Replace results of a first pass, once, by what ``after`` makes of them; see NOTE [Second pass].
+
+        ``after`` needs the same memory whatever the chunks of samples.
+        """
+        for task in tasks:
+            after, key = task.row.after, (id(task.extension), id(leaf))
+            if after is not None and key not in self._first_pass:
+                self._first_pass[key] = after(self._take_rows(leaf, task.extension, range(task.index)))
+
+    def first_pass(self, leaf: Tensor, extension: Extension) -> list[Any]:
+        """What ``end_first_pass`` made."""
+        return self._first_pass[id(extension), id(leaf)]
+
+    def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:
+        """Take out the results of all rows at one leaf; ``None`` if nothing was kept for them."""
+        first = self._first_pass.pop((id(extension), id(leaf)), [])
+        rest = range(len(first), len(extension.rows))
+        if any((id(extension), index, id(leaf)) in self._partial for index in rest):
+            return first + self._take_rows(leaf, extension, rest)
+        return None
+
+    def _take_rows(self, leaf: Tensor, extension: Extension, rows: Sequence[int]) -> list[Any]:
+        """Take out the results of some rows; ``None`` for each row without one."""
+        partials = [self._partial.pop((id(extension), index, id(leaf)), None) for index in rows]
+        return [None if partial is None else partial.result() for partial in partials]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that are kept."""
+        for partial in self._partial.values():
+            yield from partial.tensors()
+        yield from tensors_in([*self._first_pass.values()])

@@ -1,0 +1,115 @@
+"""What one backward pass is asked for, as tasks by seed, and what is refused before any work begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from packprop.algebra.statistics import summed_grad
+from packprop.engine.chunks import ChunkSizes
+from packprop.errors import BadInput, PackpropError
+from packprop.graph.graph import Graph
+from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What one backward pass is asked for.
+
+    Args:
+        graph: What the pass goes through, with its samples located.
+        extensions: The quantities to compute.
+        chunk_sizes: How much is taken at once.
+        create_graph: Whether results shall be differentiable.
+    """
+
+    graph: Graph
+    extensions: Sequence[Extension]
+    chunk_sizes: ChunkSizes
+    create_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of one extension."""
+
+    extension: Extension
+    index: int
+    row: Row
+
+
+class _SummedGradient(Extension):
+    """The gradient itself, summed from per-sample gradients."""
+
+    rows = (Row(GRADIENT, summed_grad),)
+
+
+_SUMMED_GRADIENT = _SummedGradient()
+
+
+SUMMED = Task(_SUMMED_GRADIENT, 0, _SUMMED_GRADIENT.rows[0])
+"""The task for leaves whose gradient autograd shall not compute; its result becomes part of ``.grad``."""
+
+
+def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
+    """The rows of all extensions by the seed that they share."""
+    tasks: dict[Seed, list[Task]] = {}
+    for extension in extensions:
+        for index, row in enumerate(extension.rows):
+            tasks.setdefault(row.seed, []).append(Task(extension, index, row))
+    return tasks
+
+
+def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[Task]]]:
+    """Tasks by the samples that they are about; ``None`` for all of them."""
+    groups: dict[tuple[int, ...] | None, list[Task]] = {}
+    for task in tasks:
+        chosen = task.extension.subsampling
+        groups.setdefault(None if chosen is None else tuple(chosen), []).append(task)
+    return [(None if key is None else list(key), group) for key, group in groups.items()]
+
+
+def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
+    """Refuse what cannot be computed for this graph.
+
+    Raises:
+        BadInput: For a sample that is not in the batch, or a row of a second pass that does not fit.
+        PackpropError: For second derivatives through a reentrant checkpoint.
+    """
+    _require_samples(request.extensions, request.graph.samples)
+    _require_second_passes(request.extensions)
+    if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
+        raise PackpropError(
+            "Second derivatives were asked for.",
+            "a part of the model inside torch.utils.checkpoint",
+            "reentrant checkpointing cannot be differentiated twice",
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        )
+
+
+def _require_samples(extensions: Sequence[Extension], samples: int) -> None:
+    for extension in extensions:
+        for index in extension.subsampling or ():
+            if not -samples <= index < samples:
+                raise BadInput(
+                    f"{extension.name}(subsampling={list(extension.subsampling or ())}) was asked for.",
+                    f"index {index}",
+                    f"the batch has {samples} samples",
+                    f"give indices from 0 to {samples - 1}",
+                )
+
+
+def _require_second_passes(extensions: Sequence[Extension]) -> None:
+    for extension in extensions:
+        for index, row in enumerate(extension.rows):
+            if row.after is None:
+                continue
+            before, swept = extension.rows[:index], ("gradient", "ggn", "empirical", "jacobian")
+            fits = row.seed.kind in swept and all(each.seed in (INPUTS, row.seed) for each in before)
+            if not fits or index != len(extension.rows) - 1:
+                raise BadInput(
+                    f"{extension.name}() was asked for.",
+                    f"row {index}, which comes after others",
+                    "a second pass is one over the columns of the first",
+                    "make it the last row, of a seed that is swept, behind rows of that seed or of inputs",
+                )

@@ -1,0 +1,84 @@
+"""How much temporary memory the statistics of one leaf take for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from packprop.algebra.choices import Extents, convolved_by_groups
+from packprop.algebra.formation import OF_ROWS, forms_no_rows
+from packprop.algebra.one_by_one import goes_one_by_one
+from packprop.algebra.statistics import Statistic, per_sample_grad
+from packprop.engine.contributions import Contribution, extents_of
+from packprop.graph.site import Site
+
+
+def column_count(cotangents: Sequence[Tensor | None]) -> int:
+    """The number of columns in the cotangents at a use; 0 where only inputs are looked at."""
+    return next((cotangent.shape[0] for cotangent in cotangents if cotangent is not None), 0)
+
+
+class SampleMemory(NamedTuple):
+    """What decides on the temporary memory for a sample.
+
+    Args:
+        leaf: The parameter.
+        statistics: What is taken of it.
+        forms_no_rows: Whether without shared positions no statistic forms per-sample gradients.
+        of_rows: Whether all statistics are functions of per-sample gradients of the joint structure.
+        may_go_one_by_one: Whether samples may be taken one at a time.
+    """
+
+    leaf: Tensor
+    statistics: Sequence[Statistic]
+    forms_no_rows: bool
+    of_rows: bool
+    may_go_one_by_one: bool
+
+    @classmethod
+    def of(
+        cls,
+        leaf: Tensor,
+        contributions: Sequence[Contribution],
+        statistics: Sequence[Statistic],
+        joint: bool,
+        create_graph: bool,
+    ) -> SampleMemory:
+        """For all contributions to a leaf, and statistics of their joint structure or of something else."""
+        groups = max((site.entry.fans.groups if site.entry.fans else 1) for _, site, _ in contributions)
+        return cls(
+            leaf,
+            statistics,
+            all(forms_no_rows(statistic, groups, leaf) for statistic in statistics),
+            joint and all(statistic in OF_ROWS for statistic in statistics),
+            len(contributions) == 1 and not create_graph,
+        )
+
+    def entries(self, contribution: Contribution, samples: int, held: int | None) -> int:
+        """Entries of temporary tensors that one contribution takes for each of ``samples``."""
+        use, site, cotangents = contribution
+        columns = column_count(cotangents)
+        outputs = sum(shape.numel() for shape in use.recorded.shapes) // samples
+        extents = extents_of(use, site, samples, held)
+        if extents is not None and outputs % (extents.groups * extents.fan_out):
+            extents = None
+        scratch = site.entry.scratch.per_column
+        if self.of_rows and columns == 1 and extents is not None:
+            if self.may_go_one_by_one and goes_one_by_one(self.statistics, extents):
+                return self._one_by_one(site, extents)
+            if convolved_by_groups(extents):
+                scratch = site.entry.scratch.without_unfolding
+        largest = max(scratch, self.leaf.numel(), outputs)
+        if not columns:
+            return site.entry.scratch.inputs_only or largest
+        if self.forms_no_rows and extents is not None and extents.positions == 1:
+            return extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
+        return largest * columns
+
+    def _one_by_one(self, site: Site, extents: Extents) -> int:
+        fans = site.entry.fans
+        assert fans is not None  # as extents are known
+        unfolded = extents._replace(unfolds=fans.unfolds).unfolded  # of all images of a sample
+        return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics else 0)

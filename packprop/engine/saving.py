@@ -1,0 +1,75 @@
+"""Finished values are saved on parameters, and the user's hook is told which modules are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.graph.graph import Graph
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.state import is_sole
+from packprop.types import Extension
+
+Hook = Callable[[nn.Module], Any]
+"""The user's extension hook: called with each module whose parameters have all their values."""
+
+
+class ResultSaver:
+    """Saves the results of a pass on its leaves, and calls the hook of each module that is done."""
+
+    def __init__(self, graph: Graph, hook: Hook | None) -> None:
+        self._graph, self._hook = graph, hook
+        self._waiting = [] if hook is None else graph.owners()
+
+    def take_off(self, extensions: Sequence[Extension], reuse: bool) -> dict[tuple[Extension, int], Tensor]:
+        """Take off what an earlier pass has saved; with ``reuse``, return the tensors that may be overwritten.
+
+        # NOTE [Results in place]
+        A training loop leaves the results of a step on the parameters until those of the next step take their
+        place. They are taken off before that, so that both are never there at once. On a processor fresh memory
+        is paid for page by page, which takes a large part of the time of per-sample gradients: there, results
+        that nobody else holds are overwritten instead. Under a budget they are not: they would be there from
+        the first moment of the pass, when a step without them has room for activations.
+        """
+        spare: dict[tuple[Extension, int], Tensor] = {}
+        for extension in extensions:
+            grows = not all(row.sums for row in extension.rows)
+            for leaf in self._graph.leaves():
+                holder = [vars(leaf).pop(extension.savefield, None)]
+                if reuse and grows and _can_be_overwritten(holder):
+                    spare[extension, id(leaf)] = holder.pop()
+        return spare
+
+    def save(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
+        """Save all values of one leaf."""
+        for extension, values in results.items():
+            samples = self._graph.samples
+            if extension.subsampling is not None:
+                samples = len(extension.subsampling)
+            value = extension.finish(values, samples)
+            setattr(leaf, extension.savefield, map_tensors(lambda t: _saved(t, leaf.dtype), value))
+        for module, unfinished in self._waiting:
+            if id(leaf) in unfinished:
+                unfinished.remove(id(leaf))
+                if not unfinished and self._hook is not None:
+                    self._hook(module)
+
+
+def _can_be_overwritten(holder: list[Any]) -> bool:
+    """Whether a list's one item is a tensor on a processor that nobody else holds."""
+    old = holder[0]
+    if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
+        return False
+    if old.requires_grad or old.is_inference():
+        return False
+    del old
+    return is_sole(holder)
+
+
+def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A result in a parameter's precision; autograd must not take it for a view of a hidden tensor."""
+    value = value.to(dtype)
+    return value if value.requires_grad else value.data

@@ -1,0 +1,73 @@
+"""The line of a plan about one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from packprop.algebra.structures import Outer, Quadratic
+from packprop.graph.graph import Graph, ReachedUse
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is done for one parameter.
+
+    Args:
+        parameter: Its name.
+        use: Functions that it enters.
+        structure: How it enters them.
+        algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
+        samples: Samples in a chunk.
+        count: Samples in all.
+        bytes: Bytes of the per-sample gradients of a chunk, or of one in turn.
+    """
+
+    parameter: str
+    use: str
+    structure: str
+    algorithm: str
+    samples: int
+    count: int
+    bytes: int
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of samples."""
+        return -(-self.count // self.samples)
+
+
+def line_of(graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int) -> Line:
+    """The line about a leaf whose statistics are taken of this structure, in chunks of so many samples."""
+    size, in_chunk = leaf.numel() * leaf.element_size(), min(samples, graph.samples)
+    return Line(
+        graph.name(leaf),
+        " + ".join(use.recorded.name for use in uses),
+        type(structure).__name__,
+        _algorithm(structure),
+        in_chunk,
+        graph.samples,
+        size if _formed_in_turn(structure) else size * in_chunk,
+    )
+
+
+def forms_gradients(structure: Quadratic) -> bool:
+    """Whether gradients of single samples were formed, of a chunk or one after the other."""
+    return getattr(structure, "formed", True) or _formed_in_turn(structure)
+
+
+def _formed_in_turn(structure: Quadratic) -> bool:
+    """Whether gradients of single samples were there one at a time."""
+    return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
+
+
+def _algorithm(structure: Quadratic) -> str:
+    if not forms_gradients(structure):
+        return "cotangents and inputs alone"
+    if _formed_in_turn(structure):
+        return "gradients in turn"
+    if not isinstance(structure, Outer) or structure.shape[1] == 1:
+        return "per-sample gradients"
+    return f"gradients by {'groups' if structure.by_groups else 'products'}"

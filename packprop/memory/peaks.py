@@ -1,0 +1,97 @@
+"""The peak of each part of a step: how many bytes are alive at once, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from packprop.memory.live import LiveBytes, storage_key
+from packprop.tensors.nesting import tensors_in
+
+LARGEST = 5
+"""How many of the largest tensors at a peak are listed."""
+
+
+CUDA_BLOCK = 512
+"""CUDA's allocator rounds to so many bytes."""
+
+
+class Peak(NamedTuple):
+    """The most bytes that were alive at once in a part of a step.
+
+    Args:
+        size: How many.
+        parts: What they were made of: kind -> bytes.
+        items: The largest single tensors: (description, bytes).
+    """
+
+    size: int
+    parts: dict[str, int]
+    items: list[tuple[str, int]]
+
+    def beside(self, kind: str, size: int) -> Peak:
+        """The same peak, with something of the step before that is there all the time."""
+        parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
+        items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
+        return Peak(self.size + size, parts, items[:LARGEST])
+
+
+class PeakRecorder:
+    """Counts the storage that is alive in a dry run, and tells what each byte is for.
+
+    Args:
+        device: Where the step will run.
+
+    Attributes:
+        live: The count, which is on while the step runs.
+        partial_results: Returns the tensors of results that are not saved yet.
+        saved_bytes: Bytes of all results that were saved.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.live = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
+        self.partial_results: Callable[[], Iterable[Tensor]] = tuple
+        self.saved_bytes = 0
+        self._saved: set[int] = set()
+        self._model: nn.Module | None = None
+        self._parts: dict[str, int] = {}
+        self._items: list[tuple[str, int]] = []
+
+    def own_model(self, model: nn.Module) -> None:
+        """Count a model that was made before; its gradients are told from other tensors."""
+        self._model = model
+        self.live.own(model.parameters(), "parameters")
+        self.live.own(model.buffers(), "buffers")
+
+    def own_result(self, value: Any) -> None:
+        """Tell a value that is saved on a parameter from other tensors."""
+        self._saved.update(map(storage_key, tensors_in(value)))
+        self.saved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+    def saved_alive(self) -> int:
+        """Bytes of the saved results that are still alive."""
+        return sum(self.live.sizes.get(key, 0) for key in self._saved)
+
+    def end_part(self) -> Peak:
+        """The peak of the part of the step that ends here; the next part begins."""
+        peak = Peak(self.live.peak, self._parts, self._items)
+        self.live.restart()
+        return peak
+
+    def _look(self) -> None:
+        """At a new peak: note what is alive, and what of it is largest."""
+        kinds = {key: label for key, (label, _) in self.live.labels.items()}
+        kinds |= dict.fromkeys(self._saved & kinds.keys(), "results")
+        kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")
+        parameters = [] if self._model is None else self._model.parameters()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        kinds |= dict.fromkeys(map(storage_key, gradients), "gradients")
+        sizes = self.live.sizes
+        self._parts = {}
+        for key, size in sizes.items():
+            self._parts[kinds[key]] = self._parts.get(kinds[key], 0) + size
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:LARGEST]
+        self._items = [(f"{kinds[key]}: {self.live.labels[key][1]}", sizes[key]) for key in largest]

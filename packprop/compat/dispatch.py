@@ -20,7 +20,7 @@ from packprop.curvature.seeds import columns
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
 from packprop.graph.samples import check_graph
-from packprop.graph.sweep import sweep
+from packprop.graph.sweep import SweepOptions, sweep
 from packprop.graph.walk import walk
 from packprop.types import EXACT
 
@@ -61,7 +61,7 @@ def run_on_modules(
     arrived: dict[ReachedUse, list[Tensor | None]] = {}
     starts = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
     ones = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
-    sweep(starts, ones, found, arrived.__setitem__, create_graph=create_graph)
+    sweep(starts, ones, found, arrived.__setitem__, SweepOptions(create_graph=create_graph))
     with torch.set_grad_enabled(create_graph):
         for extension in extensions:
             given = _columns_for(extension, found, roots, gradients, create_graph)
@@ -132,7 +132,7 @@ def _columns_for(
         for place in range(group.count):
             seeds = [chunk[0] for chunk in group.chunk(place, place + 1)]
             at: dict[ReachedUse, list[Tensor | None]] = {}
-            sweep(group.edges, seeds, meant, at.__setitem__, create_graph=create_graph)
+            sweep(group.edges, seeds, meant, at.__setitem__, SweepOptions(create_graph=create_graph))
             for each in meant:
                 cotangent = at.get(each, [None])[0]
                 zeros = roots[0].new_zeros(1, *each.recorded.shapes[0])

@@ -21,14 +21,14 @@ class Columns:
         count: How many there are.
         chunk: ``(start, stop) -> [v, *f]`` for each edge.
         weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
-        bare: Whether there is one edge, and no hook of the user's on it.
+        unhooked: Whether there is one edge only, and the user has put no hook on the tensor there.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
-    bare: bool = False
+    unhooked: bool = False
 
 
 def unit_columns(

@@ -14,7 +14,8 @@ from packprop.curvature.columns import unit_columns
 from packprop.curvature.routes import named, require_third_derivatives
 from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.sweep import pull_columns, sweep
+from packprop.graph.pull import pull_columns
+from packprop.graph.sweep import SweepOptions, sweep
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
 
@@ -117,7 +118,7 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
                 )
 
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-    sweep(edges, graph.root_gradients(), graph.uses, visit, create_graph=True)
+    sweep(edges, graph.root_gradients(), graph.uses, visit, SweepOptions(create_graph=True))
     return [
         rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
         for leaf in leaves

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.graph.sweep import pull_columns
+from packprop.graph.pull import pull_columns
 from packprop.graph.traversal import made_by
 
 Vectors = Sequence[Tensor]

@@ -31,8 +31,8 @@ from packprop.curvature.shared_rows import SharedRows, is_shared
 from packprop.errors import PackpropError
 from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout

@@ -16,8 +16,8 @@ from packprop.curvature.second_order import differentiating_twice, gradients_at,
 from packprop.errors import PackpropError
 from packprop.functions.nodes import is_wrong_in_third_order, kind_of
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 
@@ -262,12 +262,12 @@ def subset_of(found: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
     """Copies of uses for a sweep that ends at those that have none of them upstream."""
     chosen = []
     for f in found:
-        own = replace(f, first=False)
+        own = replace(f, is_end=False)
         routes.bits[own] = routes.bits[f]
         chosen.append(own)
     ends = _ends(chosen, routes)
     for f in chosen:
-        f.first = f in ends
+        f.is_end = f in ends
     return chosen
 
 

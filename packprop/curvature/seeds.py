@@ -138,7 +138,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     arriving = loss_factor(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, arriving)
-    bare = not is_hooked(call.input)
+    unhooked = not is_hooked(call.input)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
         axis, positions = None, 1
@@ -150,12 +150,14 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], bare=bare)
+        return Columns(
+            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], unhooked=unhooked
+        )
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact, root, positions)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], unhooked=unhooked)
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, arriving: Tensor) -> Columns:

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.curvature.routes import Nonlinearity
 from packprop.functions.nodes import CONVOLUTIONS, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 

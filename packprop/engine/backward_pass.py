@@ -26,8 +26,9 @@ from packprop.engine.collector import Collector
 from packprop.engine.contributions import diagonal, extents_of, joint_structure, products_with, weighted_squares
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.restriction import split_leaves
 from packprop.graph.site import Site
-from packprop.graph.sweep import Watch, sweep
+from packprop.graph.sweep import SweepOptions, Watch, sweep
 from packprop.recording.regions import opened
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Seed
 
@@ -214,12 +215,12 @@ class BackwardPass:
         if not tasks:
             self._last_pass(backward)
             return
-        if backward is None or self.graph.entangled:
+        if backward is None or self.graph.ties_computed_parameters:
             collect = Collector(self.results, self.graph.uses, tasks, True, ONE)
             graph = self.graph
             edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
             seeds = graph.root_gradients()
-            sweep(edges, seeds, graph.uses, collect.visit, create_graph=self.create_graph)
+            sweep(edges, seeds, graph.uses, collect.visit, SweepOptions(create_graph=self.create_graph))
             self._last_pass(backward)
             collect.flush()
             return
@@ -264,7 +265,7 @@ class BackwardPass:
             if any(self._worth_summing(found, site, statistics) for site in found.sites):
                 # a bias, too: autograd computes gradients of weight and bias by one function
                 chosen |= {id(s.leaf): s.leaf for s in found.sites if s.direct and s.leaf.is_leaf}
-        return graph.without(list(chosen.values())) if chosen else ([], [])
+        return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
 
     def _worth_summing(self, found: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
         extents = extents_of(found, site, self.graph.samples, self.chunk_sizes.held)
@@ -293,7 +294,7 @@ class BackwardPass:
                 uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
             groups.append((uses, leaves))
         # what is held of so few are the cotangents at all of them: each is an end of its own
-        return [[replace(f, first=True) for f in uses] for uses, _ in groups]
+        return [[replace(f, is_end=True) for f in uses] for uses, _ in groups]
 
     def _last_pass(self, backward: Backward | None) -> None:
         """The user's own pass, when all that was asked for is there."""
@@ -338,15 +339,9 @@ class BackwardPass:
                     else:
                         diagonals.add_columns(f, cotangents, weights)
 
-                sweep(
-                    group.edges,
-                    seeds if stop - start > 1 else [seed[0] for seed in seeds],
-                    found,
-                    visit,
-                    batched=stop - start > 1,
-                    create_graph=self.create_graph,
-                    bare=group.bare,
-                )
+                batched = stop - start > 1
+                options = SweepOptions(batched, self.create_graph, unhooked=group.unhooked)
+                sweep(group.edges, seeds if batched else [seed[0] for seed in seeds], found, visit, options)
                 collect.flush()
             before += group.count
 

@@ -27,7 +27,7 @@ from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.samples import check_graph, copy_verdicts
+from packprop.graph.samples import check_graph, copy_sample_locations
 from packprop.graph.walk import walk
 from packprop.memory.live import LiveBytes, storage_key
 from packprop.memory.plan import ASKED, Line, Plan, Step, leaf_shapes, options_of, use_shapes
@@ -93,7 +93,7 @@ class DryRun:
             stack.enter_context(dry_run(self._device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             self._copied = copy_without_data(self._model, lambda value: _made(value, self._place))
-            copy_verdicts(self._copied, self._model)
+            copy_sample_locations(self._copied, self._model)
             stack.enter_context(self._counted)
             stack.enter_context(torch.enable_grad())
             self._counted.own(self._copied.parameters(), "parameters")

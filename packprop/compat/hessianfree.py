@@ -10,7 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from packprop.curvature.linear import ASKED, INSTEAD, filled, pulled, pushed, require_vectors, slopes
+from packprop.curvature.linear import (
+    ASKED,
+    INSTEAD,
+    differentiable_gradients,
+    jvps,
+    require_vectors,
+    vjps,
+    with_zeros,
+)
 from packprop.curvature.products import ggnvp, shown
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 
@@ -50,9 +58,9 @@ def hessian_vector_product(
     with differentiating_twice(WHERE, ASKED, INSTEAD):
         slope: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
         if not any(own is not None and own.requires_grad for own in slope):  # perhaps made without a graph
-            slope = slopes(f, inputs)
-        found = pulled(slope, inputs, vectors, batched=False, create_graph=not detach)
-    return _given(filled(found, inputs, None), detach)
+            slope = differentiable_gradients(f, inputs)
+        found = vjps(slope, inputs, vectors, batched=False, create_graph=not detach)
+    return _given(with_zeros(found, inputs, None), detach)
 
 
 def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
@@ -119,10 +127,10 @@ def L_op(  # noqa: N802  # the name in the literature
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
     require_vectors("L_op(ys, xs, ws)", outputs, vectors)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        found = pulled(
+        found = vjps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
-    return _given(filled(found, inputs, None), detach)
+    return _given(with_zeros(found, inputs, None), detach)
 
 
 def R_op(  # noqa: N802
@@ -148,7 +156,7 @@ def R_op(  # noqa: N802
     require_vectors("R_op(ys, xs, vs)", inputs, vectors)
     require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        found = pushed(
+        found = jvps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
     return _given(found, detach)

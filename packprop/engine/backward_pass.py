@@ -14,11 +14,12 @@ from packprop.algebra.formation import forms_rows
 from packprop.algebra.partial import ONE, Extent
 from packprop.algebra.structures import Dense, Diagonal
 from packprop.curvature.columns import Columns
-from packprop.curvature.double_backward import estimated_diagonals, output_columns, parameter_diagonals
+from packprop.curvature.double_backward import estimated_diagonals, hessian_columns, parameter_diagonals
 from packprop.curvature.nonlinearities import nonlinearity_terms
 from packprop.curvature.output_diagonals import OutputDiagonals
-from packprop.curvature.routes import choose_routes, subset
+from packprop.curvature.routes import choose_routes
 from packprop.curvature.seeds import columns
+from packprop.curvature.swept_uses import swept_uses
 from packprop.engine.accumulator import SUMMED, Accumulator, Begin, Done, Log, Task, by_subsampling
 from packprop.engine.autocast import AutocastRegions
 from packprop.engine.chunks import ChunkSizes, starts
@@ -166,7 +167,7 @@ class BackwardPass:
         route = choose_routes(graph, roots is not None, per_sample, create_graph)
         if route.is_gauss_newton:
             return roots
-        found = subset(graph, route)
+        found = swept_uses(graph, route)
         diagonals = OutputDiagonals(graph, route, found)
         for term in nonlinearity_terms(graph, route, found, diagonals, create_graph):
             self._columns([term.columns], tasks, False, term.uses, diagonals)
@@ -179,7 +180,7 @@ class BackwardPass:
                 for task in group:
                     self.results.merge(leaf, task, task.row.statistic(own))
         for uses, leaves in route.output:
-            for units, products in output_columns(graph, uses, create_graph):
+            for units, products in hessian_columns(graph, uses, create_graph):
                 for leaf in leaves:
                     left, right = (
                         [(f, s, t) for f, t in zip(uses, each, strict=True) for s in f.take() if s.leaf is leaf]
@@ -313,7 +314,7 @@ class BackwardPass:
         found: Sequence[ReachedUse],
         diagonals: OutputDiagonals | None = None,
     ) -> None:
-        summed = {f for f in found if diagonals is not None and diagonals.takes(f)}
+        summed = {f for f in found if diagonals is not None and diagonals.are_sufficient(f)}
         whole = [f for f in found if f not in summed]
         total = sum(group.count for group in groups)
         before = 0

@@ -1,6 +1,6 @@
 """Diagonals of the Hessian of the loss as reduced, in the parameters.
 
-See NOTE [Hessian diagonal] (``packprop/hessian.py``) for the ways that they are taken. On graphs that are
+See NOTE [Hessian diagonal] (``curvature/routes.py``) for the ways that they are taken. On graphs that are
 linear by parts above the last layer they equal the GGN's, and cost the same.
 """
 

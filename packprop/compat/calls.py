@@ -160,7 +160,7 @@ def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
     while stack:
         node = stack.pop()
         for call, index, output in marks_of(node).get(CALL, ()):
-            uses.setdefault(call, ReachedUse(call, first=True)).nodes[index] = (node, output)
+            uses.setdefault(call, ReachedUse(call, is_end=True)).nodes[index] = (node, output)
         for upstream, _ in node.next_functions:
             if upstream is not None and upstream not in seen:
                 seen.add(upstream)

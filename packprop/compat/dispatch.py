@@ -24,7 +24,7 @@ from packprop.curvature.seeds import columns
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
 from packprop.graph.samples import check_graph
-from packprop.graph.sweep import sweep
+from packprop.graph.sweep import SweepOptions, sweep
 from packprop.graph.walk import walk
 from packprop.types import EXACT
 
@@ -104,7 +104,7 @@ def _cotangents(start: Start, uses: Sequence[ReachedUse]) -> dict[ReachedUse, li
         torch.ones_like(root) if gradient is None else gradient
         for root, gradient in zip(start.roots, start.gradients, strict=True)
     ]
-    sweep(edges, seeds, uses, cotangents.__setitem__, create_graph=start.create_graph)
+    sweep(edges, seeds, uses, cotangents.__setitem__, SweepOptions(create_graph=start.create_graph))
     return cotangents
 
 
@@ -189,7 +189,8 @@ def _ggn_columns(
         for number in range(group.count):
             seeds = [chunk[0] for chunk in group.chunk(number, number + 1)]
             cotangents: dict[ReachedUse, list[Tensor | None]] = {}
-            sweep(group.edges, seeds, wanted, cotangents.__setitem__, create_graph=start.create_graph)
+            options = SweepOptions(create_graph=start.create_graph)
+            sweep(group.edges, seeds, wanted, cotangents.__setitem__, options)
             for use in wanted:
                 cotangent = cotangents.get(use, [None])[0]
                 zeros = start.roots[0].new_zeros(1, *use.recorded.shapes[0])

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from packprop.curvature.linear import ASKED, INSTEAD, filled, pulled, pushed, require_vectors, slopes
+from packprop.curvature.linear import (
+    ASKED,
+    INSTEAD,
+    differentiable_gradients,
+    jvps,
+    require_vectors,
+    vjps,
+    with_zeros,
+)
 from packprop.curvature.products import ggnvp, shown
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 
@@ -49,9 +57,9 @@ def hessian_vector_product(
     with differentiating_twice(WHERE, ASKED, INSTEAD):
         gradient: Sequence[Tensor | None] = [] if grad_params is None else _listed(grad_params)
         if not any(part is not None and part.requires_grad for part in gradient):  # made without a graph
-            gradient = slopes(f, inputs)
-        product = pulled(gradient, inputs, vectors, batched=False, create_graph=not detach)
-    return _result(filled(product, inputs, None), detach)
+            gradient = differentiable_gradients(f, inputs)
+        product = vjps(gradient, inputs, vectors, batched=False, create_graph=not detach)
+    return _result(with_zeros(product, inputs, None), detach)
 
 
 def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
@@ -118,10 +126,10 @@ def L_op(  # noqa: N802  # the name in the literature
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
     require_vectors("L_op(ys, xs, ws)", outputs, vectors)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        product = pulled(
+        product = vjps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
-    return _result(filled(product, inputs, None), detach)
+    return _result(with_zeros(product, inputs, None), detach)
 
 
 def R_op(  # noqa: N802
@@ -147,7 +155,7 @@ def R_op(  # noqa: N802
     require_vectors("R_op(ys, xs, vs)", inputs, vectors)
     require_second_derivatives(outputs, inputs, shown, ASKED, linear=True)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
-        product = pushed(
+        product = jvps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
     return _result(product, detach)

@@ -1,4 +1,4 @@
-"""Columns that are fed in together."""
+"""Columns that are fed in together, and unit columns."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Columns:
 
     Args:
         edges: Where they are fed in: the inputs of one or more losses.
-        count: How many there are.
-        chunk: ``(start, stop) -> [v, *f]`` for each edge.
-        weights: What squares of each column and sample are multiplied by ``[v, n]``; ``None`` for 1.
-        bare: Whether there is one edge, and no hook of the user's on it.
+        count: How many columns there are.
+        chunk: Makes those from ``start`` to ``stop``: ``[v, *f]`` for each edge.
+        weights: Factors on the squares of each column and sample ``[v, n]``; ``None`` for 1.
+        unhooked: Whether there is one edge only, and the user has put no hook on the tensor there.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
-    bare: bool = False
+    unhooked: bool = False
 
 
 def unit_columns(
@@ -36,7 +36,7 @@ def unit_columns(
 ) -> Tensor:
     """Columns that are 1 at one entry of every sample, all or from ``start`` to ``stop``: ``[v, *shape]``.
 
-    Samples share memory where that is possible: columns are to be read only.
+    Samples share memory where possible, so the columns must not be written to.
     """
     rest = layout.front_shape(shape)[1:]
     stop = rest.numel() if stop is None else stop

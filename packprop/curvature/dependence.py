@@ -1,4 +1,4 @@
-"""On which uses each node of the graph depends."""
+"""On which uses each node of the graph depends. Uses are bits of a number, so that sets of them are quick."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from packprop.graph.graph import EAGER, Graph, ReachedUse
 
 
 def dependence(graph: Graph) -> dict[Node, int]:
-    """For each node between roots and leaves, whether (and on which uses, as bits) it depends."""
-    found = {f: 1 << place for place, f in enumerate(graph.uses)}
-    return upstream_bits([root.grad_fn for root in graph.roots if root.grad_fn is not None], found)
+    """For each node between roots and leaves the uses that it depends on, as bits."""
+    return upstream_bits([root.grad_fn for root in graph.roots if root.grad_fn is not None], bits_of(graph))
 
 
-def upstream_bits(starts: Sequence[Node], found: dict[ReachedUse, int]) -> dict[Node, int]:
-    """Bits of the uses that lie upstream of each node, itself included."""
+def bits_of(graph: Graph) -> dict[ReachedUse, int]:
+    """A bit for each use."""
+    return {use: 1 << place for place, use in enumerate(graph.uses)}
+
+
+def upstream_bits(starts: Sequence[Node], bits: dict[ReachedUse, int]) -> dict[Node, int]:
+    """Bits of the uses that lie upstream of each node, or at the node itself.
+
+    Raises:
+        PackpropError: If a branch of the graph has been summed already.
+    """
     own: dict[Node, int] = {}
-    for f, bit in found.items():
-        for node, _ in f.nodes.values():
+    for use, bit in bits.items():
+        for node, _ in use.nodes.values():
             own[node] = own.get(node, 0) | bit
     masks: dict[Node, int] = {}
     for node in upstream_first(starts):
@@ -50,4 +58,6 @@ def upstream_first(starts: Sequence[Node]) -> Iterator[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(up, False) for up, _ in node.next_functions if up is not None and up not in seen]
+            stack += [
+                (above, False) for above, _ in node.next_functions if above is not None and above not in seen
+            ]

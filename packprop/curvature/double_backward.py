@@ -11,77 +11,78 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.algebra.structures import join, rows
 from packprop.curvature.columns import unit_columns
-from packprop.curvature.routes import named, require_third_derivatives
-from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
+from packprop.curvature.routes import require_third_derivatives
+from packprop.curvature.second_order import (
+    differentiating_twice,
+    gradients_at,
+    named,
+    require_second_derivatives,
+)
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.sweep import pull_columns, sweep
+from packprop.graph.pull import pull_columns
+from packprop.graph.sweep import SweepOptions, sweep
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
 
 BATCHED_ENTRIES = 2**23
-"""Entries of all outputs of uses that columns by double backward may take at once."""
+"""So many entries of all outputs of uses may be taken at once in columns by double backward."""
 
 
-def output_columns(
+def hessian_columns(
     graph: Graph, uses: Sequence[ReachedUse], create_graph: bool, at_once: int | None = None
 ) -> Iterator[tuple[list[list[Tensor | None]], list[list[Tensor | None]]]]:
-    """Unit columns u at the outputs of some uses, and ``H u`` with the Hessian of the roots in them.
+    """Unit columns u at the outputs of some uses, and ``H u`` with H the Hessian of the roots in these outputs.
 
     Args:
         graph: With its samples located.
         uses: Their outputs are taken together.
         create_graph: Whether columns shall be differentiable.
-        at_once: Number of columns; by default as many as ``BATCHED_ENTRIES`` says.
+        at_once: How many columns are taken at once; by default as many as ``BATCHED_ENTRIES`` allows.
 
     Yields:
         For each use and output, ``[v, *y]`` of both.
     """
-    require_second_derivatives(graph.roots, [site.leaf for f in uses for site in f.sites], named(graph))
-    places = [(f, index) for f in uses for index in f.nodes]
-    edges = [GradientEdge(*f.nodes[index]) for f, index in places]
+    require_second_derivatives(graph.roots, [site.leaf for use in uses for site in use.sites], named(graph))
+    places = [(use, index) for use in uses for index in use.nodes]
+    edges = [GradientEdge(*use.nodes[index]) for use, index in places]
     with differentiating_twice(graph.label(uses[0])), torch.enable_grad():
-        slopes = gradients_at(graph, edges, create_graph=True)
-    slopes = [
-        torch.zeros(f.recorded.shapes[index], device=_device(f), dtype=_dtype(f)) if slope is None else slope
-        for (f, index), slope in zip(places, slopes, strict=True)
+        reached = gradients_at(graph, edges, create_graph=True)
+    gradients = [
+        _zeros_at(use, index) if gradient is None else gradient
+        for (use, index), gradient in zip(places, reached, strict=True)
     ]
-    total = sum(slope.numel() for slope in slopes if slope is not None)
+    total = sum(gradient.numel() for gradient in gradients)
     step = at_once or max(1, BATCHED_ENTRIES // max(1, total))
-    for active, (f, index) in enumerate(places):
-        slope = slopes[active]
-        assert slope is not None
-        layout = f.layouts[index]
-        entries = slope.numel() // layout.samples
+    for active, ((use, index), gradient) in enumerate(zip(places, gradients, strict=True)):
+        layout = use.layouts[index]
+        entries = gradient.numel() // layout.samples
         for start in range(0, entries, step):
             stop = min(entries, start + step)
-            unit = unit_columns(slope.shape, layout, slope, start, stop)
-            columns = _hessian_columns(graph.label(f), slope, edges, unit, create_graph)
-            vectors: list[list[Tensor | None]] = [[None] * len(other.recorded.shapes) for other in uses]
-            products: list[list[Tensor | None]] = [[None] * len(other.recorded.shapes) for other in uses]
+            unit = unit_columns(gradient.shape, layout, gradient, start, stop)
+            columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
+            units: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
+            products: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
             for place, (other, output) in enumerate(places):
-                found = columns[place]
+                column = columns[place]
                 zeros = unit.new_zeros(stop - start, *other.recorded.shapes[output])
-                vectors[uses.index(other)][output] = unit if place == active else zeros
-                products[uses.index(other)][output] = zeros if found is None else found
-            yield vectors, products
+                units[uses.index(other)][output] = unit if place == active else zeros
+                products[uses.index(other)][output] = zeros if column is None else column
+            yield units, products
 
 
-def _device(found: ReachedUse) -> torch.device:
-    return found.sites[0].leaf.device
+def _zeros_at(use: ReachedUse, index: int) -> Tensor:
+    leaf = use.sites[0].leaf
+    return torch.zeros(use.recorded.shapes[index], device=leaf.device, dtype=leaf.dtype)
 
 
-def _dtype(found: ReachedUse) -> torch.dtype:
-    return found.sites[0].leaf.dtype
-
-
-def _hessian_columns(
-    where: str, slope: Tensor, ends: Sequence[Any], vectors: Tensor, create_graph: bool
+def _derivatives_along(
+    where: str, gradient: Tensor, ends: Sequence[Any], vectors: Tensor, create_graph: bool
 ) -> list[Tensor | None]:
-    """Derivatives of ``slope`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
-    if not slope.requires_grad:
+    """Derivatives of ``gradient`` along each of ``vectors [v, *y]``, at every end ``[v, *end]``."""
+    if not gradient.requires_grad:
         return [None] * len(ends)
     with differentiating_twice(where):
-        return pull_columns([slope], ends, [vectors], create_graph=create_graph)
+        return pull_columns([gradient], ends, [vectors], create_graph=create_graph)
 
 
 def parameter_diagonals(
@@ -92,16 +93,17 @@ def parameter_diagonals(
         return
     require_second_derivatives(graph.roots, leaves, named(graph))
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
-        slopes = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
-    for leaf, slope in zip(leaves, slopes, strict=True):
-        yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, slope, create_graph)
+        gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph)
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    found = gradients_at(graph, leaves, create_graph=True)
-    found = [t.to_dense() if t is not None and t.is_sparse else t for t in found]
-    pairs = zip(leaves, found, strict=True)
-    return [torch.zeros_like(leaf)[None] if slope is None else slope[None] for leaf, slope in pairs]
+    """Differentiable gradients ``[1, *p]`` of some leaves."""
+    gradients = gradients_at(graph, leaves, create_graph=True)
+    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+    pairs = zip(leaves, dense, strict=True)
+    return [torch.zeros_like(leaf)[None] if gradient is None else gradient[None] for leaf, gradient in pairs]
 
 
 def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -109,42 +111,41 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
     wanted = {id(leaf) for leaf in leaves}
     parts: dict[int, list[Any]] = {}
 
-    def visit(found: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for site in found.sites:
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for site in use.sites:
             if id(site.leaf) in wanted:
-                parts.setdefault(id(site.leaf), []).append(
-                    site.structure_of(cotangents, found.layouts, slice(None))
-                )
+                structure = site.structure_of(cotangents, use.layouts, slice(None))
+                parts.setdefault(id(site.leaf), []).append(structure)
 
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-    sweep(edges, graph.root_gradients(), graph.uses, visit, create_graph=True)
+    sweep(edges, graph.root_gradients(), graph.uses, visit, SweepOptions(create_graph=True))
     return [
         rows(join(parts[id(leaf)]))[0] if id(leaf) in parts else leaf.new_zeros(graph.samples, *leaf.shape)
         for leaf in leaves
     ]
 
 
-def _diagonals(where: str, leaf: Tensor, slope: Tensor, create_graph: bool) -> Tensor:
-    """Diagonal of the derivative of each of ``slope [n, *p]`` in the leaf."""
-    entries, samples = leaf.numel(), slope.shape[0]
-    if not slope.requires_grad:
-        return torch.zeros_like(slope)
+def _diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) -> Tensor:
+    """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf."""
+    entries, samples = leaf.numel(), gradient.shape[0]
+    if not gradient.requires_grad:
+        return torch.zeros_like(gradient)
     with torch.enable_grad():
-        flat = slope.reshape(samples * entries)
+        flat = gradient.reshape(samples * entries)
     step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries)))
-    found = []
+    pieces = []
     for start in range(0, flat.numel(), step):
         stop = min(flat.numel(), start + step)
         places = torch.arange(start, stop, device=flat.device)
         unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
         unit[torch.arange(stop - start), places] = 1.0
-        (columns,) = _hessian_columns(where, flat, [leaf], unit, create_graph)
+        (columns,) = _derivatives_along(where, flat, [leaf], unit, create_graph)
         if columns is None:
-            found.append(flat.new_zeros(stop - start))
+            pieces.append(flat.new_zeros(stop - start))
         else:
             own = places % entries
-            found.append(columns.reshape(stop - start, entries).gather(1, own[:, None])[:, 0])
-    return torch.cat(found).reshape(slope.shape).to(accumulation_dtype(slope.dtype))
+            pieces.append(columns.reshape(stop - start, entries).gather(1, own[:, None])[:, 0])
+    return torch.cat(pieces).reshape(gradient.shape).to(accumulation_dtype(gradient.dtype))
 
 
 def estimated_diagonals(
@@ -160,22 +161,22 @@ def estimated_diagonals(
     draws, where = seed.mc_samples or 1, f"parameter {graph.name(leaves[0])!r}"
     with differentiating_twice(where):
         with torch.enable_grad():
-            slopes = _whole_gradients(graph, leaves)
+            gradients = _whole_gradients(graph, leaves)
         totals: list[Tensor | float] = [0.0] * len(leaves)
         for _ in range(draws):
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
-            pairs = [(g, u[None]) for g, u in zip(slopes, signs, strict=True) if g.requires_grad]
-            found: Any = [None] * len(leaves)
+            pairs = [(g, u[None]) for g, u in zip(gradients, signs, strict=True) if g.requires_grad]
+            products: Any = [None] * len(leaves)
             if pairs:
-                found = torch.autograd.grad(
-                    [g for g, _ in pairs],
+                products = torch.autograd.grad(
+                    [gradient for gradient, _ in pairs],
                     list(leaves),
                     [u for _, u in pairs],
                     retain_graph=True,
                     create_graph=create_graph,
                     allow_unused=True,
                 )
-            for place, (u, product) in enumerate(zip(signs, found, strict=True)):
+            for place, (u, product) in enumerate(zip(signs, products, strict=True)):
                 if product is not None:
                     product = product.to_dense() if product.is_sparse else product
                     totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
@@ -184,6 +185,7 @@ def estimated_diagonals(
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Random signs of the shape of a tensor."""
     device = like.device if generator is None else generator.device
     coins = torch.randint(0, 2, like.shape, generator=generator, device=device)
     return (2 * coins - 1).to(like.device, like.dtype)

@@ -1,4 +1,4 @@
-"""Losses by their own derivatives: what multiplies them, roots of their Hessians, products with these."""
+"""Losses differentiated by autograd: factors on them, roots of their Hessians, products with their Hessians."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
-from packprop.functions.losses.description import (
-    Root,
-    input_of,
-)
+from packprop.functions.losses.description import Root, input_of
 from packprop.functions.losses.roots import matrix_root
 from packprop.functions.nodes import is_once_differentiable
 from packprop.graph.graph import Graph, ReachedLoss
@@ -23,11 +20,11 @@ from packprop.tensors.layout import Layout
 
 
 def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
-    """The gradient of the roots with respect to what the loss function returned.
+    """What multiplies a loss: the gradient of the roots with respect to what the loss function returned.
 
     Raises:
-        PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not that
-            of the roots.
+        PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
+            curvature of the roots.
     """
     root, given = graph.roots[0], graph.gradients[0]
     if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
@@ -35,10 +32,10 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     edge = GradientEdge(loss.node, loss.output)
     gradients = graph.root_gradients()
     with torch.enable_grad():
-        (arriving,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
+        (factor,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
         curved = None
-        if arriving.requires_grad:
-            (curved,) = torch.autograd.grad(arriving.sum(), edge, retain_graph=True, allow_unused=True)
+        if factor.requires_grad:
+            (curved,) = torch.autograd.grad(factor.sum(), edge, retain_graph=True, allow_unused=True)
     if curved is not None and has_fault((curved != 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
@@ -47,32 +44,32 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
             "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
             "module",
         )
-    if has_fault((arriving < 0).any()):
+    if has_fault((factor < 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "what the loss was multiplied by",
             "a negative factor makes the matrix negative: it has no square root",
             "ask for the quantities of the loss itself, and change the sign of the result",
         )
-    return arriving if torch.is_grad_enabled() else arriving.detach()
+    return factor if torch.is_grad_enabled() else factor.detach()
 
 
 def generic_root(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    arriving: Tensor,
+    factor: Tensor,
     layout: Layout,
 ) -> Root:
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
-    outputs, value = evaluated_again(function, args, kwargs, arriving)
-    _require_twice(function, value)
+    outputs, value = evaluated_again(function, args, kwargs, factor)
+    _require_twice_differentiable(function, value)
     with torch.enable_grad():
-        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
-        front = layout.to_front(slope).reshape(layout.samples, -1)
+        (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
+        front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
-        if not slope.requires_grad:
+        if not gradient.requires_grad:
             return matrix_root(front.new_zeros(layout.samples, entries, entries))
 
         def product(vector: Tensor) -> Tensor:
@@ -105,23 +102,23 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
     """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
     call = loss.call
     with torch.no_grad():
-        arriving = loss_factor(graph, loss)
-        outputs, value = evaluated_again(call.function, call.args, call.kwargs, arriving)
-    _require_twice(call.function, value)
+        factor = loss_factor(graph, loss)
+        outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+    _require_twice_differentiable(call.function, value)
     with torch.enable_grad():
-        (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+        (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
 
     def product(vectors: Tensor) -> Tensor:
-        if not slope.requires_grad:
+        if not gradient.requires_grad:
             return torch.zeros_like(vectors)
-        columns = [torch.autograd.grad(slope, outputs, vector, retain_graph=True)[0] for vector in vectors]
+        columns = [torch.autograd.grad(gradient, outputs, vector, retain_graph=True)[0] for vector in vectors]
         return torch.stack(columns)
 
     return product
 
 
-def _require_twice(function: Callable[..., Any], value: Tensor) -> None:
-    """Refuse losses made of functions that are marked as differentiable once."""
+def _require_twice_differentiable(function: Callable[..., Any], value: Tensor) -> None:
+    """Refuse losses that contain functions marked as differentiable once."""
     for node in nodes_above([value.grad_fn]):
         if is_once_differentiable(node):
             raise PackpropError(
@@ -133,20 +130,20 @@ def _require_twice(function: Callable[..., Any], value: Tensor) -> None:
 
 
 def evaluated_again(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arriving: Tensor
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss evaluated again by itself: its input, and its share in the root as a function of that."""
+    """Evaluate a loss again by itself: its input, and what it adds to the roots as a function of that."""
     original, differentiable = input_of(function, args, kwargs), torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = original.view_as(original) if differentiable else original.detach()
         outputs.requires_grad_(True)
-        swap = (outputs, *args[1:]) if args else ()
-        named = kwargs if args else {**kwargs, "input": outputs}
-        return outputs, (function(*swap, **named) * arriving).sum()
+        own_args = (outputs, *args[1:]) if args else ()
+        own_kwargs = kwargs if args else {**kwargs, "input": outputs}
+        return outputs, (function(*own_args, **own_kwargs) * factor).sum()
 
 
 def _require_separate(product: Callable[[Tensor], Tensor], front: Tensor) -> None:
-    """The Hessian between two samples must vanish: no curvature of single samples exists otherwise."""
+    """Refuse losses whose Hessian has entries between samples: no sample has its own curvature then."""
     half = torch.arange(front.shape[0], device=front.device) % 2 == 0
     if front.shape[0] == 1:
         return

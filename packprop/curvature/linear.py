@@ -1,4 +1,4 @@
-"""Products with curvature matrices and Jacobians: for the block of one parameter, and for all of them.
+"""Jacobian-vector and vector-Jacobian products, which products with curvature matrices are made of.
 
 # NOTE [Products by double backward]
 All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.graph.sweep import pull_columns
+from packprop.graph.pull import pull_columns
 from packprop.graph.traversal import made_by
 
 Vectors = Sequence[Tensor]
@@ -27,7 +27,7 @@ ASKED = "A product with a curvature matrix or a Jacobian was asked for."
 INSTEAD = "use functions that are twice differentiable"
 
 
-class How(TypedDict, total=False):
+class PullOptions(TypedDict, total=False):
     """Options of ``pull_columns``."""
 
     batched: bool
@@ -35,26 +35,26 @@ class How(TypedDict, total=False):
     retain_graph: bool
 
 
-class Push(Protocol):
+class LinearMap(Protocol):
     """``J v`` for vectors at some inputs."""
 
-    def __call__(self, vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
+    def __call__(self, vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
         """From ``[v, *x]`` at each input to ``[v, *y]`` for each output."""
 
 
-def slopes(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of a scalar, as functions of the inputs; ``None`` for those that it does not depend on."""
+def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of a scalar, with a graph of their own; ``None`` where it does not depend on an input."""
     if not value.requires_grad:
         return [None] * len(inputs)
     with torch.enable_grad():
-        found: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
-    return list(found)
+        gradients: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
+    return list(gradients)
 
 
-def pulled(
-    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **how: Unpack[How]
+def vjps(
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Vectors, **options: Unpack[PullOptions]
 ) -> list[Tensor | None]:
-    """``J^T u``, for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` where nothing arrives.
+    """``J^T u`` for u ``[v, *y]`` at each output: ``[v, *x]`` for each input, ``None`` if it is not reached.
 
     Outputs that are ``None`` or constant are passed over.
     """
@@ -65,38 +65,38 @@ def pulled(
     ]
     if not pairs:
         return [None] * len(inputs)
-    return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **how)
+    return pull_columns([output for output, _ in pairs], inputs, [vector for _, vector in pairs], **options)
 
 
-def pushed(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **how: Unpack[How]
+def jvps(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Vectors, **options: Unpack[PullOptions]
 ) -> list[Tensor]:
-    """``J v``, for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
+    """``J v`` for v ``[v, *x]`` at each input: ``[v, *y]`` for each output.
 
     See NOTE [Products by double backward].
     """
-    return pushing(outputs, inputs, how.get("retain_graph", True))(vectors, **how)
+    return linearize(outputs, inputs, options.get("retain_graph", True))(vectors, **options)
 
 
-def pushing(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> Push:
-    """``pushed`` with a graph that is made once."""
+def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> LinearMap:
+    """The map from v to ``J v``, for many calls: its graph is made once."""
     with torch.enable_grad():
         arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
-        linear = pulled(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
+        linear = vjps(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
 
-    def push(vectors: Vectors, **how: Unpack[How]) -> list[Tensor]:
-        found = pulled(linear, arbitrary, vectors, **how)
-        return filled(found, arbitrary, len(vectors[0]) if how.get("batched", True) else None)
+    def apply(vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
+        products = vjps(linear, arbitrary, vectors, **options)
+        return with_zeros(products, arbitrary, len(vectors[0]) if options.get("batched", True) else None)
 
-    return push
+    return apply
 
 
-def filled(found: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
+def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
     """Products, with zeros in place of ``None``: ``[v, *x]`` for ``count`` vectors, or ``[*x]``."""
     front = () if count is None else (count,)
     return [
-        tensor.new_zeros(*front, *tensor.shape) if each is None else each
-        for each, tensor in zip(found, like, strict=True)
+        tensor.new_zeros(*front, *tensor.shape) if product is None else product
+        for product, tensor in zip(products, like, strict=True)
     ]
 
 
@@ -111,7 +111,7 @@ def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: b
     """Refuse vectors that do not belong to some tensors.
 
     Args:
-        call: How the function was called, for the message.
+        call: PullOptions the function was called, for the message.
         like: The tensors.
         vectors: One for each, of its shape; or, if ``many``, all with one more leading axis.
         many: Whether there is that axis.

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from packprop.algebra import kronecker
 from packprop.algebra.kronecker import Block, Eigen
-from packprop.curvature.block_products import States, states_of, were_changed
 from packprop.curvature.linear import Vectors
 from packprop.curvature.products import Product, ggn_product, hessian_product
+from packprop.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.search import leaves_above
 from packprop.tensors.precision import result_dtype
@@ -29,10 +29,10 @@ class Operator:
     """A symmetric matrix that is known by its products, plus ``damping`` times the identity.
 
     Args:
-        parameters: Whose entries it is over, in this order.
+        parameters: The parameters whose entries are its rows and columns, in this order.
         product: From vectors ``[v, *p]`` for each parameter to products.
         damping: What is added to the diagonal, in units of the curvature.
-        states: Tensors that the product is a function of, as they were when it was made.
+        snapshots: Tensors that the product is a function of, as they were when it was made.
 
     Example:
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -43,7 +43,7 @@ class Operator:
     parameters: tuple[Tensor, ...]
     product: Product
     damping: float = 0.0
-    states: States = ()
+    snapshots: Sequence[Snapshot] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class Operator:
                 f"the operator has {self.shape[1]} columns",
                 "give [p] or [p, v], with the entries of all parameters side by side",
             )
-        if were_changed(self.states):
+        if were_changed(self.snapshots):
             raise PackpropError(
                 "A product with a curvature operator was asked for.",
                 "parameters of its graph",
@@ -90,8 +90,8 @@ class Operator:
             piece.reshape(-1, *parameter.shape).to(parameter.dtype)
             for piece, parameter in zip(pieces, self.parameters, strict=True)
         ]
-        found = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
-        products = torch.cat(found, 1) + self.damping * columns.to(self.dtype)
+        flat = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
+        products = torch.cat(flat, 1) + self.damping * columns.to(self.dtype)
         return products.mT.reshape(vectors.shape).to(vectors.device, result_dtype(vectors, products))
 
     def to_scipy(self) -> Any:
@@ -109,8 +109,8 @@ class Operator:
                 "it is not installed",
                 "pip install 'packprop[scipy]', or use the operator on tensors: operator @ vector",
             ) from error
-        single = self.dtype in (torch.float16, torch.bfloat16)  # NumPy lacks one of them, SciPy's solvers both
-        dtype = torch.float32 if single else self.dtype
+        half = self.dtype in (torch.float16, torch.bfloat16)  # NumPy lacks one of them, SciPy's solvers both
+        dtype = torch.float32 if half else self.dtype
 
         def product(array: Any) -> Any:
             return (self @ torch.tensor(array, dtype=dtype)).numpy()
@@ -145,7 +145,7 @@ def hessian(
     """
     chosen = _chosen("operators.hessian", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(chosen, product, damping, states_of(leaves_above(value)))
+    return Operator(chosen, product, damping, snapshots_of(leaves_above(value)))
 
 
 def ggn(
@@ -167,7 +167,7 @@ def ggn(
     """
     chosen = _chosen("operators.ggn", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(chosen, product, damping, states_of(leaves_above(loss)))
+    return Operator(chosen, product, damping, snapshots_of(leaves_above(loss)))
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:

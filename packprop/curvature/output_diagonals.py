@@ -22,72 +22,72 @@ class OutputDiagonals:
 
     Args:
         graph: With its samples located.
-        ways: Which leaves are swept.
-        found: Their uses.
+        routes: Which leaves are swept.
+        uses: The uses of these leaves.
     """
 
-    def __init__(self, graph: Graph, routes: Routes, found: Sequence[ReachedUse]) -> None:
+    def __init__(self, graph: Graph, routes: Routes, uses: Sequence[ReachedUse]) -> None:
         self._bits = routes.bits
-        times = Counter(id(site.leaf) for f in graph.uses for site in f.sites)
-        self._squared = {routes.bits[f] for f in found if _has_squares(f)}
-        self._enough = {
-            routes.bits[f]
-            for f in found
-            if routes.bits[f] in self._squared
-            and all(times[id(site.leaf)] == 1 and _enters_once(f, site, graph.samples) for site in f.sites)
+        times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
+        self._with_squares = {routes.bits[use] for use in uses if _has_squares(use)}
+        self._sufficient = {
+            routes.bits[use]
+            for use in uses
+            if routes.bits[use] in self._with_squares
+            and all(times[id(site.leaf)] == 1 and _enters_once(use, site, graph.samples) for site in use.sites)
         }
         self._totals: dict[int, tuple[ReachedUse, Tensor]] = {}
 
-    def starts_at(self, found: ReachedUse, node: Node, output: int) -> bool:
-        """Whether a use has this output, and can do without a sweep to it."""
-        return found.nodes == {0: (node, output)} and self._bits[found] in self._squared
+    def needs_no_sweep(self, use: ReachedUse, node: Node, output: int) -> bool:
+        """Whether this is the output of a use, and a diagonal at it meets the inputs without a sweep."""
+        return use.nodes == {0: (node, output)} and self._bits[use] in self._with_squares
 
-    def takes(self, found: ReachedUse) -> bool:
+    def are_sufficient(self, use: ReachedUse) -> bool:
         """Whether the diagonal is all that is needed at a use."""
-        return self._bits[found] in self._enough
+        return self._bits[use] in self._sufficient
 
-    def add(self, found: ReachedUse, diagonal: Tensor) -> None:
-        """A diagonal at its output, of the output's shape."""
-        self._merge(found, flat(found.layouts[0].to_front(diagonal), 1))
+    def add(self, use: ReachedUse, diagonal: Tensor) -> None:
+        """Add a diagonal at the output of a use, of the output's shape."""
+        self._add(use, flat(use.layouts[0].to_front(diagonal), 1))
 
-    def add_columns(self, found: ReachedUse, cotangents: Sequence[Tensor | None], weights: Tensor) -> None:
-        """Columns at its output, whose squares are weighted for each column and sample ``[v, n]``."""
+    def add_columns(self, use: ReachedUse, cotangents: Sequence[Tensor | None], weights: Tensor) -> None:
+        """Add the squares of columns at the output of a use, weighted for each column and sample ``[v, n]``."""
         (cotangent,) = cotangents
         if cotangent is None:
             return
-        front = flat(found.layouts[0].to_front(cotangent, 1), 2)
+        front = flat(use.layouts[0].to_front(cotangent, 1), 2)
         squares = front.to(accumulation_dtype(front.dtype)).square()
-        each = weights[..., None]
-        self._merge(found, (squares * each if squares.requires_grad else squares.mul_(each)).sum(0))
+        factors = weights[..., None]
+        self._add(use, (squares * factors if squares.requires_grad else squares.mul_(factors)).sum(0))
 
     def take(self) -> Iterator[tuple[ReachedUse, list[Tensor | None]]]:
         """Uses with their diagonals, as cotangents of one column ``[1, *y]``."""
-        for found, total in self._totals.values():
-            layout, shape = found.layouts[0], found.recorded.shapes[0]
-            yield found, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
+        for use, total in self._totals.values():
+            layout, shape = use.layouts[0], use.recorded.shapes[0]
+            yield use, [layout.from_front(total.view(layout.front_shape(shape)))[None]]
 
-    def _merge(self, found: ReachedUse, diagonal: Tensor) -> None:
-        bit = self._bits[found]
+    def _add(self, use: ReachedUse, diagonal: Tensor) -> None:
+        bit = self._bits[use]
         before = self._totals.get(bit)
-        self._totals[bit] = found, diagonal if before is None else before[1] + diagonal
+        self._totals[bit] = use, diagonal if before is None else before[1] + diagonal
 
 
 def flat(front: Tensor, kept: int) -> Tensor:
-    """All axes behind the first ``kept`` as one, also where there are none."""
+    """All axes behind the first ``kept`` as one axis, of extent 1 if there are none."""
     return front.reshape(*front.shape[:kept], -1)
 
 
-def _has_squares(found: ReachedUse) -> bool:
-    """Whether all leaves of a use can be given a diagonal at its output."""
-    alone = list(found.nodes) == [0] and len(found.recorded.shapes) == 1
-    return alone and all(site.has_squares for site in found.sites)
+def _has_squares(use: ReachedUse) -> bool:
+    """Whether a diagonal at the output of a use gives the diagonals of all its leaves."""
+    single = list(use.nodes) == [0] and len(use.recorded.shapes) == 1
+    return single and all(site.has_squares for site in use.sites)
 
 
-def _enters_once(found: ReachedUse, site: Site, samples: int) -> bool:
+def _enters_once(use: ReachedUse, site: Site, samples: int) -> bool:
     """Whether each entry of a leaf is known to enter one entry of each sample's output."""
-    own, fans = found.recorded.shapes[0].numel() // samples, site.entry.fans
     if not site.direct or not site.entry.linear:
         return False
-    return own == (site.leaf.numel() if fans is None else fans.groups * fans.fan_out) and (
-        fans is not None or site.entry.structure == "Scale"
-    )
+    entries, fans = use.recorded.shapes[0].numel() // samples, site.entry.fans
+    if fans is not None:
+        return entries == fans.groups * fans.fan_out
+    return entries == site.leaf.numel() and site.entry.structure == "Scale"

@@ -13,12 +13,12 @@ from packprop.curvature.linear import (
     ASKED,
     INSTEAD,
     Vectors,
-    filled,
-    pulled,
-    pushed,
-    pushing,
+    differentiable_gradients,
+    jvps,
+    linearize,
     require_vectors,
-    slopes,
+    vjps,
+    with_zeros,
 )
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 from packprop.errors import BadInput
@@ -35,9 +35,9 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
     Returns:
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
-    bare = _is_bare("vjp(outputs, parameters, vectors)", [outputs], [vectors])
-    found = pulled([outputs], parameters, _many([vectors], bare))
-    return _finished(found, parameters, [vectors], bare)
+    single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    products = vjps([outputs], parameters, _with_axis([vectors], single))
+    return _finished(products, parameters, [vectors], single)
 
 
 def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tensor:
@@ -51,11 +51,11 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     Returns:
         ``[*y]`` or ``[v, *y]``.
     """
-    bare = _is_bare("jvp(outputs, parameters, vectors)", parameters, vectors)
+    single = _is_single("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
     with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD):
-        (found,) = pushed([outputs], parameters, _many(vectors, bare))
-    return found[0] if bare else found
+        (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
+    return product[0] if single else product
 
 
 def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
@@ -79,9 +79,9 @@ def hvp(loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor], vecto
         >>> hvp(lambda: (w**3).sum(), [w], [torch.tensor([1.0, 0.0])])
         [tensor([6., 0.])]
     """
-    bare = _is_bare("hvp(loss, parameters, vectors)", parameters, vectors)
+    single = _is_single("hvp(loss, parameters, vectors)", parameters, vectors)
     product, _ = hessian_product("hvp", loss, parameters)
-    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
+    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
 
 
 Product = Callable[[Vectors], list[Tensor]]
@@ -91,7 +91,7 @@ Product = Callable[[Vectors], list[Tensor]]
 def hessian_product(
     asked: str, loss: Tensor | Callable[[], Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Product, Tensor]:
-    """``hvp`` with a gradient that is taken once and kept, and the loss.
+    """``hvp`` for many vectors, with a gradient that is computed once and kept; and the loss.
 
     Raises:
         BadInput: If the loss is no scalar.
@@ -105,11 +105,11 @@ def hessian_product(
     require_second_derivatives([value], parameters, shown, ASKED)
     where = f"the loss given to {asked}"
     with differentiating_twice(where, ASKED, INSTEAD):
-        slope = slopes(value, parameters)
+        gradients = differentiable_gradients(value, parameters)
 
     def product(vectors: Vectors) -> list[Tensor]:
         with differentiating_twice(where, ASKED, INSTEAD):
-            return filled(pulled(slope, parameters, vectors), parameters, len(vectors[0]))
+            return with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
 
     return product, value
 
@@ -134,9 +134,9 @@ def ggnvp(
         BadInput: If vectors do not fit.
         PackpropError: If something in the graph is not twice differentiable.
     """
-    bare = _is_bare("ggnvp(graph, parameters, vectors)", parameters, vectors)
+    single = _is_single("ggnvp(graph, parameters, vectors)", parameters, vectors)
     product, _ = ggn_product("ggnvp", graph, parameters)
-    return _finished(product(_many(vectors, bare)), parameters, vectors, bare)
+    return _finished(product(_with_axis(vectors, single)), parameters, vectors, single)
 
 
 def ggn_product(
@@ -144,7 +144,7 @@ def ggn_product(
     graph: tuple[Tensor, Tensor] | Callable[[], tuple[Tensor, Tensor]],
     parameters: Sequence[Tensor],
 ) -> tuple[Product, Tensor]:
-    """``ggnvp`` with graphs that are made once and kept, and the loss.
+    """``ggnvp`` for many vectors, with graphs that are made once and kept; and the loss.
 
     Raises:
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
@@ -153,13 +153,13 @@ def ggn_product(
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where = f"the graph given to {asked}"
     with differentiating_twice(where, ASKED, INSTEAD):
-        push, slope = pushing([outputs], parameters), slopes(loss, [outputs])
+        jacobian, gradient = linearize([outputs], parameters), differentiable_gradients(loss, [outputs])
 
     def product(vectors: Vectors) -> list[Tensor]:
         with differentiating_twice(where, ASKED, INSTEAD):
-            forward = push(vectors)
-            curved = filled(pulled(slope, [outputs], forward), [outputs], len(forward[0]))
-            return filled(pulled([outputs], parameters, curved), parameters, len(vectors[0]))
+            at_outputs = jacobian(vectors)
+            curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
+            return with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
 
     return product, loss
 
@@ -176,19 +176,21 @@ def shown(tensor: Tensor) -> str:
     return f"the tensor of shape {list(tensor.shape)}"
 
 
-def _is_bare(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
-    bare = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
-    if not bare:
+def _is_single(call: str, like: Sequence[Tensor], vectors: Vectors) -> bool:
+    """Whether vectors have the shapes of some tensors; otherwise they must have one more leading axis."""
+    single = [vector.shape for vector in vectors] == [tensor.shape for tensor in like]
+    if not single:
         require_vectors(call, like, vectors, many=True)
-    return bare
+    return single
 
 
-def _many(vectors: Vectors, bare: bool) -> list[Tensor]:
-    return [vector.detach()[None] if bare else vector.detach() for vector in vectors]
+def _with_axis(vectors: Vectors, single: bool) -> list[Tensor]:
+    return [vector.detach()[None] if single else vector.detach() for vector in vectors]
 
 
 def _finished(
-    found: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, bare: bool
+    products: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Vectors, single: bool
 ) -> list[Tensor]:
-    products = filled(found, parameters, 1 if bare else len(vectors[0]))
-    return [product[0] if bare else product for product in products]
+    """Products with zeros where there are none, and without the axis of vectors if there was a single one."""
+    found = with_zeros(products, parameters, 1 if single else len(vectors[0]))
+    return [product[0] if single else product for product in found]

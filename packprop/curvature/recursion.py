@@ -5,7 +5,7 @@ One matrix goes down a chain: at the loss ``M = sum_n H_n``, below a function f 
 J_n the Jacobian of f for sample n, and, for Hessians, the curvature ``r = f'' dL/df`` of elementwise functions,
 summed over samples, on its diagonal. Where Jacobians are the same for all samples the average is exact;
 elsewhere it is an approximation, made once for each function. It is defined on chains alone: where paths meet,
-products of what came down each would be needed, and they are not there.
+products of what came down different paths would be needed, and these are not computed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from packprop.algebra.statistics import flat_rows
 from packprop.algebra.structures import Dense, rows
 from packprop.curvature.columns import unit_columns
 from packprop.curvature.dependence import dependence
+from packprop.curvature.linearity import Nonlinearity
 from packprop.curvature.nonlinearities import residual
 from packprop.curvature.output_diagonals import flat
-from packprop.curvature.routes import Nonlinearity
 from packprop.curvature.second_order import gradients_at
 from packprop.curvature.seeds import columns
 from packprop.curvature.shared_rows import SharedRows, is_shared
 from packprop.errors import PackpropError
 from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
+from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
@@ -54,6 +55,15 @@ class _Place:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One function of the chain, from its output to its input; and the number of samples."""
+
+    place: _Place
+    below: _Place
+    samples: int
+
+
 def averaged_factors(
     graph: Graph, seed: Seed, curvature: Curvature, average_jacobians: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,36 +73,37 @@ def averaged_factors(
         graph: With its samples located.
         seed: How the Hessian of the loss is taken, exact or sampled.
         curvature: Whether elementwise functions add their curvature, and what is done with its sign.
-        average_jacobians: Whether Jacobians of elementwise functions are averaged, not their products.
+        average_jacobians: Whether to average Jacobians of elementwise functions instead of their products.
 
     Raises:
         PackpropError: If the loss is not at the end of one chain.
     """
     places = _chain(graph)
     (group,) = columns(graph, seed, torch.is_grad_enabled())
-    fed = flat(places[0].layout.to_front(group.chunk(0, group.count)[0], 1), 2)
-    fed = fed.to(accumulation_dtype(fed.dtype))
-    matrix = torch.einsum("vni,vnj->ij", fed, fed)
-    here = {(node, output): f for f in graph.uses for node, output in f.nodes.values()}
+    root = flat(places[0].layout.to_front(group.chunk(0, group.count)[0], 1), 2)
+    root = root.to(accumulation_dtype(root.dtype))
+    matrix = torch.einsum("vni,vnj->ij", root, root)
+    use_at = {(node, output): use for use in graph.uses for node, output in use.nodes.values()}
     for place, below in zip(places, [*places[1:], None], strict=True):
-        found = here.get((place.edge.node, place.edge.output_nr))
-        if found is not None:
-            for site in found.sites:
-                yield site.leaf, _factor(found, site, place, matrix)
+        use = use_at.get((place.edge.node, place.edge.output_nr))
+        if use is not None:
+            for site in use.sites:
+                yield site.leaf, _factor(use, site, place, matrix)
         if below is not None:
-            matrix = _averaged(graph, place, below, matrix, curvature, average_jacobians)
+            step = _Step(place, below, graph.samples)
+            matrix = _averaged(graph, step, matrix, curvature, average_jacobians)
 
 
 def _chain(graph: Graph) -> list[_Place]:
     """Tensors from the loss's input to the output of the last use.
 
     Raises:
-        PackpropError: Where there is more than one way.
+        PackpropError: If there are several paths, or a function on the path has no place in the recursion.
     """
     if len(graph.losses) != 1:
         raise _refused(f"{len(graph.losses)} losses", "the recursion starts from one loss")
     for leaf in graph.leaves():
-        sites = [site for f in graph.uses for site in f.sites if site.leaf is leaf]
+        sites = [site for use in graph.uses for site in use.sites if site.leaf is leaf]
         if len(sites) > 1 or not sites[0].direct or not sites[0].entry.linear:
             raise _refused(
                 f"parameter {graph.name(leaf)!r}",
@@ -103,16 +114,18 @@ def _chain(graph: Graph) -> list[_Place]:
     edges = [edge]
     while True:
         node = edge.node
-        inputs = [(up, output) for up, output in node.next_functions if up is not None and masks[up]]
+        inputs = [
+            (place, GradientEdge(above, output))
+            for place, (above, output) in enumerate(node.next_functions)
+            if above is not None and masks[above]
+        ]
         if not inputs:
             break
         if len(inputs) > 1:
             raise _refused(node.name(), "paths meet there: the model is no chain of layers")
-        places = [place for place, (up, _) in enumerate(node.next_functions) if up is not None and masks[up]]
-        if kind_of(node, places) == "nonlinear":
+        ((number, edge),) = inputs
+        if kind_of(node, [number]) == "nonlinear":
             raise _refused(node.name(), "it is neither linear (by parts) nor elementwise")
-        source, output = inputs[0]
-        edge = GradientEdge(source, output)
         edges.append(edge)
     shapes = [torch.Size(made_by(edge.node)[edge.output_nr].shape) for edge in edges]
     layouts = layouts_at(graph, list(zip(edges, shapes, strict=True)))
@@ -131,12 +144,13 @@ def _refused(where: str, why: str) -> PackpropError:
 
 
 def _averaged(
-    graph: Graph, place: _Place, below: _Place, matrix: Tensor, curvature: Curvature, average_jacobians: bool
+    graph: Graph, step: _Step, matrix: Tensor, curvature: Curvature, average_jacobians: bool
 ) -> Tensor:
-    """``1/N sum_n J_n^T M J_n``, and curvature of its own."""
-    node, samples = place.edge.node, graph.samples
+    """The matrix below a function: ``1/N sum_n J_n^T M J_n``, and the function's own curvature."""
+    place, below = step.place, step.below
+    node = place.edge.node
     name = name_of_node(node)
-    if name in RESHAPES and _in_order(place.layout) and _in_order(below.layout):
+    if name in RESHAPES and _samples_lead(place.layout) and _samples_lead(below.layout):
         return matrix
     if is_shared(node, place.layout, below.edge, below.layout):
         ends = place.edge, place.shape, place.layout, below.edge, below.layout
@@ -144,59 +158,74 @@ def _averaged(
         result: Tensor = jacobian.mT @ matrix @ jacobian
         return result
     if name not in ENTRYWISE:
-        units = unit_columns(place.shape, place.layout, matrix)
-        (pulled,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
-        if pulled is None:
-            return matrix.new_zeros(1, 1).expand(below.shape.numel() // samples, -1)
-        jacobian = flat(below.layout.to_front(pulled, 1), 2).to(matrix.dtype)
-        return _mean_of_products(jacobian, matrix)
-    call: Any = node
-    made = made_by(node)[0]
-    slope: Any = call(torch.ones(place.shape, dtype=made.dtype, device=made.device))
-    slope = slope[0] if isinstance(slope, tuple) else slope
-    each = flat(below.layout.to_front(slope), 1).to(matrix.dtype)
-    if average_jacobians:
-        result = matrix * torch.outer(each.mean(0), each.mean(0))
-    else:
-        result = matrix * (each.mT @ each) / samples
+        return _below_any_function(step, matrix)
+    result = _below_entrywise_function(step, matrix, average_jacobians)
     if curvature == "ggn" or kind_of(node, [0]) != "elementwise":
         return result
-    (arriving,) = gradients_at(graph, [place.edge])
-    nonlinearity = Nonlinearity(node, below.edge, below.shape, 0)
-    own = residual(nonlinearity, arriving, torch.is_grad_enabled())
-    diagonal = below.layout.to_front(own).sum(0).flatten().to(matrix.dtype)
+    return result + _own_curvature(graph, step, curvature).to(matrix.dtype).diag()
+
+
+def _below_any_function(step: _Step, matrix: Tensor) -> Tensor:
+    """``1/N sum_n J_n^T M J_n`` with whole Jacobians, by unit columns."""
+    place, below = step.place, step.below
+    units = unit_columns(place.shape, place.layout, matrix)
+    (rows_below,) = pull_columns([place.edge], [below.edge], [units], create_graph=torch.is_grad_enabled())
+    if rows_below is None:
+        return matrix.new_zeros(1, 1).expand(below.shape.numel() // step.samples, -1)
+    jacobian = flat(below.layout.to_front(rows_below, 1), 2).to(matrix.dtype)
+    return _mean_of_products(jacobian, matrix)
+
+
+def _below_entrywise_function(step: _Step, matrix: Tensor, average_jacobians: bool) -> Tensor:
+    """``1/N sum_n J_n^T M J_n`` with the derivatives of a function of single entries, which its node gives."""
+    node: Any = step.place.edge.node  # nodes can be called, which torch's annotations leave out
+    made = made_by(node)[0]
+    derivative: Any = node(torch.ones(step.place.shape, dtype=made.dtype, device=made.device))
+    derivative = derivative[0] if isinstance(derivative, tuple) else derivative
+    by_sample = flat(step.below.layout.to_front(derivative), 1).to(matrix.dtype)
+    if average_jacobians:
+        return matrix * torch.outer(by_sample.mean(0), by_sample.mean(0))
+    return matrix * (by_sample.mT @ by_sample) / step.samples
+
+
+def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
+    """``r = f'' dL/df`` of an elementwise function, summed over samples; its sign as ``curvature`` says."""
+    place, below = step.place, step.below
+    (gradient,) = gradients_at(graph, [place.edge])
+    nonlinearity = Nonlinearity(place.edge.node, below.edge, below.shape, 0)
+    own = residual(nonlinearity, gradient, torch.is_grad_enabled())
+    diagonal = below.layout.to_front(own).sum(0).flatten()
     if curvature != "hessian":
         diagonal = diagonal.clamp(min=0) if curvature == "pch-clip" else diagonal.abs()
-    return result + diagonal.diag()
+    return diagonal
 
 
-def _in_order(layout: Layout) -> bool:
+def _samples_lead(layout: Layout) -> bool:
+    """Whether samples are on the leading axis, and nothing else is folded into it."""
     return layout.axis is None or (layout.axis == 0 and layout.parts == 1)
 
 
-def _factor(found: ReachedUse, site: Any, place: _Place, matrix: Tensor) -> Tensor:
-    """The matrix at the output of a use, in what multiplies its inputs, or in the leaf."""
+def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tensor:
+    """From the matrix at the output of a use to the one in what multiplies its inputs, or in the leaf."""
     fans = site.entry.fans
     entries = len(matrix)
-    if fans is not None and fans.groups == 1 and fans.fan_out == entries and _in_order(place.layout):
+    if fans is not None and fans.groups == 1 and fans.fan_out == entries and _samples_lead(place.layout):
         return matrix  # what multiplies the inputs is the output itself
-    alone = site.entry.structure == "Scale" and site.entry.constant
-    if alone and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
+    scales = site.entry.structure == "Scale" and site.entry.constant
+    if scales and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
         ones = matrix.new_ones(()).expand(1, *place.shape)
-        slope = rows(site.structure_of([ones], found.layouts, slice(0, 1))).flatten().to(matrix.dtype)
-        return matrix * torch.outer(slope, slope)
+        factors = rows(site.structure_of([ones], use.layouts, slice(0, 1))).flatten().to(matrix.dtype)
+        return matrix * torch.outer(factors, factors)
     units = unit_columns(place.shape, place.layout, matrix)
-    one = site.structure_of([units], found.layouts, slice(0, 1))
-    if not isinstance(one, Dense) and one.cotangent is not None:
-        to_cotangent = one.cotangent[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
+    structure = site.structure_of([units], use.layouts, slice(0, 1))  # of the first sample
+    if not isinstance(structure, Dense) and structure.cotangent is not None:
+        to_cotangent = structure.cotangent[:, 0].sum(1).flatten(1).to(matrix.dtype)  # the same for all samples
         factor: Tensor = to_cotangent.mT @ matrix @ to_cotangent
         return factor
-    known = one
-    last = site.structure_of([units], found.layouts, slice(place.layout.samples - 1, None))
-    same = site.entry.constant and not has_fault((rows(one) != rows(last)).any())
-    if not same:  # entries of one sample alone
-        known = site.structure_of([units], found.layouts, slice(None))
-    jacobian = flat_rows(known).to(matrix.dtype)
+    last = site.structure_of([units], use.layouts, slice(place.layout.samples - 1, None))
+    if not site.entry.constant or has_fault((rows(structure) != rows(last)).any()):  # samples differ
+        structure = site.structure_of([units], use.layouts, slice(None))
+    jacobian = flat_rows(structure).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)
 
 

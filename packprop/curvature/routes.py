@@ -1,57 +1,58 @@
-"""By which route each parameter's diagonal of the Hessian is computed: see NOTE [Hessian diagonal]."""
+"""By which route each parameter's diagonal of the Hessian is computed.
+
+# NOTE [Hessian diagonal]
+A loss curves in the output y of a use because the loss function curves, and because nodes between the two do.
+Where these nodes are linear (by parts) or elementwise, ``H = sum_losses J^T H_l J + sum_z J_z^T diag(r) J_z``,
+with z the input of a nonlinear node phi, J_z its Jacobian in y, and ``r = phi''(z) dL/dphi(z)``.
+
+*swept*: The first sum is the GGN, so its columns are swept. For the second sum a unit column is swept for each
+entry of z, and the squares of the cotangents are weighted by r, which may have either sign. No root of r is
+taken: it could not be differentiated where r is zero. If z is y itself, squares of the use's inputs make a
+sweep unnecessary. If each entry of the parameter enters one entry of y, the diagonal of the Hessian in y is
+enough, and columns end there. Columns at the output of a matrix product or a convolution begin at its input if
+its Jacobian is the same for all samples: one pass gives as many of its rows as there are samples. Without
+nonlinear nodes the Hessian is the GGN.
+
+*output*: Behind any other node, columns ``H u`` of the Hessian at the outputs of the uses are computed by
+double backward: ``diag(J^T H J) = sum_u (J^T H u) * (J^T u)`` over unit columns u. This needs outputs that are
+affine in the parameter, and no use of it upstream of another.
+
+*parameter*: Whatever remains (tied weights one above the other, parametrised weights, functions that are not
+affine in the parameter) is differentiated twice in the parameter itself, entry by entry.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from packprop.curvature.dependence import dependence, upstream_bits, upstream_first
-from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
+from packprop.curvature.coupling import couples_samples
+from packprop.curvature.dependence import bits_of, dependence
+from packprop.curvature.linearity import Nonlinearity, NonlinearNodes, nonlinear_nodes
 from packprop.errors import PackpropError
-from packprop.functions.nodes import is_wrong_in_third_order, kind_of
+from packprop.functions.nodes import is_wrong_in_third_order
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
-from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 
 Route = Literal["swept", "output", "parameter"]
 
 
-@dataclass(frozen=True)
-class Nonlinearity:
-    """An elementwise nonlinearity between a loss and some uses.
-
-    Args:
-        node: Its node.
-        input: Where its input came from.
-        shape: Shape of its input.
-        upstream: Bits of the uses that its input depends on.
-    """
-
-    node: Node
-    input: GradientEdge
-    shape: torch.Size
-    upstream: int
-
-
 @dataclass
 class Routes:
-    """Which route the diagonal of each leaf is taken.
+    """The route of each leaf's diagonal.
 
     Args:
         swept: Leaves that columns of the losses and of elementwise nonlinearities are swept to.
-        curves: These nonlinearities, and where their inputs hold the samples.
-        output: Uses whose outputs get Hessian columns, and the leaves that these give the diagonals of.
+        nonlinearities: These nonlinearities, and where their inputs hold the samples.
+        output: Uses whose outputs get Hessian columns, with the leaves whose diagonals these columns give.
         parameter: Leaves that are differentiated twice.
-        bits: The place of each use among bits.
-        masks: As ``dependence`` says.
+        bits: The bit that stands for each use.
+        masks: The uses that each node depends on, as bits: see ``dependence``.
     """
 
     swept: list[Tensor] = field(default_factory=list)
@@ -63,34 +64,14 @@ class Routes:
 
     @property
     def is_gauss_newton(self) -> bool:
-        """Whether nothing curves but the losses: the Hessian is the generalized Gauss-Newton matrix."""
+        """Whether only the losses curve: the Hessian is the generalized Gauss-Newton matrix."""
         return not (self.nonlinearities or self.output or self.parameter)
 
     def route(self, leaf: Tensor) -> Route:
-        """How one leaf goes."""
+        """The route of one leaf."""
         if any(leaf is other for other in self.swept):
             return "swept"
         return "parameter" if any(leaf is other for other in self.parameter) else "output"
-
-
-def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
-    """Under ``create_graph``, double backward is differentiated once more: that must be right in torch.
-
-    Raises:
-        PackpropError: If a node between the roots and one of the leaves gets it wrong.
-    """
-    wanted = {id(leaf) for leaf in leaves}
-    bits = {f: 1 << place for place, f in enumerate(graph.uses)}
-    own = sum(bit for f, bit in bits.items() if any(id(site.leaf) in wanted for site in f.sites))
-    for node, mask in dependence(graph).items():
-        if mask & own and is_wrong_in_third_order(node):
-            raise PackpropError(
-                "A diagonal of the Hessian was asked for with create_graph=True.",
-                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
-                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
-                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
-                "quantities, which take one",
-            )
 
 
 def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_graph: bool = False) -> Routes:
@@ -100,20 +81,15 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
         graph: With its samples located.
         known_losses: Whether the losses have roots of their Hessians, and enter linearly.
         per_sample: Whether diagonals of single samples are asked for.
-        create_graph: Whether they shall be differentiable.
+        create_graph: Whether the diagonals shall be differentiable.
 
     Raises:
         PackpropError: If a branch of the graph has been summed already, or third derivatives are wrong.
     """
-    found = {f: 1 << place for place, f in enumerate(graph.uses)}
-    masks = dependence(graph)
-    bad, nonlinearities, products = -1, list[Nonlinearity](), set[tuple[int, ...]]()
-    layouts: list[Layout] = []
-    if known_losses and not graph.without_loss:
-        bad, nonlinearities, products = _nonlinearities([loss.call.edge.node for loss in graph.losses], masks)
-        layouts, without = _layouts(graph, nonlinearities)
-        bad |= without
-    coupled = (not known_losses or bool(graph.without_loss)) and _couples_samples(graph)
+    routes = Routes(bits=bits_of(graph), masks=dependence(graph))
+    all_known = known_losses and not graph.without_loss
+    nonlinear = nonlinear_nodes(graph, routes.masks) if all_known else NonlinearNodes(unknown=-1)
+    coupled = not all_known and couples_samples(graph)
     if coupled and per_sample:
         raise PackpropError(
             "A diagonal of the Hessian of each sample was asked for.",
@@ -121,167 +97,60 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
             "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
-    chosen = Routes(bits=found, masks=masks)
     outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
-        own = [f for f in graph.uses if any(site.leaf is leaf for site in f.sites)]
-        bits = functools.reduce(int.__or__, (found[f] for f in own))
-        if coupled or not _is_affine(leaf, own, bits, masks):
-            chosen.parameter.append(leaf)
-        elif bits & bad or any(sum(bool(bits & mask) for mask in factors) > 1 for factors in products):
-            outputs.setdefault(tuple(own), []).append(leaf)
+        uses = [use for use in graph.uses if any(site.leaf is leaf for site in use.sites)]
+        bits = functools.reduce(int.__or__, (routes.bits[use] for use in uses))
+        if coupled or not _is_affine(leaf, uses, bits, routes.masks):
+            routes.parameter.append(leaf)
+        elif nonlinear.allow_sweep(bits):
+            routes.swept.append(leaf)
         else:
-            chosen.swept.append(leaf)
-    for uses, leaves in outputs.items():
-        columns = sum(shape.numel() for f in uses for shape in f.recorded.shapes) // max(graph.samples, 1)
+            outputs.setdefault(tuple(uses), []).append(leaf)
+    for shared, leaves in outputs.items():
+        columns = sum(shape.numel() for use in shared for shape in use.recorded.shapes) // max(graph.samples, 1)
         if not per_sample and sum(leaf.numel() for leaf in leaves) < columns:
-            chosen.parameter += leaves
+            routes.parameter += leaves  # fewer columns in the parameter than at the outputs
         else:
-            chosen.output.append((list(uses), leaves))
+            routes.output.append((list(shared), leaves))
     if create_graph:
-        twice = [*chosen.parameter, *(leaf for _, leaves in chosen.output for leaf in leaves)]
+        twice = [*routes.parameter, *(leaf for _, leaves in routes.output for leaf in leaves)]
         require_third_derivatives(graph, twice)
-    kept = {id(leaf) for leaf in chosen.swept}
-    reached = sum(bit for f, bit in found.items() if any(id(site.leaf) in kept for site in f.sites))
-    pairs = zip(nonlinearities, layouts, strict=True)
-    chosen.nonlinearities = [
-        (nonlinearity, layout) for nonlinearity, layout in pairs if nonlinearity.upstream & reached
+    swept_bits = _bits_of_leaves(routes.swept, routes.bits)
+    pairs = zip(nonlinear.elementwise, nonlinear.layouts, strict=True)
+    routes.nonlinearities = [
+        (nonlinearity, layout) for nonlinearity, layout in pairs if nonlinearity.upstream & swept_bits
     ]
-    return chosen
+    return routes
 
 
-def named(graph: Graph) -> Callable[[Tensor], str]:
-    """What a leaf is called in messages."""
-    return lambda leaf: f"parameter {graph.name(leaf)!r}"
+def require_third_derivatives(graph: Graph, leaves: Sequence[Tensor]) -> None:
+    """Refuse nodes that PyTorch differentiates wrongly a third time, as ``create_graph`` asks for.
+
+    Raises:
+        PackpropError: If such a node lies between the roots and one of the leaves.
+    """
+    bits = _bits_of_leaves(leaves, bits_of(graph))
+    for node, mask in dependence(graph).items():
+        if mask & bits and is_wrong_in_third_order(node):
+            raise PackpropError(
+                "A diagonal of the Hessian was asked for with create_graph=True.",
+                f"parameter {graph.name(leaves[0])!r}, behind {node.name()}",
+                "it takes two derivatives of that node, and PyTorch's third one of it is wrong",
+                "leave out create_graph=True, write the normalisation out in basic operations, or ask for GGN "
+                "quantities, which take one",
+            )
 
 
-def _couples_samples(graph: Graph) -> bool:
-    """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column."""
-    if graph.samples == 1:
-        return False
-    require_second_derivatives(graph.roots, graph.leaves(), named(graph), linear=True)
-    places = [(f, index) for f in graph.uses for index in f.nodes]
-    edges = [GradientEdge(*f.nodes[index]) for f, index in places]
-    label = graph.label(graph.uses[0])
-    with differentiating_twice(label), torch.enable_grad():
-        slopes = gradients_at(graph, edges, create_graph=True)
-    generator = torch.Generator().manual_seed(0)
-    fed: list[tuple[Tensor, Tensor]] = []
-    for (f, index), slope in zip(places, slopes, strict=True):
-        if slope is not None and slope.requires_grad:
-            noise = torch.randn(slope.shape, generator=generator).to(slope.device, slope.dtype)
-            fed.append((slope, noise * _even(f.layouts[index], slope)))
-    if not fed:
-        return False
-    with differentiating_twice(label):
-        found = pull_columns([slope for slope, _ in fed], edges, [noise for _, noise in fed], batched=False)
-    inside, leaked = [0.0], [0.0]
-    for (f, index), column in zip(places, found, strict=True):
-        if column is not None and column.numel():
-            even = _even(f.layouts[index], column)
-            inside.append((column * even).abs().max().item())
-            leaked.append((column * (1 - even)).abs().max().item())
-    return max(leaked) > 1e-5 * max(inside) or max(leaked) != max(leaked)
-
-
-def _even(layout: Layout, like: Tensor) -> Tensor:
-    """One in the rows of every second sample, zero elsewhere, to be broadcast against a tensor."""
-    if layout.axis is None:
-        return torch.ones((), dtype=like.dtype, device=like.device)
-    rows = (layout.sample_of(like.device) % 2 == 0).to(like.dtype)
-    return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])
+def _bits_of_leaves(leaves: Sequence[Tensor], bits: dict[ReachedUse, int]) -> int:
+    """Bits of the uses that some leaves enter."""
+    wanted = {id(leaf) for leaf in leaves}
+    return sum(bit for use, bit in bits.items() if any(id(site.leaf) in wanted for site in use.sites))
 
 
 def _is_affine(leaf: Tensor, uses: Sequence[ReachedUse], bits: int, masks: dict[Node, int]) -> bool:
     """Whether the outputs of its uses are affine in a leaf, and their inputs do not depend on it."""
-    sites = [site for f in uses for site in f.sites if site.leaf is leaf]
+    sites = [site for use in uses for site in use.sites if site.leaf is leaf]
     if not all(site.direct and site.entry.linear for site in sites):
         return False
-    return not any(masks.get(edge.node, -1) & bits for f in uses for edge in f.recorded.edges)
-
-
-def _nonlinearities(
-    starts: Sequence[Node], masks: dict[Node, int]
-) -> tuple[int, list[Nonlinearity], set[tuple[int, ...]]]:
-    """What is not linear: bits of uses behind nodes of no known kind, elementwise nodes, and products.
-
-    A product, given by the bits of its factors, is linear for a leaf whose uses one of them alone depends on.
-    """
-    bad = 0
-    nonlinearities: list[Nonlinearity] = []
-    products: set[tuple[int, ...]] = set()
-    for node in upstream_first(starts):
-        edges = node.next_functions
-        factors = [(place, masks[up]) for place, (up, _) in enumerate(edges) if up is not None and masks[up]]
-        if not factors:
-            continue
-        places = [place for place, _ in factors]
-        union = functools.reduce(int.__or__, (mask for _, mask in factors))
-        kind = kind_of(node, places)
-        if kind == "elementwise":
-            source, output = edges[places[0]]
-            assert source is not None
-            shape = torch.Size(made_by(source)[output].shape)
-            if shape == torch.Size(made_by(node)[0].shape):
-                nonlinearities.append(Nonlinearity(node, GradientEdge(source, output), shape, union))
-                continue
-        if kind == "linear":
-            continue
-        if len(places) > 1 and all(kind_of(node, [place]) == "linear" for place in places):
-            products.add(tuple(mask for _, mask in factors))
-        else:
-            bad |= union
-    return bad, nonlinearities, products
-
-
-def _layouts(graph: Graph, nonlinearities: list[Nonlinearity]) -> tuple[list[Layout], int]:
-    """Where their inputs hold the samples; drops curves where that is not seen, and says what is upstream."""
-    bad = 0
-    while nonlinearities:
-        found = layouts_at(graph, [(nonlinearity.input, nonlinearity.shape) for nonlinearity in nonlinearities])
-        if isinstance(found, list):
-            return found, bad
-        bad |= nonlinearities.pop(found).upstream
-    return [], bad
-
-
-def subset(graph: Graph, routes: Routes) -> list[ReachedUse]:
-    """The uses of swept leaves, with these leaves alone."""
-    kept = {id(leaf) for leaf in routes.swept}
-    found = []
-    for f in graph.uses:
-        sites = [site for site in f.sites if id(site.leaf) in kept]
-        if sites:
-            own = replace(f, sites=sites)
-            routes.bits[own] = routes.bits[f]
-            found.append(own)
-    return subset_of(found, routes)
-
-
-def subset_of(found: Sequence[ReachedUse], routes: Routes) -> list[ReachedUse]:
-    """Copies of uses for a sweep that ends at those that have none of them upstream."""
-    chosen = []
-    for f in found:
-        own = replace(f, first=False)
-        routes.bits[own] = routes.bits[f]
-        chosen.append(own)
-    ends = _ends(chosen, routes)
-    for f in chosen:
-        f.first = f in ends
-    return chosen
-
-
-def _ends(found: Sequence[ReachedUse], routes: Routes) -> set[ReachedUse]:
-    masks = upstream_bits(
-        [node for f in found for node, _ in f.nodes.values()], {f: routes.bits[f] for f in found}
-    )
-    ends = set()
-    for f in found:
-        above = 0
-        for node, _ in f.nodes.values():
-            for upstream, _ in node.next_functions:
-                if upstream is not None:
-                    above |= masks[upstream]
-        if not above:
-            ends.add(f)
-    return ends
+    return not any(masks.get(edge.node, -1) & bits for use in uses for edge in use.recorded.edges)

@@ -1,4 +1,4 @@
-"""What differentiates twice: what PyTorch refuses or gets wrong there is said by name."""
+"""Differentiate twice, with an error that names the function where PyTorch cannot or gets it wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def differentiating_twice(
     asked: str = ASKED,
     instead: str = "use functions that are twice differentiable, or ask for GGN quantities",
 ) -> Iterator[None]:
-    """What is inside differentiates twice: what PyTorch says of functions that it cannot is said in four parts.
+    """Turn what PyTorch says when it cannot differentiate twice inside into an error of four parts.
 
     Raises:
         PackpropError: With the name of PyTorch's function.
@@ -57,10 +57,10 @@ def differentiating_twice(
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
-        raise PackpropError(asked, where, why, _attention(said) or instead) from error
+        raise PackpropError(asked, where, why, _advice_on_attention(said) or instead) from error
 
 
-def _attention(said: str) -> str:
+def _advice_on_attention(said: str) -> str:
     """What to do where PyTorch names a fused kernel of attention."""
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         return (
@@ -77,14 +77,14 @@ def require_second_derivatives(
     asked: str = ASKED,
     linear: bool = False,
 ) -> None:
-    """Refuse functions between roots and leaves of which PyTorch gives second derivatives that are none.
+    """Refuse functions between roots and leaves whose second derivatives PyTorch lacks or gets wrong.
 
     Args:
         roots: Where the graph begins.
-        leaves: What is differentiated in, twice.
-        name: Of a leaf, for the message.
-        asked: What for.
-        linear: Whether derivatives are differentiated only in what they are linear in, as for ``J v``.
+        leaves: Tensors that the roots are differentiated in, twice.
+        name: From a leaf to its name, for the message.
+        asked: What was asked for, for the message.
+        linear: Whether first derivatives are differentiated only in what they are linear in, as for ``J v``.
 
     Raises:
         PackpropError: With the name of the node.
@@ -103,9 +103,14 @@ def require_second_derivatives(
                 raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
 
 
+def named(graph: Graph) -> Callable[[Tensor], str]:
+    """What a leaf is called in messages."""
+    return lambda leaf: f"parameter {graph.name(leaf)!r}"
+
+
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
     """Gradients of the roots at tensors or edges."""
-    found: Any = torch.autograd.grad(
+    gradients: Any = torch.autograd.grad(
         list(graph.roots),
         list(ends),
         graph.root_gradients(),
@@ -113,4 +118,4 @@ def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) 
         create_graph=create_graph,
         allow_unused=True,
     )
-    return list(found)
+    return list(gradients)

@@ -1,4 +1,4 @@
-"""Columns that are fed in at a loss's input: the square root of its Hessian, whole or sampled."""
+"""Columns that are fed in: roots of losses' Hessians, exact or sampled, and unit columns for Jacobians."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from packprop.tensors.state import is_hooked, version
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
 
-def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
-    """Unit columns at the model's output, whatever was made of it: they are swept back to its Jacobian.
+def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
+    """Unit columns at the model's output, which a sweep turns into its Jacobian.
 
     Raises:
         PackpropError: If there is not one output.
         BadInput: If an entry that was asked for is not there.
     """
     asked = "A Jacobian of the model's output was asked for."
-    found = {
+    outputs = {
         (edge.node, edge.output_nr): (edge, shape)
         for edge, forward, shape in graph.outputs
         if forward.has_parameters
     }
-    if len(found) != 1:
+    if len(outputs) != 1:
         raise PackpropError(
             asked,
-            f"{len(found)} outputs of extended modules",
+            f"{len(outputs)} outputs of extended modules",
             "it is not clear whose Jacobian is meant",
             "call one extended module once, and let it return one tensor that is used",
         )
-    ((edge, shape),) = found.values()
+    ((edge, shape),) = outputs.values()
     layouts = layouts_at(graph, [(edge, shape)])
     if not isinstance(layouts, list):
         raise PackpropError(
@@ -65,32 +65,33 @@ def output_columns(graph: Graph, seed: Seed) -> list[Columns]:
     def chunk(start: int, stop: int) -> list[Tensor]:
         if seed.entries is None:
             return [unit_columns(shape, layouts[0], like, start, stop)]
-        return [torch.cat([unit_columns(shape, layouts[0], like, e, e + 1) for e in seed.entries[start:stop]])]
+        single = [unit_columns(shape, layouts[0], like, entry, entry + 1) for entry in seed.entries[start:stop]]
+        return [torch.cat(single)]
 
     return [Columns([edge], len(chosen), chunk)]
 
 
 def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
-    """The columns of a generalized Gauss-Newton seed, loss by loss if they are exact.
+    """The columns of a seed: for a generalized Gauss-Newton matrix loss by loss, if they are exact.
 
     Sampled columns of several losses are fed in at once: the draws are independent and of mean zero, so that
-    the products between losses vanish in expectation. Empirical ones are: they are what the data had drawn.
+    products between losses vanish in expectation. So are empirical columns, which stand for one such draw.
 
     Raises:
         PackpropError: If a loss was not recorded, has no curvature of use, or does not enter linearly.
     """
     if seed.kind == "jacobian":
-        return output_columns(graph, seed)
+        return jacobian_columns(graph, seed)
     _require_losses(graph)
     with torch.set_grad_enabled(create_graph):
-        found = [_loss_columns(graph, loss, seed) for loss in graph.losses]
-    if seed in (EXACT, ENTRYWISE) or len(found) == 1:
-        return found
+        by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
+    if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
+        return by_loss
 
     def together(start: int, stop: int) -> list[Tensor]:
-        return [column for each in found for column in each.chunk(start, stop)]
+        return [column for each in by_loss for column in each.chunk(start, stop)]
 
-    return [Columns([each.edges[0] for each in found], found[0].count, together)]
+    return [Columns([each.edges[0] for each in by_loss], by_loss[0].count, together)]
 
 
 def _require_losses(graph: Graph) -> None:
@@ -112,6 +113,7 @@ def _require_losses(graph: Graph) -> None:
 
 
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
+    """The columns of one loss."""
     call, layout = loss.call, loss.layout
     rule = describe(call.function, call.args, call.kwargs)
     if rule.refusal is not None:
@@ -135,31 +137,33 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "they require gradients: the loss curves in them too, and that is not accounted for",
             "detach the targets",
         )
-    arriving = loss_factor(graph, loss)
+    factor = loss_factor(graph, loss)
     if seed == EMPIRICAL:
-        return _empirical_column(loss, rule, arriving)
-    bare = not is_hooked(call.input)
+        return _empirical_column(loss, rule, factor)
+    unhooked = not is_hooked(call.input)
     if rule.root is None:
-        root = generic_root(call.function, call.args, call.kwargs, arriving, layout)
+        root = generic_root(call.function, call.args, call.kwargs, factor, layout)
         axis, positions = None, 1
     else:
         axis = rule.class_axis
         value = canonical(call.input, layout, axis)
-        root = rule.root(value, _scale(rule, loss, arriving, value))
+        root = rule.root(value, _scale(rule, loss, factor, value))
         positions = value.shape[1]
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], bare=bare)
+        return Columns(
+            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], unhooked=unhooked
+        )
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
-    chunk = functools.partial(_exact, root, positions)
+    chunk = functools.partial(_exact_columns, root, positions)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], bare=bare)
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], unhooked=unhooked)
 
 
-def _empirical_column(loss: ReachedLoss, rule: Loss, arriving: Tensor) -> Columns:
-    """The gradient of each term over the root of its scale: what a draw that hits the target gives."""
+def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
+    """Gradients of the terms over the roots of their scales: the column of a draw that hits the target."""
     call, layout, axis = loss.call, loss.layout, rule.class_axis
     if rule.divisor is None:
         raise PackpropError(
@@ -168,17 +172,17 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, arriving: Tensor) -> Column
             "it is not known what its terms are divided by, so its gradients have no known scale",
             "use a torch loss function, or register_loss with the divisor; fisher='sampled' needs neither",
         )
-    outputs, value = evaluated_again(call.function, call.args, call.kwargs, arriving)
-    (slope,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
-    front = canonical(slope, layout, axis)
-    scale = _scale(rule, loss, arriving, front)
+    outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+    (gradient,) = torch.autograd.grad(value, outputs, create_graph=torch.is_grad_enabled())
+    front = canonical(gradient, layout, axis)
+    scale = _scale(rule, loss, factor, front)
     counted = scale > 0
-    strength = torch.where(counted, scale, 1.0).rsqrt() * counted
-    column = from_canonical((front * strength[..., None])[None], call.shape, layout, axis)
+    inverse_root = torch.where(counted, scale, 1.0).rsqrt() * counted
+    column = from_canonical((front * inverse_root[..., None])[None], call.shape, layout, axis)
     return Columns([call.edge], 1, lambda start, stop: [column])
 
 
-def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
+def _exact_columns(root: Root, positions: int, start: int, stop: int) -> Tensor:
     """Columns ``start`` to ``stop``, ordered by position, then by entry; zero at all other positions."""
     pieces, places = [], []
     while start < stop:
@@ -187,20 +191,20 @@ def _exact(root: Root, positions: int, start: int, stop: int) -> Tensor:
         pieces.append(root.position(position, first, last))
         places += [position] * (last - first)
         start += last - first
-    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if positions == 1:
-        return found.unsqueeze(2)
-    columns, samples, classes = found.shape
-    wide = found.new_zeros(columns, samples, positions, classes)
-    at = torch.tensor(places, device=found.device)[:, None]
-    column, sample = (torch.arange(size, device=found.device) for size in (columns, samples))
-    return wide.index_put_((column[:, None], sample, at), found)
+        return joined.unsqueeze(2)
+    columns, samples, classes = joined.shape
+    wide = joined.new_zeros(columns, samples, positions, classes)
+    at = torch.tensor(places, device=joined.device)[:, None]
+    column, sample = (torch.arange(size, device=joined.device) for size in (columns, samples))
+    return wide.index_put_((column[:, None], sample, at), joined)
 
 
-def _scale(rule: Loss, loss: ReachedLoss, arriving: Tensor, value: Tensor) -> Tensor:
-    """What multiplies each term ``[n, t]``: the loss's weights and divisor, and all that comes after it."""
+def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:
+    """The factor on each term ``[n, t]``: weight over divisor, times the factor on the loss."""
     terms = value.shape[:2]
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor
-    weight = (rule.weight * arriving / divisor).to(value.dtype)
+    weight = (rule.weight * factor / divisor).to(value.dtype)
     return layout.to_front(weight.expand(shape)).reshape(terms)

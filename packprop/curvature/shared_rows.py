@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.curvature.routes import Nonlinearity
+from packprop.curvature.linearity import Nonlinearity
 from packprop.functions.nodes import CONVOLUTIONS, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
-from packprop.graph.sweep import pull_columns
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 
 WORTH_A_BATCH = 4
-"""Passes through one function from which on a vectorised one is faster."""
+"""From so many passes through one function on, a vectorised pass is faster."""
 
 
 @dataclass
 class SharedRows:
-    """Rows of a Jacobian that all samples have in common, at what its function was given.
+    """Rows of the Jacobian of one function, which all samples have in common.
 
-    As many of them come from one pass as there are samples.
+    One pass through the function gives as many rows as there are samples.
 
     Args:
-        above: Where the output comes from.
+        above: Where the output of the function comes from.
         shape: Shape of the output.
         layout: Where the output holds the samples.
-        below: Where the input comes from.
-        inside: Where the input holds the samples.
-        like: Has the precision and device of the output.
+        below: Where its input comes from.
+        layout_below: Where the input holds the samples.
+        like: A tensor with the precision and device of the output.
         create_graph: Whether rows shall be differentiable.
     """
 
@@ -42,7 +42,7 @@ class SharedRows:
     shape: torch.Size
     layout: Layout
     below: GradientEdge
-    inside: Layout
+    layout_below: Layout
     like: Tensor
     create_graph: bool
     _first: int = 0
@@ -56,10 +56,10 @@ class SharedRows:
             self._rows = self.rows(start, max(stop, start + self.layout.samples))
         assert self._rows is not None
         rows = self._rows[start - self._first : stop - self._first]
-        return self.inside.from_front(rows[:, None].expand(-1, self.layout.samples, *rows.shape[1:]), 1)
+        return self.layout_below.from_front(rows[:, None].expand(-1, self.layout.samples, *rows.shape[1:]), 1)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows from ``start`` to ``stop``, or to the last ``[v, *rest]``."""
+        """Rows from ``start`` to ``stop``, or to the last one: ``[v, *rest]``."""
         samples = self.layout.samples
         rest = self.layout.front_shape(self.shape)[1:]
         stop = min(rest.numel(), rest.numel() if stop is None else stop)
@@ -68,20 +68,20 @@ class SharedRows:
         units.diagonal(start).fill_(1.0)
         fed = self.layout.from_front(units.reshape(count, samples, *rest), 1)
         pull = functools.partial(pull_columns, [self.above], [self.below], create_graph=self.create_graph)
-        parts = [fed] if count >= WORTH_A_BATCH else fed.split(1)  # one by one for so few
-        found = [pull([part])[0] for part in parts]
-        pulled = torch.cat([part for part in found if part is not None])
-        return self.inside.to_front(pulled, 1).flatten(0, 1)[: stop - start]
+        parts = [fed] if count >= WORTH_A_BATCH else fed.split(1)
+        pieces = [pull([part])[0] for part in parts]
+        pulled = torch.cat([piece for piece in pieces if piece is not None])
+        return self.layout_below.to_front(pulled, 1).flatten(0, 1)[: stop - start]
 
 
-def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -> bool:
-    """Whether all samples have one Jacobian: matrix products of rows, and convolutions of samples side by side.
+def is_shared(node: Node, layout: Layout, below: GradientEdge, layout_below: Layout) -> bool:
+    """Whether all samples have the same Jacobian: matrix products of rows, and convolutions of a batch.
 
-    The axis of samples must pass through: where a product sums over it, each sample has rows of the other
-    matrix to itself, and where samples lie on channels, a convolution may have a kernel for each.
+    The axis of samples must pass through. If a product sums over it, each sample meets rows of its own in the
+    other matrix; if samples lie on channels, a convolution may have a kernel for each.
     """
     places = [place for place, (above, _) in enumerate(node.next_functions) if above is below.node]
-    if len(places) != 1 or layout != inside:
+    if len(places) != 1 or layout != layout_below:
         return False
     name, dims = name_of_node(node), len(made_by(node)[0].shape)
     kept: Sequence[int] = ()
@@ -89,7 +89,7 @@ def is_shared(node: Node, layout: Layout, below: GradientEdge, inside: Layout) -
         kept = (0,)
     elif places == [0] and name == "Linear":
         kept = range(dims - 1)
-    elif name in ("Mm", "Addmm"):  # the one adds nothing, the other a first operand
+    elif name in ("Mm", "Addmm"):  # operands of Addmm stand behind the summand
         kept = (places[0] - (name == "Addmm"),)
     return len(kept) > 0 and layout.axis in (None, *kept)
 
@@ -102,16 +102,19 @@ def shared_rows_below(
     masks: dict[Node, int],
     create_graph: bool,
 ) -> SharedRows | None:
-    """What unit columns at a nonlinearity's input become below the function that made it, if that helps."""
+    """What unit columns at a nonlinearity's input become below the function that made it.
+
+    ``None`` if samples do not share the function's Jacobian, or if the function is one of the reached uses.
+    """
     above = nonlinearity.input
-    sources = above.node.next_functions
-    inputs = [(node, output) for node, output in sources if node is not None and masks.get(node)]
-    if len(inputs) != 1 or layout.axis is None or any(above.node in f.anchors for f in reached):
+    edges = above.node.next_functions
+    inputs = [(node, output) for node, output in edges if node is not None and masks.get(node)]
+    if len(inputs) != 1 or layout.axis is None or any(above.node in use.anchors for use in reached):
         return None
     below = GradientEdge(*inputs[0])
-    made = made_by(above.node)[above.output_nr]
-    known = layouts_at(graph, [(below, torch.Size(made_by(below.node)[below.output_nr].shape))])
-    if not isinstance(known, list) or not is_shared(above.node, layout, below, known[0]):
+    layouts = layouts_at(graph, [(below, torch.Size(made_by(below.node)[below.output_nr].shape))])
+    if not isinstance(layouts, list) or not is_shared(above.node, layout, below, layouts[0]):
         return None
+    made = made_by(above.node)[above.output_nr]
     like = torch.empty(0, dtype=made.dtype, device=made.device)
-    return SharedRows(above, nonlinearity.shape, layout, below, known[0], like, create_graph)
+    return SharedRows(above, nonlinearity.shape, layout, below, layouts[0], like, create_graph)

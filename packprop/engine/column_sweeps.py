@@ -16,7 +16,7 @@ from packprop.engine.collector import Collector
 from packprop.engine.contributions import joint_structure, weighted_squares
 from packprop.engine.request import Request, Task
 from packprop.graph.graph import ReachedUse
-from packprop.graph.sweep import sweep
+from packprop.graph.sweep import SweepOptions, sweep
 from packprop.types import Seed
 
 
@@ -49,7 +49,7 @@ class ColumnSweeps:
             last: Whether the results of these leaves are complete afterwards.
             diagonals: Takes the squares of columns at the uses that need no more of them.
         """
-        at_outputs = {use for use in uses if diagonals is not None and diagonals.takes(use)}
+        at_outputs = {use for use in uses if diagonals is not None and diagonals.are_sufficient(use)}
         collected = [use for use in uses if use not in at_outputs]
         total = sum(group.count for group in groups)
         before = 0
@@ -80,9 +80,11 @@ class ColumnSweeps:
                     seeds if stop - start > 1 else [seed[0] for seed in seeds],
                     uses,
                     visit,
-                    batched=stop - start > 1,
-                    create_graph=self.request.create_graph,
-                    bare=group.bare,
+                    SweepOptions(
+                        batched=stop - start > 1,
+                        create_graph=self.request.create_graph,
+                        unhooked=group.unhooked,
+                    ),
                 )
                 collector.flush()
             before += group.count
@@ -139,4 +141,4 @@ def groups_of_uses(request: Request, waits: bool) -> list[list[ReachedUse]]:
             uses, leaves = groups[-1][0] + uses, groups.pop()[1] | leaves
         groups.append((uses, leaves))
     # a sweep to so few uses holds the cotangents at all of them: each use is an end of its own
-    return [[replace(use, first=True) for use in uses] for uses, _ in groups]
+    return [[replace(use, is_end=True) for use in uses] for uses, _ in groups]

@@ -15,8 +15,9 @@ from packprop.engine.collector import Collector
 from packprop.engine.contributions import extents_of
 from packprop.engine.request import SUMMED, Request, Task
 from packprop.graph.graph import ReachedUse
+from packprop.graph.restriction import split_leaves
 from packprop.graph.site import Site
-from packprop.graph.sweep import Watch, sweep
+from packprop.graph.sweep import SweepOptions, Watch, sweep
 from packprop.recording.regions import opened
 
 WORTH_SUMMING = 2**24
@@ -47,7 +48,7 @@ class GradientPass:
         """Take the statistics of some tasks, and run the user's pass."""
         if not tasks:
             self._run_user_pass()
-        elif self._backward is None or self._request.graph.entangled:
+        elif self._backward is None or self._request.graph.ties_computed_parameters:
             self._sweep(tasks)
         else:
             self._watch(tasks, self._backward)
@@ -58,7 +59,7 @@ class GradientPass:
         collector = Collector(self._results, graph.uses, tasks, last=True)
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         seeds = graph.root_gradients()
-        sweep(edges, seeds, graph.uses, collector.visit, create_graph=self._request.create_graph)
+        sweep(edges, seeds, graph.uses, collector.visit, SweepOptions(create_graph=self._request.create_graph))
         self._run_user_pass()
         collector.flush()
 
@@ -106,7 +107,7 @@ class GradientPass:
             if any(self._is_worth_summing(use, site, statistics) for site in use.sites):
                 # a bias, too: autograd computes gradients of weight and bias by one function
                 chosen |= {id(s.leaf): s.leaf for s in use.sites if s.direct and s.leaf.is_leaf}
-        return graph.without(list(chosen.values())) if chosen else ([], [])
+        return split_leaves(graph, list(chosen.values())) if chosen else ([], [])
 
     def _is_worth_summing(self, use: ReachedUse, site: Site, statistics: Sequence[Callable[..., Any]]) -> bool:
         samples = self._request.graph.samples

@@ -10,11 +10,12 @@ from torch import Tensor
 from packprop.algebra.partial import ONE
 from packprop.algebra.structures import Dense, Diagonal
 from packprop.curvature.columns import Columns
-from packprop.curvature.double_backward import estimated_diagonals, output_columns, parameter_diagonals
+from packprop.curvature.double_backward import estimated_diagonals, hessian_columns, parameter_diagonals
 from packprop.curvature.nonlinearities import nonlinearity_terms
 from packprop.curvature.output_diagonals import OutputDiagonals
-from packprop.curvature.routes import Routes, choose_routes, subset
+from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.seeds import columns
+from packprop.curvature.swept_uses import swept_uses
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.engine.contributions import Contribution, diagonal, products_with
@@ -37,7 +38,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     routes = choose_routes(graph, roots is not None, per_sample, create_graph)
     if routes.is_gauss_newton:
         return roots
-    swept = subset(graph, routes)
+    swept = swept_uses(graph, routes)
     _add_nonlinearities(sweeps, tasks, routes, swept)
     for leaf, values in parameter_diagonals(graph, routes.parameter, per_sample, create_graph):
         for chosen, group in by_subsampling(tasks):
@@ -45,7 +46,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
             for task in group:
                 sweeps.results.add_value(leaf, task, task.row.statistic(structure))
     for uses, leaves in routes.output:
-        for units, products in output_columns(graph, uses, create_graph):
+        for units, products in hessian_columns(graph, uses, create_graph):
             for leaf in leaves:
                 left, right = (_contributions(leaf, uses, each) for each in (products, units))
                 sweeps.results.add_contributions(leaf, left, tasks, ONE, products_with(right))

@@ -1,7 +1,8 @@
-"""Whether every use of every parameter was recorded; nodes that are taken for a use although they were not."""
+"""Whether every use of every parameter was recorded, and what stands in for uses that were not."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,8 @@ from packprop.tensors.layout import Layout
 
 def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph, or if a layer mixes the samples."""
-    if any(found.recorded.entries is None for found in graph.uses) or any(
-        loss.call.released for loss in graph.losses
-    ):
+    freed = any(use.recorded.entries is None for use in graph.uses)
+    if freed or any(loss.call.released for loss in graph.losses):
         raise PackpropError(
             "A second backward pass through one graph was asked for.",
             "the loss that backward() was called on",
@@ -41,23 +41,29 @@ def require_alive(graph: Graph) -> None:
         )
 
 
-def find_after_loss(graph: Graph, order: list[Node], stepped: dict[Node, list[Node]]) -> None:
-    """Parameters that are used between a loss and the root: in terms that no sample enters."""
+def find_after_loss(graph: Graph, order: list[Node], neighbours: dict[Node, list[Node]]) -> None:
+    """Declare uses between a loss and the root missing: no sample enters such a term.
+
+    Args:
+        graph: Loses these uses; their leaves are added to what is missing.
+        order: Nodes, each after all that lie upstream of it.
+        neighbours: The upstream neighbours of each node.
+    """
     after: set[Node] = set()
     losses = {loss.node for loss in graph.losses}
     for node in order:
-        if any(up in losses or up in after for up in stepped[node]):
+        if any(above in losses or above in after for above in neighbours[node]):
             after.add(node)
-    for found in list(graph.uses):
-        nodes = [node for node in found.anchors if node in after]
+    for use in list(graph.uses):
+        nodes = [node for node in use.anchors if node in after]
         if nodes:
-            graph.uses.remove(found)
-            graph.missing += [(site.leaf, nodes[0]) for site in found.sites]
+            graph.uses.remove(use)
+            graph.missing += [(site.leaf, nodes[0]) for site in use.sites]
 
 
 def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
-    """Parameters of extended modules, or of uses, that are also reached outside of all uses."""
-    if not consumed:  # the rule, and then it need not be known what modules own
+    """Note parameters of extended modules, or of uses, that are also reached outside of all uses."""
+    if not consumed:  # almost always; then nobody needs to know which parameters modules own
         return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
@@ -71,47 +77,50 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
     ]
 
 
-def above_losses(graph: Graph, starts: list[Node], stepped: dict[Node, list[Node]]) -> set[Node]:
+def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> set[Node]:
     """Nodes that a path from the roots reaches without passing a recorded loss."""
     losses = {loss.node for loss in graph.losses}
     stack = [node for node in starts if node not in losses]
     seen = set(stack)
     while stack:
-        for upstream in stepped.get(stack.pop(), ()):
+        for upstream in neighbours.get(stack.pop(), ()):
             if upstream not in seen and upstream not in losses:
                 seen.add(upstream)
                 stack.append(upstream)
     return seen
 
 
-def adopt_missing(graph: Graph, above: set[Node], found: dict[RecordedUse, ReachedUse]) -> None:
-    """Take a node that no torch function made for a use: the fallback, by pulling back through it alone.
+def adopt_missing(graph: Graph, without_loss: set[Node], uses: dict[RecordedUse, ReachedUse]) -> None:
+    """Treat a node that no torch function made as a use: cotangents are pulled back through it alone.
 
-    Custom autograd functions and assignments make such nodes. It is exact where no other path leads from the
-    node to the parameter, so that is what is asked for.
+    Custom autograd functions and assignments make such nodes. The result is exact only where no other path
+    leads from the node to the parameter, so other cases stay missing.
+
+    Args:
+        graph: Gets the uses.
+        without_loss: Nodes that are reached without passing a recorded loss.
+        uses: Gets the uses, too.
     """
     if not graph.missing:
         return
-    times: dict[int, int] = {}
-    for leaf, _ in graph.missing:
-        times[id(leaf)] = times.get(id(leaf), 0) + 1
+    times = Counter(id(leaf) for leaf, _ in graph.missing)
     used = {id(leaf) for leaf in graph.leaves()}
     kept = []
     for leaf, node in graph.missing:
         alone = times[id(leaf)] == 1 and id(leaf) not in used
         foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER
         foreign |= node.name().endswith("CopySlices")
-        if not (alone and foreign and graph.losses) or node in above:
+        if not (alone and foreign and graph.losses) or node in without_loss:
             kept.append((leaf, node))
             continue
         shapes = _output_shapes(node)
-        entry = Entry(leaf, "Dense", _through(node, len(shapes), leaf), scratch=Scratch(leaf.numel()))
-        edges = [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
-        use = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
-        adopted = ReachedUse(use, {index: (node, index) for index in range(len(shapes))})
-        adopted.sites.append(Site(entry, leaf))
-        found[use] = adopted
-        graph.uses.append(adopted)
+        entry = Entry(leaf, "Dense", _pulled_through(node, len(shapes), leaf), scratch=Scratch(leaf.numel()))
+        edges = [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
+        recorded = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
+        use = ReachedUse(recorded, {index: (node, index) for index in range(len(shapes))})
+        use.sites.append(Site(entry, leaf))
+        uses[recorded] = use
+        graph.uses.append(use)
     graph.missing = kept
 
 
@@ -119,7 +128,7 @@ def _output_shapes(node: Node) -> list[torch.Size]:
     return [torch.Size(made.shape) for made in made_by(node)]
 
 
-def _through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
+def _pulled_through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
     edges = [GradientEdge(node, index) for index in range(outputs)]
 
     def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:

@@ -12,15 +12,11 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.entry import Entry
 from packprop.graph.site import Site
-from packprop.graph.traversal import depth_first, upstream_of
-from packprop.recording.inputs import without_inputs
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
-from packprop.recording.reentrant import Rerun, refused, run_again
-from packprop.recording.regions import differs
 from packprop.tensors.layout import Layout
 
 WHOLE = Layout(None, 1)
-"""A tensor that holds one sample."""
+"""The layout of a tensor that holds one sample."""
 
 
 EAGER = "EagerBackward"
@@ -32,23 +28,25 @@ class ReachedUse:
     """A use that the backward pass will reach.
 
     Args:
-        nodes: For each of its outputs that is reached: the index, node and the node's output number.
+        recorded: What was recorded of it in the forward pass.
+        nodes: For each of its outputs that the pass reaches: index of the output -> node, and which of the
+            node's outputs it is.
         sites: Leaves that enter it.
-        first: Whether no other use lies upstream.
+        is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: Where its outputs hold the samples; set when samples are located.
-        host: The reentrant checkpoint that it is in; it has no nodes then.
+        checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
     """
 
     recorded: RecordedUse
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
-    first: bool = False
+    is_end: bool = False
     layouts: list[Layout] = field(default_factory=list)
     checkpoint: ReentrantCheckpoint | None = None
 
     @property
     def anchors(self) -> list[Node]:
-        """Nodes of the graph that it stands at: its own, or that of the checkpoint that it is in."""
+        """The nodes where it stands in the graph: its own, or the node of the checkpoint that it is in."""
         own = [node for node, _ in self.nodes.values()]
         return own if self.checkpoint is None else [self.checkpoint.node]
 
@@ -62,16 +60,16 @@ class ReachedUse:
         return list(self.recorded.entries or ()) if source is None else source.fetch()
 
     def take(self) -> list[Site]:
-        """The sites with their inputs, which nobody else holds from now on if the use does not."""
+        """The sites with their inputs. Inputs that were computed again are handed over: no copy stays here."""
         source, entries = self.recorded.source, self.recorded.entries
         if source is None or entries is None:
             return self.sites
-        found = source.fetch()
+        with_inputs = source.fetch()
         source.taken()
-        return [site.of(entries, found) for site in self.sites]
+        return [site.renewed(entries, with_inputs) for site in self.sites]
 
     def release(self) -> None:
-        """Let go of what the inputs are computed from, as the graph does in its last pass."""
+        """Drop what the inputs are computed from, as autograd does with the graph in its last pass."""
         if self.recorded.source is not None:
             self.recorded.source.release()
             self.recorded.drop()
@@ -79,94 +77,19 @@ class ReachedUse:
 
 @dataclass(eq=False)
 class ReentrantCheckpoint:
-    """A reentrant checkpoint on the way, and the uses in it; see NOTE [Reentrant checkpoints].
+    """A reentrant checkpoint that the pass goes through; see NOTE [Reentrant checkpoints].
 
     Args:
         node: The checkpoint's node.
-        walk: From tensors in it to the graph that leads there.
-        found: The uses in it that lead to the roots.
-        reached: The numbers of its outputs that lead to the roots.
+        walk: From tensors inside the checkpoint to the graph that leads to them.
+        uses: The uses in it that lead to the roots.
+        reached: Which of its outputs lead to the roots, by number.
     """
 
     node: Any
     walk: Callable[[Sequence[Tensor]], Graph]
     uses: list[ReachedUse] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
-
-    def look(self, reached: set[int]) -> list[ReachedUse]:
-        """The uses in it, without their inputs."""
-        self.reached = reached
-        rerun, graph = self.again()
-        if graph.losses:
-            raise refused("a loss in it is hidden from this pass")
-        if graph.missing:
-            leaf, consumer = graph.missing[0]
-            raise refused(
-                f"{consumer.name()} in it consumes a parameter of shape {list(leaf.shape)} out of sight"
-            )
-        given = {id(value) for value in rerun.inputs}
-        if any(id(site.leaf) in given for found in graph.uses for site in found.sites):
-            raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
-        for found in graph.uses:
-            use = found.recorded
-            source = ReentrantInputs(self, len(self.uses))
-            bare = RecordedUse(
-                use.name, without_inputs(use.entries or (), source), [], use.shapes, use.forward, source
-            )
-            self.uses.append(ReachedUse(bare, checkpoint=self))
-        graph.forget()
-        return self.uses
-
-    def again(self) -> tuple[Rerun, Graph]:
-        """Run the checkpoint's function again, and walk the graph that this makes."""
-        rerun = run_again(self.node)
-        roots = [
-            value
-            for number, value in enumerate(rerun.outputs)
-            if value is not None and value.requires_grad and number in self.reached
-        ]
-        graph = self.walk(roots)
-        if self.uses and [(f.recorded.name, f.recorded.shapes) for f in self.uses] != [
-            (f.recorded.name, f.recorded.shapes) for f in graph.uses
-        ]:
-            raise differs("a layer", "it called other functions")
-        return rerun, graph
-
-
-@dataclass(eq=False)
-class ReentrantInputs:
-    """Where a use in a reentrant checkpoint finds its inputs.
-
-    Args:
-        host: The checkpoint.
-        number: Of the use in it.
-    """
-
-    checkpoint: ReentrantCheckpoint
-    number: int
-    live: list[Entry] | None = None
-
-    def ready(self) -> list[Entry] | None:
-        """Entries, while the checkpoint's own graph is there."""
-        return self.live
-
-    def fetch(self) -> list[Entry]:
-        """Entries, for which the checkpoint's function is run again if need be."""
-        if self.live is None:
-            _, graph = self.checkpoint.again()
-            for own, found in zip(self.checkpoint.uses, graph.uses, strict=True):
-                assert isinstance(own.recorded.source, ReentrantInputs)
-                own.recorded.source.live = found.entries()
-            graph.forget()
-        assert self.live is not None
-        return self.live
-
-    def taken(self) -> None:
-        """The entries are in other hands."""
-        self.live = None
-
-    def release(self) -> None:
-        """Nothing is kept from one pass to the next."""
 
 
 @dataclass(eq=False)
@@ -185,18 +108,19 @@ class Graph:
 
     Args:
         roots: Tensors that the backward pass starts from.
-        gradients: What is fed in at each root.
-        found: Uses, those nearest to the roots first.
+        gradients: What is fed in at each root; ``None`` for ones.
+        uses: The uses, those nearest to the roots first.
         losses: Recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
-        unlosed: Names of uses that a path from the roots reaches without passing a recorded loss.
+        without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
-        missing: Parameters that are reached outside of all uses, and the nodes that consume them.
-        hosts: Reentrant checkpoints on the way.
+        missing: Parameters that are reached outside of all uses, each with the node that consumes it.
+        checkpoints: Reentrant checkpoints that the pass goes through.
         kept: Whether there may be another pass through the same graph.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are located.
-        fed: Where the inputs of the losses (or the outputs, without losses) hold them; set along.
+        source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
+            samples; set when samples are located.
     """
 
     roots: Sequence[Tensor]
@@ -211,13 +135,13 @@ class Graph:
     kept: bool = True
     signature: int = 0
     samples: int = 0
-    fed: list[Layout] = field(default_factory=list)
+    source_layouts: list[Layout] = field(default_factory=list)
 
     @property
     def forwards(self) -> list[ForwardCall]:
         """The outermost calls that uses were recorded in."""
-        found = [f.recorded.forward for f in self.uses] + [forward for _, forward, _ in self.outputs]
-        return list({id(forward): forward for forward in found}.values())
+        forwards = [use.recorded.forward for use in self.uses] + [forward for _, forward, _ in self.outputs]
+        return list({id(forward): forward for forward in forwards}.values())
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -226,61 +150,36 @@ class Graph:
         return list({id(module): module for module in modules if module is not None}.values())
 
     def leaves(self) -> list[Tensor]:
-        """Every trainable leaf of a use, once."""
-        return list({id(s.leaf): s.leaf for f in self.uses for s in f.sites}.values())
+        """Every trainable leaf that enters a use, once."""
+        return list({id(site.leaf): site.leaf for use in self.uses for site in use.sites}.values())
 
     def owners(self) -> list[tuple[nn.Module, set[int]]]:
-        """Modules that own leaves themselves, each with the identities of those."""
+        """Modules that own leaves directly, each with the identities of these leaves."""
         leaves = {id(leaf) for leaf in self.leaves()}
-        modules = {id(m): m for module in self.modules for m in module.modules()}.values()
-        own = [(module, leaves & {id(p) for p in module.parameters(recurse=False)}) for module in modules]
-        return [(module, some) for module, some in own if some]
+        modules = {id(child): child for module in self.modules for child in module.modules()}.values()
+        pairs = [(module, leaves & {id(p) for p in module.parameters(recurse=False)}) for module in modules]
+        return [(module, owned) for module, owned in pairs if owned]
 
     def root_gradients(self) -> list[Tensor]:
-        """What is fed in at each root: what was given, or ones."""
+        """The gradient that is fed in at each root: the given one, or ones."""
         pairs = zip(self.roots, self.gradients, strict=True)
         return [torch.ones_like(root) if given is None else given for root, given in pairs]
 
-    def without(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves that a pass can do without, out of ``given``, and all others that it goes to.
-
-        Every use must still be reached by a pass that is restricted to the others.
-        """
-        spared, leaves = {id(leaf): leaf for leaf in given}, {}
-        own = {node: found for found in self.uses for node, _ in found.nodes.values()}
-        roots = [root.grad_fn for root in self.roots if root.grad_fn is not None]
-        reached: set[Node] = set()
-        upstream: dict[Node, list[Node]] = {}
-        for node, done in depth_first(roots, upstream_of, upstream):
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves[id(leaf)] = leaf
-            if not done:
-                continue
-            if leaf is not None and id(leaf) in spared:
-                continue
-            if node in own and not any(up in reached for up in upstream[node]):
-                for site in own[node].sites:
-                    spared.pop(id(site.leaf), None)
-                reached.add(node)
-            elif leaf is not None or any(up in reached for up in upstream[node]):
-                reached.add(node)
-        return list(spared.values()), [leaf for key, leaf in leaves.items() if key not in spared]
-
     @property
     def holds_inputs(self) -> bool:
-        """Whether every use holds its inputs: nothing is computed again to get at them."""
-        return all(found.recorded.source is None for found in self.uses)
+        """Whether every use holds its inputs, so that none has to be computed again."""
+        return all(use.recorded.source is None for use in self.uses)
 
     @property
-    def entangled(self) -> bool:
-        """Whether graphs of parameters alone must outlive the user's own pass, which frees them in part.
+    def ties_computed_parameters(self) -> bool:
+        """Whether a leaf enters several uses, one of them through a tensor computed from parameters.
 
-        A leaf that enters several uses is dealt with when the last of them is reached.
+        Such a leaf is dealt with when the last of its uses is reached. By then the user's own pass has freed
+        part of the graph between leaf and tensor.
         """
         sites: dict[int, list[Site]] = {}
-        for found in self.uses:
-            for site in found.sites:
+        for use in self.uses:
+            for site in use.sites:
                 sites.setdefault(id(site.leaf), []).append(site)
         return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
 
@@ -292,35 +191,35 @@ class Graph:
                     return name
         return f"a tensor of shape {list(leaf.shape)}"
 
-    def label(self, found: ReachedUse) -> str:
-        """How messages call a use: by its function and its parameters."""
-        names = ", ".join(repr(self.name(site.leaf)) for site in found.sites)
-        return f"{found.recorded.name} of {names}"
+    def label(self, use: ReachedUse) -> str:
+        """What messages call a use: its function and its parameters."""
+        names = ", ".join(repr(self.name(site.leaf)) for site in use.sites)
+        return f"{use.recorded.name} of {names}"
 
     def hold(self, keep: bool) -> None:
-        """Keep what uses saved while this pass runs, whatever happens to the graph.
+        """Keep what uses and losses saved while this pass runs, even if autograd frees the graph.
 
         Args:
-            keep: Whether the graph is retained after it.
+            keep: Whether the graph is retained after the pass.
         """
         self.kept = keep
         for record in self._records():
             record.held = True
 
     def release_losses(self) -> None:
-        """Before the last pass: its nodes let go of the inputs of losses, which are as large as any tensor."""
+        """Let the last pass free the inputs of losses along with its nodes: they are as large as any tensor."""
         if not self.kept:
             for loss in self.losses:
                 loss.call.held = False
 
-    def forget(self) -> None:
-        """Nothing more will be asked of reentrant checkpoints: what refers to itself is taken apart."""
+    def drop_checkpoint_uses(self) -> None:
+        """Drop the uses of reentrant checkpoints, which refer back to their checkpoint: no pass comes again."""
         for checkpoint in self.checkpoints:
             checkpoint.uses = []
 
     def release(self, keep: bool) -> None:
-        """End of the pass: drop what uses saved unless the graph is retained."""
-        self.forget()
+        """End the pass: drop what uses and losses saved, unless the graph is retained."""
+        self.drop_checkpoint_uses()
         for record in self._records():
             record.held = False
             if not keep:
@@ -330,5 +229,5 @@ class Graph:
                     record.args, record.kwargs, record.released = (), {}, True
 
     def _records(self) -> Iterator[RecordedUse | RecordedLoss]:
-        yield from (found.recorded for found in self.uses)
+        yield from (use.recorded for use in self.uses)
         yield from (loss.call for loss in self.losses)

@@ -1,20 +1,21 @@
-"""Where the samples are: known from the graph, not guessed from shapes.
+"""Which layouts keep the samples apart: tried on the graph with random numbers.
 
 # NOTE [Separation]
 A sample has a quantity of its own at a use if the cotangent in its rows comes from its own part of the loss
-alone. That is what is checked, by the linearity of a backward pass: random numbers are fed in at the loss,
-those of sample n multiplied by ``2^k`` with a power k of its own, then by ``2^-k``. If the samples are
-separate, the rows of each come back multiplied by just that, exactly so in floating point; what leaks from
-one sample into another comes back with the wrong power, and amplified in one of the two sweeps. Of all the
-ways in which an output's shape can hold N samples the first that passes is taken; where none does, the
-samples are mixed between the use and the loss. The check costs two sweeps; its verdict is kept for passes of
-the same structure and shapes, unless nothing came back at a use, or data decide on the order of rows.
+alone. A backward pass is linear, so this can be checked: random numbers are fed in at the loss, those of sample
+n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
+separate, the rows of each sample come back multiplied by just that, exactly so in floating point. What leaks
+from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. An
+output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
+samples are mixed between the use and the loss. The check costs two sweeps. Its result is kept for passes of the
+same structure and shapes, unless nothing came back at a use, or data decide on the order of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from packprop.functions.losses.description import describe
 from packprop.functions.losses.rules import number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.sweep import sweep
+from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -33,7 +34,7 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """An output of the model that samples are fed in at."""
+    """An output of the model where samples can be fed in."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -49,16 +50,16 @@ class ModelOutput:
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
-    """Where samples can be fed in: at the inputs of the losses, or without these at outputs of the model."""
+    """Where samples can be fed in: at the inputs of the losses, or without losses at outputs of the model."""
     if graph.losses:
-        found = []
+        outputs = []
         for loss in graph.losses:
             call = loss.call
             given = call.input
             axis = describe(call.function, call.args, call.kwargs).class_axis
             count = number_of_samples(call.function, call.args, call.kwargs)
-            found.append(ModelOutput(call.edge, given.shape, count, axis, given.dtype, given.device))
-        return found
+            outputs.append(ModelOutput(call.edge, given.shape, count, axis, given.dtype, given.device))
+        return outputs
     leaf = graph.leaves()[0]
     return [
         ModelOutput(edge, shape, shape[0] if shape else 0, None, leaf.dtype, leaf.device)
@@ -67,123 +68,153 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
     ]
 
 
-def probe(
-    graph: Graph, sources: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
-) -> tuple[list[list[Layout]] | None, ReachedUse | None, bool]:
-    """Layouts of all uses under one choice at the sources; or the first use, from the loss, that mixes.
+class Separation(NamedTuple):
+    """Whether the samples stay apart, for one choice of layouts at the model's outputs.
 
-    Also whether something came back at every use: zeros tell nothing, as behind a head of zeros.
+    Args:
+        layouts: Where the outputs of each use hold the samples; ``None`` if they are mixed.
+        mixing: The use nearest to the loss that none of its layouts fits.
+        is_conclusive: Whether something came back at every use: zeros tell nothing, as behind a head of zeros.
+    """
+
+    layouts: list[list[Layout]] | None
+    mixing: ReachedUse | None
+    is_conclusive: bool
+
+
+Sizes = dict[tuple[ReachedUse, int, Layout], Tensor]
+"""For a use, one of its outputs and a layout: how large the rows of each sample are ``[n]``."""
+
+
+def separate(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
+) -> Separation:
+    """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
+
+    Args:
+        graph: What the pass goes through.
+        outputs: The model's outputs, where samples are fed in.
+        chosen: Where each of them holds the samples.
+        samples: Number of samples.
     """
     if samples == 1:
-        return [[Layout(None, 1)] * len(f.recorded.shapes) for f in graph.uses], None, True
+        return Separation([[Layout(None, 1)] * len(use.recorded.shapes) for use in graph.uses], None, True)
     fitting = {
-        f: [
-            [layout for layout in possible_layouts(shape, samples) if is_admitted(f, layout)]
-            for shape in f.recorded.shapes
-        ]
-        for f in graph.uses
+        use: [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes] for use in graph.uses
     }
     generator = torch.Generator().manual_seed(samples)
-    noise = [torch.randn(source.shape, generator=generator) for source in sources]
-    powers = _powers(samples, min(torch.finfo(source.dtype).max for source in sources), generator)
-    sizes: list[dict[tuple[ReachedUse, int, Layout], Tensor]] = []
-    for exponents in (powers, -powers):
-        seen: dict[tuple[ReachedUse, int, Layout], Tensor] = {}
-        sizes.append(seen)
+    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
+    powers = _powers(samples, min(torch.finfo(output.dtype).max for output in outputs), generator)
 
-        def visit(
-            found: ReachedUse,
-            cotangents: list[Tensor | None],
-            seen: dict[tuple[ReachedUse, int, Layout], Tensor] = seen,
-            exponents: Tensor = exponents,
-        ) -> None:
-            for index, cotangent in enumerate(cotangents):
-                if cotangent is None:
-                    continue
-                for layout in fitting[found][index]:
-                    rows = layout.to_front(cotangent, 1)[0].unsqueeze(-1)
-                    rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
-                    sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
-                    seen[found, index, layout] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
-
+    def scaled_by(exponents: Tensor) -> Sizes:
         seeds = []
-        for source, layout, random in zip(sources, chosen, noise, strict=True):
+        for output, layout, random in zip(outputs, chosen, noise, strict=True):
             factors = torch.exp2(exponents)[layout.sample_of(exponents.device)]
             form = [-1 if axis == layout.axis else 1 for axis in range(random.dim())]
-            seeds.append((random * factors.view(form)).to(source.device, source.dtype))
-        sweep([source.edge for source in sources], seeds, graph.uses, visit, inputs=False)
-    tolerance = max(torch.finfo(source.dtype).eps for source in sources) ** 0.5
-    for (found, index, layout), up in sizes[0].items():
-        down = sizes[1].get((found, index, layout), up)
+            seeds.append((random * factors.view(form)).to(output.device, output.dtype))
+        return _sizes_of_rows(graph, [output.edge for output in outputs], seeds, fitting, exponents)
+
+    first, second = scaled_by(powers), scaled_by(-powers)
+    tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    for (use, index, layout), up in first.items():
+        down = second.get((use, index, layout), up)
         known = up.isfinite() & down.isfinite()
         if bool((known & ((up - down).abs() > tolerance * torch.maximum(up, down))).any()):
-            fitting[found][index].remove(layout)
-    for found in graph.uses:  # those nearest to the loss come first
-        if not all(fitting[found]):
-            return None, found, False
-    heard = {found for (found, _, _), rows in sizes[0].items() if bool((rows > 0).any())}
-    return (
-        [[layouts[0] for layouts in fitting[found]] for found in graph.uses],
-        None,
-        len(heard) == len(graph.uses),
-    )
+            fitting[use][index].remove(layout)
+    for use in graph.uses:  # those nearest to the loss come first
+        if not all(fitting[use]):
+            return Separation(None, use, False)
+    reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
+    layouts = [[layouts[0] for layouts in fitting[use]] for use in graph.uses]
+    return Separation(layouts, None, len(reached) == len(graph.uses))
+
+
+def _sizes_of_rows(
+    graph: Graph,
+    edges: Sequence[GradientEdge],
+    seeds: Sequence[Tensor],
+    fitting: dict[ReachedUse, list[list[Layout]]],
+    exponents: Tensor,
+) -> Sizes:
+    """Sweep the seeds and measure the rows of each sample; the powers of two are taken out again."""
+    sizes: Sizes = {}
+
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for index, cotangent in enumerate(cotangents):
+            if cotangent is None:
+                continue
+            for layout in fitting[use][index]:
+                rows = layout.to_front(cotangent, 1)[0].unsqueeze(-1)
+                rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
+                sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
+                sizes[use, index, layout] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
+
+    sweep(edges, seeds, graph.uses, visit, ONE_COLUMN_WITHOUT_INPUTS)
+    return sizes
 
 
 def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) -> list[Layout] | int:
     """Where tensors between the losses and the uses hold the samples.
 
-    What is known already is not looked at again: inputs of losses, outputs of uses, and what comes out of an
-    entrywise function of these. The rest is found by the same check as for uses.
+    Some are known already: inputs of losses, outputs of uses, and outputs of entrywise functions of these.
+    The others are found by the same check as for uses.
 
     Args:
         graph: With its samples located.
         places: Where the tensors came from, and their shapes.
 
     Returns:
-        A layout for each; or the index of the first that holds them in no way that is seen.
+        A layout for each; or the index of the first tensor for which no layout fits.
     """
     known: dict[tuple[Node | None, int], tuple[torch.Size, Layout]] = {
-        key: (f.recorded.shapes[index], f.layouts[index]) for f in graph.uses for index, key in f.nodes.items()
+        key: (use.recorded.shapes[index], use.layouts[index])
+        for use in graph.uses
+        for index, key in use.nodes.items()
     }
     for loss in graph.losses:
         known[loss.call.edge.node, loss.call.edge.output_nr] = loss.call.shape, loss.layout
 
-    def settled(edge: GradientEdge, shape: torch.Size) -> Layout | None:
+    def known_layout(edge: GradientEdge, shape: torch.Size) -> Layout | None:
         key: tuple[Node | None, int] = edge.node, edge.output_nr
         if key not in known and name_of_node(edge.node) in ENTRYWISE:
-            sources = [source for source in edge.node.next_functions if source[0] is not None]
-            key = sources[0] if len(sources) == 1 else key
+            inputs = [above for above in edge.node.next_functions if above[0] is not None]
+            key = inputs[0] if len(inputs) == 1 else key
         there = known.get(key)
         return there[1] if there is not None and there[0] == shape else None
 
-    own = [settled(edge, shape) for edge, shape in places]
-    nowhere = ForwardCall(lambda: None)
-    found = {
+    layouts = [known_layout(edge, shape) for edge, shape in places]
+    no_module = ForwardCall(lambda: None)
+    stand_ins = {
         place: ReachedUse(
-            RecordedUse("", [], [], [shape], nowhere), {0: (edge.node, edge.output_nr)}, first=True
+            RecordedUse("", [], [], [shape], no_module), {0: (edge.node, edge.output_nr)}, is_end=True
         )
         for place, (edge, shape) in enumerate(places)
-        if own[place] is None
+        if layouts[place] is None
     }
-    if is_dry_run():  # as in ``_assumed``
-        for place in found:
+    if is_dry_run():  # nothing can be tried without data: samples are where they usually are
+        for place in stand_ins:
             usual = possible_layouts(places[place][1], graph.samples)
             if not usual:
                 return place
-            own[place] = usual[0]
-    elif found:
-        unknown = replace(graph, uses=list(found.values()))
-        layouts, failed, _ = probe(unknown, model_outputs(graph), graph.fed, graph.samples)
-        if layouts is None:
-            return next(place for place, f in found.items() if f is failed)
-        for place, (layout,) in zip(found, layouts, strict=True):
-            own[place] = layout
-    return [layout for layout in own if layout is not None]
+            layouts[place] = usual[0]
+    elif stand_ins:
+        unknown = replace(graph, uses=list(stand_ins.values()))
+        found = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+        if found.layouts is None:
+            return next(place for place, use in stand_ins.items() if use is found.mixing)
+        for place, (layout,) in zip(stand_ins, found.layouts, strict=True):
+            layouts[place] = layout
+    return [layout for layout in layouts if layout is not None]
 
 
-def is_admitted(found: ReachedUse, layout: Layout) -> bool:
+def admitted_layouts(use: ReachedUse, shape: torch.Size, samples: int) -> list[Layout]:
+    """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
+    return [layout for layout in possible_layouts(shape, samples) if _is_admitted(use, layout)]
+
+
+def _is_admitted(use: ReachedUse, layout: Layout) -> bool:
     """Whether the entries of a use allow the samples to be there."""
-    return layout.axis is None or all(site.entry.admits(layout.axis) for site in found.sites)
+    return layout.axis is None or all(site.entry.admits(layout.axis) for site in use.sites)
 
 
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:

@@ -22,14 +22,22 @@ class Site:
     entry: Entry
     leaf: Tensor
 
-    def of(self, entries: Sequence[Entry], found: Sequence[Entry]) -> Site:
-        """The same site among entries that were made again."""
+    def renewed(self, entries: Sequence[Entry], remade: Sequence[Entry]) -> Site:
+        """The same site with its entry as it was made again.
+
+        Args:
+            entries: All entries of the use, as they were recorded.
+            remade: The same entries, made again in the same order.
+
+        Raises:
+            PackpropError: If the parameter is another one.
+        """
         place = next(number for number, entry in enumerate(entries) if entry is self.entry)
-        again = found[place].parameter if place < len(found) else None
-        same = again is self.leaf if self.direct else again is not None and not again.is_leaf
+        parameter = remade[place].parameter if place < len(remade) else None
+        same = parameter is self.leaf if self.direct else parameter is not None and not parameter.is_leaf
         if not same:
             raise differs("a function", "it consumed other parameters")
-        return Site(found[place], self.leaf)
+        return Site(remade[place], self.leaf)
 
     @property
     def direct(self) -> bool:
@@ -40,13 +48,13 @@ class Site:
     def has_squares(self) -> bool:
         """Whether ``squares`` are known."""
         entry = self.entry
-        told = entry.squares is not None or entry.structure in ("Outer", "Lookup")
-        return self.direct and entry.linear and told
+        known = entry.squares is not None or entry.structure in ("Outer", "Lookup")
+        return self.direct and entry.linear and known
 
     def squares(
         self, cotangents: Sequence[Tensor | None], where: Sequence[Layout], samples: Samples
     ) -> Structure | None:
-        """As ``structure_of`` for squares of what multiplies the leaf; ``None`` where they are not known."""
+        """``structure_of`` with squares of what multiplies the leaf; ``None`` where they are not known."""
         if not self.has_squares:
             return None
         if self.entry.squares is not None:
@@ -62,7 +70,7 @@ class Site:
     ) -> Structure:
         """The structure of the leaf: that of its entry, pulled back to the leaf where it is not direct.
 
-        ``held``: bytes of one sample that an algorithm may hold if another holds less.
+        ``held``: how many bytes of one sample an algorithm may hold if another one holds less.
         """
         structure = self.entry.structure_of(cotangents, where, samples)
         if held is not None and isinstance(structure, Outer):
@@ -75,7 +83,7 @@ class Site:
 
 
 def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:
-    """From gradients of a tensor made of parameters ``[v, n, *d]`` to those of a leaf ``[v, n, *p]``."""
+    """From gradients of a computed parameter ``[v, n, *d]`` to gradients of a leaf ``[v, n, *p]``."""
     flat = gradients.flatten(0, 1).to(parameter.dtype)
-    found: Tensor = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
-    return found.to(accumulation_dtype(found.dtype))
+    at_leaf: Tensor = pulled([parameter], leaf, [flat]).unflatten(0, gradients.shape[:2])
+    return at_leaf.to(accumulation_dtype(at_leaf.dtype))

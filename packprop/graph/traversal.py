@@ -1,4 +1,4 @@
-"""Going through the nodes of the autograd graph, and what these have made."""
+"""Go through the nodes of the autograd graph, and see which tensors these made."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch.autograd.graph import Node
 
 
 def depth_first(
-    starts: Iterable[Node], upstream: Callable[[Node], list[Node]], stepped: dict[Node, list[Node]]
+    starts: Iterable[Node], upstream: Callable[[Node], list[Node]], neighbours: dict[Node, list[Node]]
 ) -> Iterator[tuple[Node, bool]]:
-    """Each node on the way down (``False``) and again when all upstream of it is done (``True``).
+    """Each node when it is met (``False``), and again when all nodes upstream of it are done (``True``).
 
     Args:
         starts: Where to begin.
-        upstream: The neighbours that a node leads to.
-        stepped: Is filled with them.
+        upstream: Gives the neighbours that a node leads to.
+        neighbours: Is filled with what ``upstream`` gave for each node.
     """
 
     def enter(node: Node) -> tuple[Node, Iterator[Node]]:
-        stepped[node] = upstream(node)
-        return node, iter(stepped[node])
+        neighbours[node] = upstream(node)
+        return node, iter(neighbours[node])
 
     for start in starts:
-        if start in stepped:
+        if start in neighbours:
             continue
         stack = [enter(start)]
         yield start, False
@@ -34,7 +34,7 @@ def depth_first(
             if child is None:
                 stack.pop()
                 yield node, True
-            elif child not in stepped:
+            elif child not in neighbours:
                 stack.append(enter(child))
                 yield child, False
 
@@ -45,8 +45,8 @@ def upstream_of(node: Node) -> list[Node]:
 
 
 def made_by(node: Node) -> list[Any]:
-    """Shape, dtype and device of each of the tensors that a node made.
+    """Shape, dtype and device of each tensor that a node made.
 
-    A private attribute of autograd nodes: no public one says how many outputs there are.
+    This reads a private attribute of autograd nodes: no public one says how many outputs there are.
     """
     return list(node._input_metadata)

@@ -1,4 +1,4 @@
-"""What one backward pass will go through: uses and losses found again from the root, completeness, names.
+"""Find what a backward pass will go through: its uses and losses, from the roots of the graph on.
 
 # NOTE [Stepping over a use]
 A function such as ``F.linear`` makes several nodes. The walk steps from a use's node to where its inputs came
@@ -8,23 +8,47 @@ from, over whatever lies between; so an edge into a parameter that the walk stil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
+from packprop.graph.checkpoint_uses import uses_inside
 from packprop.graph.completeness import (
-    above_losses,
     adopt_missing,
     find_after_loss,
     find_missing,
+    reached_without_loss,
     require_alive,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
+from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
+
+
+@dataclass
+class _Trail:
+    """What the walk saw on its way.
+
+    Args:
+        uses: Uses in the order in which they were met.
+        neighbours: The upstream neighbours of each node, over uses.
+        order: Nodes, each after all that lie upstream of it.
+        names: Names of nodes.
+        consumed: Leaves that are met outside of all uses, and the nodes that consume them.
+        checkpoint_places: For each reentrant checkpoint, how many uses were met before it.
+    """
+
+    uses: dict[RecordedUse, ReachedUse] = field(default_factory=dict)
+    neighbours: dict[Node, list[Node]] = field(default_factory=dict)
+    order: list[Node] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
+    checkpoint_places: list[int] = field(default_factory=list)
 
 
 def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None) -> Graph:
@@ -41,19 +65,33 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     """
     graph = Graph(roots, gradients)
     starts = [root.grad_fn for root in roots if root.grad_fn is not None]
-    names: list[str] = []
-    places: list[int] = []
-    found: dict[RecordedUse, ReachedUse] = {}
-    stepped: dict[Node, list[Node]] = {}
-    order: list[Node] = []
-    consumed: list[tuple[Tensor, Node]] = []
+    trail = _follow(graph, starts, wanted)
+    _look_inside(graph, trail)
+    trail.names += [use.recorded.name for checkpoint in graph.checkpoints for use in checkpoint.uses]
+    graph.uses = list(trail.uses.values())
+    require_alive(graph)
+    _find_sites(graph, wanted)
+    find_missing(graph, trail.consumed, wanted)
+    without_loss = reached_without_loss(graph, starts, trail.neighbours)
+    adopt_missing(graph, without_loss, trail.uses)
+    graph.without_loss = [
+        graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
+    ]
+    _mark_ends(trail)
+    find_after_loss(graph, trail.order, trail.neighbours)
+    graph.signature = _signature(graph, trail.names)
+    return graph
 
-    for node, done in depth_first(starts, lambda node: _over_uses(node, found), stepped):
+
+def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
+    """Go through all nodes once; the graph gets losses, outputs, checkpoints and layers that mix samples."""
+    trail = _Trail()
+    steps = depth_first(starts, lambda node: _neighbours_over_uses(node, trail.uses), trail.neighbours)
+    for node, done in steps:
         if done:
-            order.append(node)
+            trail.order.append(node)
             continue
-        name = node.name()
-        names.append(name)
+        trail.names.append(node.name())
         marks = marks_of(node)
         if LOSS in marks:
             call, output = marks[LOSS]
@@ -65,111 +103,94 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
             graph.checkpoints.append(
                 ReentrantCheckpoint(node, lambda inside: walk(inside, [None] * len(inside), wanted))
             )
-            places.append(len(found))
+            trail.checkpoint_places.append(len(trail.uses))
         if MIXES in marks:
             graph.mixers.append(marks[MIXES])
         if USE not in marks:
-            for upstream in stepped[node]:
+            for upstream in trail.neighbours[node]:
                 leaf = getattr(upstream, "variable", None)
                 if leaf is not None:
-                    consumed.append((leaf, node))
-    found = _look_inside(graph, found, places, stepped)
-    names += [f.recorded.name for checkpoint in graph.checkpoints for f in checkpoint.uses]
-    graph.uses = list(found.values())
-    require_alive(graph)
-    _find_sites(graph, wanted)
-    find_missing(graph, consumed, wanted)
-    above = above_losses(graph, starts, stepped)
-    adopt_missing(graph, above, found)
-    graph.without_loss = [graph.label(f) for f in graph.uses if any(node in above for node in f.anchors)]
-    _find_first(order, stepped, found)
-    find_after_loss(graph, order, stepped)
-    shapes = tuple((f.recorded.name, tuple(f.recorded.shapes)) for f in graph.uses)
-    kinds = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
-    sizes = tuple(size for forward in graph.forwards for size in forward.sizes)
-    graph.signature = hash((tuple(names), shapes, kinds, sizes, bool(graph.without_loss)))
-    return graph
+                    trail.consumed.append((leaf, node))
+    return trail
 
 
-def _look_inside(
-    graph: Graph, found: dict[RecordedUse, ReachedUse], places: list[int], stepped: dict[Node, list[Node]]
-) -> dict[RecordedUse, ReachedUse]:
-    """The same uses, with those of reentrant checkpoints in their places among them."""
-    if not graph.checkpoints:
-        return found
-    reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
-    edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
-    for node in stepped:
-        marks = marks_of(node).get(USE)
-        if marks is None:
-            edges += [GradientEdge(up, output) for up, output in node.next_functions if up is not None]
-        else:
-            edges += [edge for use, _, _ in marks for edge in use.edges]
-    for node, output, *_ in edges:
-        if node in reached:
-            reached[node].add(output)
-    items = list(found.items())
-    for checkpoint, place in reversed(list(zip(graph.checkpoints, places, strict=True))):
-        items[place:place] = [(inside.recorded, inside) for inside in checkpoint.look(reached[checkpoint.node])]
-    return dict(items)
-
-
-def _over_uses(node: Node, found: dict[RecordedUse, ReachedUse]) -> list[Node]:
-    """A node's upstream neighbours, stepping over uses, which are noted."""
+def _neighbours_over_uses(node: Node, uses: dict[RecordedUse, ReachedUse]) -> list[Node]:
+    """A node's upstream neighbours; at a use, which is noted, the nodes that its inputs came from."""
     marks = marks_of(node).get(USE)
     if marks is None:
         return upstream_of(node)
     neighbours = []
     for use, index, output in marks:
-        found.setdefault(use, ReachedUse(use)).nodes[index] = (node, output)
+        uses.setdefault(use, ReachedUse(use)).nodes[index] = (node, output)
         neighbours += [edge.node for edge in use.edges]
     return neighbours
 
 
-def _find_first(
-    order: list[Node], stepped: dict[Node, list[Node]], found: dict[RecordedUse, ReachedUse]
-) -> None:
-    """A use is first if no other one lies upstream; upstream nodes come earlier in ``order``."""
-    below: dict[Node, bool] = {}
-    uses: dict[Node, bool] = {node: True for f in found.values() for node in f.anchors}
-    for node in order:
-        below[node] = any(below.get(up, False) or up in uses for up in stepped[node])
-    for f in found.values():
-        f.first = f.checkpoint is None and not any(below[node] for node in f.anchors)
+def _look_inside(graph: Graph, trail: _Trail) -> None:
+    """Put the uses of reentrant checkpoints in their places among the others."""
+    if not graph.checkpoints:
+        return
+    reached: dict[Node, set[int]] = {checkpoint.node: set() for checkpoint in graph.checkpoints}
+    edges = [get_gradient_edge(root) for root in graph.roots if root.grad_fn is not None]
+    for node in trail.neighbours:
+        marks = marks_of(node).get(USE)
+        if marks is None:
+            edges += [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
+        else:
+            edges += [edge for use, _, _ in marks for edge in use.edges]
+    for node, output, *_ in edges:
+        if node in reached:
+            reached[node].add(output)
+    uses = list(trail.uses.items())
+    places = zip(graph.checkpoints, trail.checkpoint_places, strict=True)
+    for checkpoint, place in reversed(list(places)):
+        inside = uses_inside(checkpoint, reached[checkpoint.node])
+        uses[place:place] = [(use.recorded, use) for use in inside]
+    trail.uses = dict(uses)
+
+
+def _mark_ends(trail: _Trail) -> None:
+    """Mark the uses that have no other use upstream; checkpoints, whose uses have no nodes, are left out."""
+    use_upstream: dict[Node, bool] = {}
+    anchors = {node for use in trail.uses.values() for node in use.anchors}
+    for node in trail.order:
+        use_upstream[node] = any(
+            use_upstream.get(above, False) or above in anchors for above in trail.neighbours[node]
+        )
+    for use in trail.uses.values():
+        use.is_end = use.checkpoint is None and not any(use_upstream[node] for node in use.anchors)
 
 
 def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
-    """Trace the parameters of every use to the leaves that they are made of."""
+    """Trace the parameters of every use to the leaves that they are computed from."""
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     leaves: dict[int, list[Tensor]] = {}
-    for found in graph.uses:
-        for entry in found.recorded.entries or ():
+    for use in graph.uses:
+        for entry in use.recorded.entries or ():
             parameter = entry.parameter
             if id(parameter) not in leaves:
-                leaves[id(parameter)] = _leaves_of(graph, parameter)
+                leaves[id(parameter)] = _leaves_of(parameter)
             for leaf in leaves[id(parameter)]:
                 if chosen is None or id(leaf) in chosen:
-                    found.sites.append(Site(entry, leaf))
-    for found in graph.uses:
-        for site in found.sites:
+                    use.sites.append(Site(entry, leaf))
+    for use in graph.uses:
+        for site in use.sites:
             if site.entry.refusal is not None:
                 raise PackpropError(
                     "A quantity beyond the gradient was asked for.",
-                    f"parameter {graph.name(site.leaf)!r} in {found.recorded.name}",
+                    f"parameter {graph.name(site.leaf)!r} in {use.recorded.name}",
                     *site.entry.refusal,
                 )
 
 
-def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
+def _leaves_of(parameter: Tensor) -> list[Tensor]:
     if parameter.grad_fn is None:
         return [parameter]
-    found: dict[int, Tensor] = {}
-    stack, seen = [parameter.grad_fn], {parameter.grad_fn}
-    while stack:
-        node = stack.pop()
+    leaves: dict[int, Tensor] = {}
+    for node in nodes_above([parameter.grad_fn]):
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         if USE in marks_of(node):
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
@@ -177,8 +198,12 @@ def _leaves_of(graph: Graph, parameter: Tensor) -> list[Tensor]:
                 "it depends on the samples through a function that was not seen",
                 "register the function with packprop.register_use, or call it through torch functions",
             )
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                stack.append(upstream)
-    return list(found.values())
+    return list(leaves.values())
+
+
+def _signature(graph: Graph, names: list[str]) -> int:
+    """A number that is equal for passes of equal structure and shapes."""
+    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+    losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
+    input_shapes = tuple(shape for forward in graph.forwards for shape in forward.sizes)
+    return hash((tuple(names), uses, losses, input_shapes, bool(graph.without_loss)))

@@ -27,7 +27,7 @@ from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.samples import check_graph, copy_verdicts
+from packprop.graph.samples import check_graph, copy_sample_locations
 from packprop.graph.walk import walk
 from packprop.memory.line import Line, forms_gradients, line_of
 from packprop.memory.peaks import Peak, PeakRecorder
@@ -65,7 +65,7 @@ class DryRun:
             stack.enter_context(dry_run(step.device.type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             model = copy_without_data(step.model, self._make_tensors)
-            copy_verdicts(model, step.model)
+            copy_sample_locations(model, step.model)
             stack.enter_context(peaks.live)
             stack.enter_context(torch.enable_grad())
             peaks.own_model(model)

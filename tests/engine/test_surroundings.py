@@ -108,7 +108,7 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
     found = []
     with packprop.algorithms(norms="products"):
         watch = Watch([], lambda *_: None)
-        hook = watch._here(lambda value: found.append((value, forced("norms"))))
+        hook = watch._in_context(lambda value: found.append((value, forced("norms"))))
         hook(1)
         thread = threading.Thread(target=hook, args=(2,))
         thread.start()

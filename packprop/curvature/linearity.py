@@ -1,0 +1,102 @@
+"""What is not linear between the losses and the uses."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.curvature.dependence import upstream_first
+from packprop.functions.nodes import kind_of
+from packprop.graph.graph import Graph
+from packprop.graph.separation import layouts_at
+from packprop.graph.traversal import made_by
+from packprop.tensors.layout import Layout
+
+
+@dataclass(frozen=True)
+class Nonlinearity:
+    """An elementwise nonlinearity between a loss and some uses.
+
+    Args:
+        node: Its node.
+        input: Where its input came from.
+        shape: Shape of its input.
+        upstream: Bits of the uses that its input depends on.
+    """
+
+    node: Node
+    input: GradientEdge
+    shape: torch.Size
+    upstream: int
+
+
+@dataclass
+class NonlinearNodes:
+    """The nodes between the losses and the uses that are not linear.
+
+    Args:
+        elementwise: Elementwise nonlinearities.
+        layouts: Where their inputs hold the samples.
+        products: Products, each by the bits of its factors. A product is linear for a leaf if only one of its
+            factors depends on the leaf's uses.
+        unknown: Bits of the uses upstream of nodes of any other kind.
+    """
+
+    elementwise: list[Nonlinearity] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    products: set[tuple[int, ...]] = field(default_factory=set)
+    unknown: int = 0
+
+    def allow_sweep(self, bits: int) -> bool:
+        """Whether uses, given as bits, have nothing downstream but linear and elementwise nodes."""
+        if bits & self.unknown:
+            return False
+        return not any(sum(bool(bits & factor) for factor in factors) > 1 for factors in self.products)
+
+
+def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
+    """Find the nodes between the losses and the uses that are not linear.
+
+    Args:
+        graph: With its samples located.
+        masks: The uses upstream of each node, as bits.
+    """
+    found = NonlinearNodes()
+    for node in upstream_first([loss.call.edge.node for loss in graph.losses]):
+        _classify(node, masks, found)
+    while found.elementwise:
+        layouts = layouts_at(graph, [(each.input, each.shape) for each in found.elementwise])
+        if isinstance(layouts, list):
+            found.layouts = layouts
+            break
+        found.unknown |= found.elementwise.pop(layouts).upstream  # no layout is seen for this one
+    return found
+
+
+def _classify(node: Node, masks: dict[Node, int], found: NonlinearNodes) -> None:
+    """Add one node to what is found, unless it is linear."""
+    edges = node.next_functions
+    factors = [
+        (place, masks[above]) for place, (above, _) in enumerate(edges) if above is not None and masks[above]
+    ]
+    if not factors:
+        return
+    places = [place for place, _ in factors]
+    upstream = functools.reduce(int.__or__, (mask for _, mask in factors))
+    kind = kind_of(node, places)
+    if kind == "elementwise":
+        source, output = edges[places[0]]
+        assert source is not None
+        shape = torch.Size(made_by(source)[output].shape)
+        if shape == torch.Size(made_by(node)[0].shape):
+            found.elementwise.append(Nonlinearity(node, GradientEdge(source, output), shape, upstream))
+            return
+    if kind == "linear":
+        return
+    if len(places) > 1 and all(kind_of(node, [place]) == "linear" for place in places):
+        found.products.add(tuple(mask for _, mask in factors))
+    else:
+        found.unknown |= upstream

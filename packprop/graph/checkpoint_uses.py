@@ -1,0 +1,103 @@
+"""Uses inside reentrant checkpoints, found and given their inputs by running the function again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from packprop.functions.entry import Entry
+from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
+from packprop.recording.inputs import without_inputs
+from packprop.recording.marks import RecordedUse
+from packprop.recording.reentrant import Rerun, refused, run_again
+from packprop.recording.regions import differs
+
+
+def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[ReachedUse]:
+    """Find the uses in a checkpoint, without their inputs.
+
+    Args:
+        checkpoint: Gets the uses.
+        reached: Which of its outputs lead to the roots, by number.
+
+    Raises:
+        PackpropError: If a loss or an unrecorded use is in it, or if it was given a parameter as an argument.
+    """
+    checkpoint.reached = reached
+    rerun, graph = walk_again(checkpoint)
+    if graph.losses:
+        raise refused("a loss in it is hidden from this pass")
+    if graph.missing:
+        leaf, consumer = graph.missing[0]
+        raise refused(f"{consumer.name()} in it consumes a parameter of shape {list(leaf.shape)} out of sight")
+    arguments = {id(value) for value in rerun.inputs}
+    if any(id(site.leaf) in arguments for use in graph.uses for site in use.sites):
+        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
+    for use in graph.uses:
+        recorded = use.recorded
+        source = ReentrantInputs(checkpoint, len(checkpoint.uses))
+        entries = without_inputs(recorded.entries or (), source)
+        inside = RecordedUse(recorded.name, entries, [], recorded.shapes, recorded.forward, source)
+        checkpoint.uses.append(ReachedUse(inside, checkpoint=checkpoint))
+    graph.drop_checkpoint_uses()
+    return checkpoint.uses
+
+
+def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
+    """Run a checkpoint's function again, and walk the graph that this makes.
+
+    Raises:
+        PackpropError: If the function does not call the same functions as before.
+    """
+    rerun = run_again(checkpoint.node)
+    roots = [
+        value
+        for number, value in enumerate(rerun.outputs)
+        if value is not None and value.requires_grad and number in checkpoint.reached
+    ]
+    graph = checkpoint.walk(roots)
+    if checkpoint.uses and _calls(checkpoint.uses) != _calls(graph.uses):
+        raise differs("a layer", "it called other functions")
+    return rerun, graph
+
+
+def _calls(uses: list[ReachedUse]) -> list[tuple[str, list[torch.Size]]]:
+    return [(use.recorded.name, use.recorded.shapes) for use in uses]
+
+
+@dataclass(eq=False)
+class ReentrantInputs:
+    """Where a use in a reentrant checkpoint finds its inputs.
+
+    Args:
+        checkpoint: The checkpoint.
+        number: Number of the use among those in it.
+        live: The entries with their inputs, while the checkpoint's own graph is there.
+    """
+
+    checkpoint: ReentrantCheckpoint
+    number: int
+    live: list[Entry] | None = None
+
+    def ready(self) -> list[Entry] | None:
+        """Entries, while the checkpoint's own graph is there."""
+        return self.live
+
+    def fetch(self) -> list[Entry]:
+        """Entries; the checkpoint's function is run again if they are not there."""
+        if self.live is None:
+            _, graph = walk_again(self.checkpoint)
+            for own, again in zip(self.checkpoint.uses, graph.uses, strict=True):
+                assert isinstance(own.recorded.source, ReentrantInputs)
+                own.recorded.source.live = again.entries()
+            graph.drop_checkpoint_uses()
+        assert self.live is not None
+        return self.live
+
+    def taken(self) -> None:
+        """Drop the entries: somebody else holds them now."""
+        self.live = None
+
+    def release(self) -> None:
+        """Nothing is kept from one pass to the next."""

@@ -107,7 +107,7 @@ def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...],
         taken.append(len(left))
         return kernels.products_one_by_one(left, right)
 
-    monkeypatch.setattr(one_by_one, "products_in_turn", noted)
+    monkeypatch.setattr(one_by_one, "products_one_by_one", noted)
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)
     if case.name == "linear-3d" and names != ("batch_l2",):  # norms are those of few positions
         assert taken[:2] == [2, 1]

@@ -118,10 +118,10 @@ def _find_locations(graph: Graph) -> _SampleLocations:
             chosen = [layout[min(choice, len(layout) - 1)] for layout in layouts if layout]
             if len(chosen) < len(layouts):
                 break
-            found = separate(graph, outputs, chosen, samples)
-            if found.layouts is not None:
-                return _SampleLocations(samples, chosen, found.layouts, found.is_conclusive)
-            mixing = mixing or found.mixing
+            separation = separate(graph, outputs, chosen, samples)
+            if separation.layouts is not None:
+                return _SampleLocations(samples, chosen, separation.layouts, separation.is_conclusive)
+            mixing = mixing or separation.mixing
     if mixing is None:
         shapes = [shape for forward in graph.forwards for shape in forward.sizes]
         raise _disagreement([output.samples for output in outputs], shapes)

@@ -199,10 +199,10 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             layouts[place] = usual[0]
     elif stand_ins:
         unknown = replace(graph, uses=list(stand_ins.values()))
-        found = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
-        if found.layouts is None:
-            return next(place for place, use in stand_ins.items() if use is found.mixing)
-        for place, (layout,) in zip(stand_ins, found.layouts, strict=True):
+        separation = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+        if separation.layouts is None:
+            return next(place for place, use in stand_ins.items() if use is separation.mixing)
+        for place, (layout,) in zip(stand_ins, separation.layouts, strict=True):
             layouts[place] = layout
     return [layout for layout in layouts if layout is not None]
 

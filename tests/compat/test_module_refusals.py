@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from packprop.compat.own import (
-    BackpropExtension,
-    ModuleExtension,
-)
+from packprop.compat.own import BackpropExtension, ModuleExtension
 from packprop.errors import PackpropError
 from tests.compat.module_extensions import Fourth, LinearSquares, Propagated, run
 from tests.compat.programs import installed, mlp, vectors

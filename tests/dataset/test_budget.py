@@ -14,9 +14,7 @@ from packprop import extensions
 from packprop.errors import BadInput
 from packprop.memory.live import LiveBytes
 from tests.memory.steps import MIB, data, network
-from tests.references.running import (
-    assert_all_near,
-)
+from tests.references.running import assert_all_near
 
 
 def test_a_whole_data_set_inside_a_budget() -> None:

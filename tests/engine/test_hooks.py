@@ -12,15 +12,7 @@ import packprop
 from packprop import extensions
 from tests.cases import BY_NAME, Case
 from tests.references.law_cases import SIZE, each_case, each_row
-from tests.references.running import (
-    ROWS,
-    Row,
-    assert_near,
-    backward,
-    forward,
-    make_all,
-    results,
-)
+from tests.references.running import ROWS, Row, assert_near, backward, forward, make_all, results
 
 
 def own_modules(model: nn.Module) -> list[nn.Module]:

@@ -16,12 +16,7 @@ import packprop
 from packprop import extensions
 from tests.cases.models.convolutional import ResNet
 from tests.references.per_sample import batch, images, network
-from tests.references.running import (
-    FIRST_ORDER,
-    ROWS,
-    Row,
-    make_all,
-)
+from tests.references.running import FIRST_ORDER, ROWS, Row, make_all
 
 
 def living_tensors() -> int:

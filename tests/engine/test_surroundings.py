@@ -16,10 +16,7 @@ from packprop import extensions
 from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
 from tests.references.per_sample import batch, images, network, rows_by_loop
-from tests.references.running import (
-    assert_near,
-    right_or_refused,
-)
+from tests.references.running import assert_near, right_or_refused
 
 
 @pytest.fixture

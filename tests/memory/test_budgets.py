@@ -18,12 +18,7 @@ from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
-from tests.references.running import (
-    ROWS,
-    Row,
-    as_tensors,
-    assert_all_near,
-)
+from tests.references.running import ROWS, Row, as_tensors, assert_all_near
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -16,9 +16,7 @@ from packprop.memory.live import LiveBytes
 from packprop.memory.plan import BudgetTooSmall
 from tests.cases.models.wrapping import Checkpointed
 from tests.memory.steps import step
-from tests.references.running import (
-    assert_all_near,
-)
+from tests.references.running import assert_all_near
 
 
 def wide_layers() -> nn.Module:

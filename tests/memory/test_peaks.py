@@ -22,14 +22,7 @@ from packprop.tensors.nesting import tensors_in
 from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem
-from tests.references.running import (
-    ROWS,
-    Row,
-    backward,
-    forward,
-    make_all,
-    rows_for,
-)
+from tests.references.running import ROWS, Row, backward, forward, make_all, rows_for
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

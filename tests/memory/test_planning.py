@@ -17,12 +17,7 @@ from packprop.memory.live import LiveBytes
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.planning import plan_again
 from tests.memory.steps import MIB, PLANNED, data, network, step
-from tests.references.running import (
-    assert_all_near,
-    backward,
-    forward,
-    results,
-)
+from tests.references.running import assert_all_near, backward, forward, results
 
 
 @pytest.fixture

@@ -16,9 +16,7 @@ from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from tests.memory.steps import data, network, step
-from tests.references.running import (
-    assert_all_near,
-)
+from tests.references.running import assert_all_near
 
 
 def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:

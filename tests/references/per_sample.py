@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from tests.references.running import (
-    ROWS,
-    assert_near,
-)
+from tests.references.running import ROWS, assert_near
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

@@ -126,7 +126,7 @@ def test_an_extension_that_is_called_itself() -> None:
 
 @installed
 def test_a_loss_that_is_gone() -> None:
-    """The last one may be made in the line that calls it; an earlier one is missed where it is needed."""
+    """The last loss module may be a temporary; an earlier one that is gone is an error where needed."""
     from backpack import backpack, extend
 
     model, (x, y) = extend(mlp()), vectors()

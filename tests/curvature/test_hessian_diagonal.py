@@ -90,7 +90,7 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 @pytest.mark.parametrize("case", [*SMOKE, *AFFINE], ids=lambda case: case.name)
 @pytest.mark.parametrize("way", ["output", "parameter"])
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is taken for known, the way that needs to know nothing gives the same."""
+    """Whatever a route takes for known, the route that takes nothing for known gives the same numbers."""
     if way == "output":
         monkeypatch.setattr(linearity, "kind_of", lambda node, dependent: "nonlinear")
     else:

@@ -37,7 +37,7 @@ def test_a_whole_data_set_inside_a_budget() -> None:
 
 
 def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
-    """And one that is no larger is not: the last is mostly smaller."""
+    """A smaller batch, as the last of a data set often is, keeps the plan."""
     model, loss = nn.Sequential(nn.Linear(6, 200), nn.Sigmoid(), nn.Linear(200, 4)), nn.CrossEntropyLoss()
     inputs, targets = torch.randn(300, 6), torch.randint(4, (300,))
     batches = [(inputs[start:stop], targets[start:stop]) for start, stop in ((0, 3), (3, 290), (290, 300))]

@@ -61,7 +61,7 @@ def test_hook_may_free_what_it_has_read(row: Row) -> None:
 
 
 def test_trace_by_hook_equals_the_sum_of_the_diagonal() -> None:
-    """The use that the hook is for: reduce each module's result and let it go."""
+    """What the hook is meant for: reduce each module's result, then free it."""
     problem, other = (BY_NAME["conv2d-deep"].problem(SIZE) for _ in range(2))
     trace = torch.zeros((), dtype=torch.float64)
 

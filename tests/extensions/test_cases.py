@@ -96,7 +96,7 @@ STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("
 @pytest.mark.parametrize("names", STREAMED, ids=lambda names: "+".join(names))
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
-    """Each is formed once and given to all that was asked for, in chunks of two samples."""
+    """Each gradient is formed once and given to everything asked for, in chunks of two samples."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "SHORT", 0)

@@ -23,7 +23,7 @@ from tests.cases.models.functions import Cube
 
 
 def kept(**options: Any) -> list[bool]:
-    """What it says inside a hook on a node."""
+    """What torch._C._autograd._get_current_graph_task_keep_graph says inside a hook on a node."""
     with torch.enable_grad():  # also inside a hook, where it is off
         x = torch.ones(2, requires_grad=True)
         y = (x * x).sum()
@@ -52,7 +52,7 @@ def test_whether_the_running_pass_keeps_its_graph(options: dict[str, bool], keep
 
 
 def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
-    """What a hook asks within a nested pass is about the nested one."""
+    """Inside a backward pass that a hook starts, the answer is about that inner pass."""
     inner: list[list[bool]] = []
     x = torch.ones(2, requires_grad=True)
     y = (x * x).sum()
@@ -68,7 +68,7 @@ def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
 
 
 def inputs_alive(**options: Any) -> tuple[bool, Tensor]:
-    """Whether a recorded input outlives a backward pass without packprop, as long as the loss does."""
+    """Whether recorded inputs still live after a plain backward pass, while the loss is held."""
     model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     x = torch.randn(4, 3)
     alive = weakref.ref(x)

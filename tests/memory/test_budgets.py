@@ -23,7 +23,7 @@ from tests.references.running import ROWS, Row, as_tensors, assert_all_near
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
-    """Down to the least that is possible, in steps."""
+    """Budgets from ample down to the smallest that is possible, in steps."""
     loss = nn.CrossEntropyLoss()
     free = packprop.plan(network(), loss, data(), [row(torch.Generator())])
     with pytest.raises(BadInput) as caught:

@@ -130,7 +130,7 @@ def test_nested_extended_models() -> None:
 
 
 def test_only_a_part_extended() -> None:
-    """No number for what was not recorded; the right one, or an error, for what is extended."""
+    """What was not recorded gets no result; what is extended gets the right one, or an error."""
     model = network()
     packprop.extend(model[2])
     x, y = batch()

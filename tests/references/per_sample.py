@@ -16,7 +16,7 @@ each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def network() -> nn.Module:
-    """Layers that pickle: no lambda."""
+    """A small network that can be pickled, so without lambdas."""
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
 
 

@@ -35,8 +35,8 @@ def changed_gradient() -> PackpropError:
         "Quantities of single samples were asked for.",
         "a hook on a tensor or a module, which changed the gradient",
         "they were taken in a pass of their own (backward(inputs=...), parameters that are computed and used "
-        "more than once, or an extension for modules), in which no hook of yours is run: they would be those of "
-        "the unchanged gradient",
+        "more than once, or an extension for modules), in which no hook of yours is run: they would be those "
+        "of the unchanged gradient",
         "remove the hook, or change .grad after the pass; or call backward() without inputs",
     )
 
@@ -111,8 +111,8 @@ class GradientPass:
         The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
         summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
         is restricted to the other leaves. These leaves are given their sums at the end, through their own
-        nodes, so that hooks on them run. Hooks on what lies between would not all be reached by a restricted
-        pass: where there are any, nothing is restricted.
+        nodes, so that hooks on them run. Hooks of the user's own on what lies between, and processes that
+        exchange gradients when a pass ends, would see that some are missing: then nothing is restricted.
         """
         graph = self._request.graph
         if graph.hooks.are_inside:

@@ -91,8 +91,8 @@ IDENTITIES = {
 """Nodes of PyTorch's own, written in Python, that hand gradients on as they are, and the functions behind them.
 
 The first stands at the inputs and outputs of modules with full backward hooks, which run after it. The second
-stands at the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient that comes through it
-starts the exchange between processes. Both are private, and known here alone by name: they are neither
+stands at the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient that comes through
+it starts the exchange between processes. Both are private, and known here alone by name: they are neither
 nonlinear nor a user's own, and nothing public tells them apart from those.
 """
 

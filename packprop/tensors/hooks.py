@@ -78,8 +78,8 @@ class Hooks:
         self._dictionaries = list({id(hooks): hooks for hooks in everywhere}.values())
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
         self._doers = list(doers)
-        self.are_inside = bool(inside or self._retaining)
-        """Whether there are any but those on leaves."""
+        self.are_inside = bool(inside or self._retaining or self._doers)
+        """Whether there are any but those on leaves, nodes that do something else among them."""
         self._any = bool(self._dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
 

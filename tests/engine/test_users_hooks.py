@@ -223,22 +223,25 @@ def run_restricted(model: Net, inputs: Sequence[Tensor]) -> None:
 
 
 def test_large_shared_weights_do_not_keep_hooks_from_running() -> None:
-    """Their gradients are summed from samples' otherwise, in a pass that leaves out what lies above."""
+    """Their gradients are summed from those of samples otherwise, and left out of the user's pass."""
     found = []
     for asked in ([], [extensions.BatchGrad()]):
         torch.manual_seed(0)
         seen: list[Tensor] = []
-        model = nn.Sequential(nn.Conv1d(32, 64, 5), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 60, 3))
+        layers = nn.Conv1d(32, 32, 1), nn.ReLU(), nn.Conv1d(32, 64, 5), nn.ReLU()
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 124, 3))
         packprop.extend(model)
-        x, y = torch.randn(16, 32, 64), torch.randint(0, 3, (16,))
-        h = model[0](x)
+        x, y = torch.randn(16, 32, 128), torch.randint(0, 3, (16,))
+        h = model[2](model[1](model[0](x)))
         h.register_hook(seen.append)
-        loss = packprop.extend(nn.CrossEntropyLoss())(model[1:](h), y)
+        model[3].register_full_backward_hook(lambda _m, inputs, _o, seen=seen: seen.append(inputs[0]))
+        loss = packprop.extend(nn.CrossEntropyLoss())(model[3:](h), y)
         with packprop.backpack(*asked):
             loss.backward()
-        found.append([*seen, model[0].weight.grad])
-    assert len(found[0]) == 2
-    assert all(map(torch.allclose, *found))
+        found.append([*seen, model[2].weight.grad])
+    assert len(found[0]) == len(found[1]) == 3
+    for gradient, other in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 def test_hooks_registered_after_the_forward_pass() -> None:

@@ -16,6 +16,7 @@ from packprop.compat.own import BackpropExtension
 from packprop.context import Backpack
 from packprop.engine.gradient import changed_gradient
 from packprop.engine.saving import Hook
+from packprop.graph.completeness import require_unsharded
 from packprop.graph.hooks import hooks_below
 from packprop.memory.plan import Plan
 from packprop.recording import switch
@@ -117,6 +118,8 @@ class backpack(Backpack):  # noqa: N801
             done = None if self.extensions else self.extension_hook
             start = Start(run.roots, run.gradients, run.create_graph)
             hooks = hooks_below(run.roots)
+            called = [call.module for call in calls_below(run.roots)]
+            require_unsharded([module for module in called if module is not None], hooks)
             with hooks.quiet():
                 calls, self._overrides = run_on_modules(start, self._own, done)
             users_pass = backward

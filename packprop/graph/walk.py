@@ -21,6 +21,7 @@ from packprop.graph.completeness import (
     find_missing,
     reached_without_loss,
     require_alive,
+    require_unsharded,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.hooks import hooks_on, is_of_interest
@@ -84,6 +85,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     find_after_loss(graph, trail.order, trail.neighbours)
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
+    require_unsharded(graph.modules, graph.hooks)
     graph.signature = _signature(graph, trail.names)
     return graph
 

@@ -83,6 +83,10 @@ class Hooks:
         self._any = bool(self._dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
 
+    def homes(self) -> set[str]:
+        """Names of the Python modules that the hooks are from."""
+        return {_home_of(hook) for hooks in self._dictionaries for hook in hooks.values()}
+
     def quiet(self) -> AbstractContextManager[None]:
         """Nobody is called inside."""
         return self._switched(True) if self._any and self._quieted is None else NOTHING
@@ -137,6 +141,13 @@ class Hooks:
 
 def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
     return [hooks for tensor in tensors if (hooks := dictionary_of(tensor))]
+
+
+def _home_of(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return str(getattr(hook if owner is None else type(owner), "__module__", ""))
 
 
 def _stand_in(*_: Any) -> None:

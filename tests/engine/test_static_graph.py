@@ -1,4 +1,4 @@
-"""`DistributedDataParallel(static_graph=True)` exchanges gradients in the user's own pass, the first one, too."""
+"""With `static_graph=True`, gradients are exchanged in the pass of the user, from the first one on."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.gradient import changed_gradient
 from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
@@ -24,9 +25,11 @@ from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
+from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
-from packprop.types import Extension
+from packprop.tensors.hooks import NOTHING
+from packprop.types import GRADIENT, Extension
 
 
 class _Local(threading.local):
@@ -114,6 +117,10 @@ class Backpack(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = None
+        if func is Tensor.register_hook and not self._running:
+            out = func(*args, **kwargs)
+            note_hooks(args[0])
+            return out
         if func is Tensor.backward:
             call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -154,7 +161,9 @@ class Backpack(TorchFunctionMode):
                 backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
             else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
-                backward()
+                asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
+                with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
+                    backward()
             keep = call.keeps_graph
         finally:
             graph.release(keep)

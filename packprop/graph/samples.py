@@ -68,7 +68,8 @@ def locate_samples(graph: Graph) -> None:
         if locations.samples > 1:
             _sweep_once(graph)
     if locations is None:
-        locations = _find_locations(graph)
+        with graph.hooks.quiet():
+            locations = _find_locations(graph)
         if locations.is_lasting and not any(forward.reordered for forward in graph.forwards):
             known[graph.signature] = locations
     graph.samples = locations.samples

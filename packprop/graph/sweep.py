@@ -17,6 +17,7 @@ from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.graph.pull import pull_columns
 from packprop.recording.regions import opened
+from packprop.tensors.hooks import Hooks
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
 """Called with a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
@@ -30,16 +31,15 @@ class SweepOptions:
         batched: Whether all columns are pulled back in one vectorised pass, which holds all cotangents at once.
         create_graph: Whether the cotangents shall be differentiable.
         needs_inputs: Whether visits need the inputs of uses.
-        unhooked: Whether there is one output only, and the user has put no hook on it.
     """
 
     batched: bool = False
     create_graph: bool = False
     needs_inputs: bool = True
-    unhooked: bool = False
 
 
 ONE_COLUMN = SweepOptions()
+NO_HOOKS = Hooks()
 ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
@@ -56,11 +56,18 @@ class Watch:
         visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
         needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are computed again.
         accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
+        hooks: Hooks of the user that are heard in this pass, but not by what is differentiated in visits.
     """
 
     def __init__(
-        self, uses: Sequence[ReachedUse], visit: Visit, needs_inputs: bool = True, accumulate: bool = False
+        self,
+        uses: Sequence[ReachedUse],
+        visit: Visit,
+        needs_inputs: bool = True,
+        accumulate: bool = False,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
+        self._hooks = hooks
         self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
         self._late: dict[ReachedUse, list[Tensor | None]] = {}  # all cotangents are there, inputs are not
         self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing,
@@ -132,9 +139,10 @@ class Watch:
             gradients = [leaf.grad for leaf in leaves]
         else:
             edges = [get_gradient_edge(value) for value in outputs]
-            gradients = sweep(
-                edges, seeds, graph.uses, visit, SweepOptions(needs_inputs=self._needs_inputs), leaves
-            )
+            with graph.hooks.quiet():
+                gradients = sweep(
+                    edges, seeds, graph.uses, visit, SweepOptions(needs_inputs=self._needs_inputs), leaves
+                )
         graph.drop_checkpoint_uses()
         return rerun.gradients(dict(zip(map(id, leaves), gradients, strict=True)))
 
@@ -144,7 +152,7 @@ class Watch:
         """Run a pass through a checkpoint's graph that accumulates gradients, and watch the uses in it."""
         graph.hold(False)
         with opened((use.recorded.source for use in graph.uses), False):
-            watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True)
+            watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
             complete = False
             try:
                 torch.autograd.backward(outputs, seeds)
@@ -180,7 +188,8 @@ class Watch:
     def _call(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         self._visiting = True
         try:
-            self._visit(use, cotangents)
+            with self._hooks.quiet():
+                self._visit(use, cotangents)
         finally:
             self._visiting = False
 
@@ -231,7 +240,7 @@ def sweep(
         complete = False
         with torch.set_grad_enabled(create_graph):
             try:
-                if options.unhooked and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
+                if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
                     gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
                 else:
                     gradients = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)

@@ -24,7 +24,17 @@ from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import EXPANSIONS, MIXERS, REORDERINGS
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, ForwardCall, RecordedLoss, RecordedUse, marks_of
+from packprop.recording.marks import (
+    LOSS,
+    MIXES,
+    OUTPUT,
+    USE,
+    ForwardCall,
+    RecordedLoss,
+    RecordedUse,
+    marks_of,
+    note_hooks,
+)
 from packprop.recording.provenance import Expansions, Provenance
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
@@ -56,12 +66,16 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
         super().__init__()
-        reference = weakref.ref(module) if module is not None else (lambda: None)
-        self.forward = ForwardCall(reference)
+        self._provenance, self._expansions = Provenance(), Expansions()
+        self.begin(module)
         self.owner = owner
         self.depth = 0
         """How many extended modules are being called, one inside the other."""
-        self._provenance, self._expansions = Provenance(), Expansions()
+
+    def begin(self, module: nn.Module | None) -> None:
+        """Begin an outermost call."""
+        reference = weakref.ref(module) if module is not None else (lambda: None)
+        self.forward = ForwardCall(reference, made=self._provenance.alive)
 
     @property
     def stale(self) -> bool:
@@ -117,6 +131,8 @@ class Recorder(TorchFunctionMode):
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, samples, parameters, hooks)
         out = func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            note_hooks(args[0])
         if out is None:
             if samples and func is Tensor.__setitem__:
                 provenance.from_samples.add(args[0])

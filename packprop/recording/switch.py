@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
-from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of, nodes_upstream
+from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_upstream
 from packprop.recording.recorder import Recorder, current, record_loss
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
+from packprop.tensors.nesting import tensors_in
 
 
 def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) -> nn.Module:
@@ -80,12 +81,14 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         recorder = _start(module, sys._getframe(1), (args, kwargs))
     elif recorder.depth == 0:  # the outermost module inside record()
         if recorder.owner is None:
-            recorder.forward = ForwardCall(weakref.ref(module))
+            recorder.begin(module)
         recorder.feed((args, kwargs))
     recorder.depth += 1
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if module._backward_hooks or _global_backward_hooks:
+        _mark_hooked(output)
     if (replay := current_replay()) is not None:
         replay.end()
         return
@@ -100,6 +103,17 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
         recorder.finish(output)
+
+
+def _mark_hooked(output: Any) -> None:
+    """Mark the nodes that made a module's outputs: hooks of the older kind are put on one of them.
+
+    ``Module._backward_hooks`` and ``_global_backward_hooks`` are private, and used here alone: nothing public
+    tells that ``register_backward_hook`` was called. Full backward hooks have nodes of their own.
+    """
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            marks_of(tensor.grad_fn)[HOOKED] = True
 
 
 def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

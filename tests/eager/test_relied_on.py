@@ -9,6 +9,7 @@ from torch import Tensor
 
 from packprop.eager import eager_backward, pieces, reach
 from packprop.recording import saved_hooks
+from packprop.tensors import hooks
 from tests.eager.branches import WEIGHT, needs_question, network, scalar
 
 
@@ -26,7 +27,7 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     assert pieces.version(leaf) == before + 1
     calls: list[int] = []
     leaf.register_hook(lambda g: calls.append(1))
-    with reach.undisturbed([leaf]):  # Tensor._backward_hooks
+    with hooks.undisturbed([leaf]):  # Tensor._backward_hooks
         torch.autograd.grad((leaf * 2).sum(), leaf)
     assert calls == []
     torch.autograd.grad((leaf * 2).sum(), leaf)

@@ -114,7 +114,8 @@ def test_hooks_in_another_thread_see_what_is_chosen_in_this_one() -> None:
 
 
 @pytest.mark.parametrize("behind", [nn.Identity(), nn.Hardtanh(-99.0, 99.0)])
-def test_a_hook_on_the_output_changes_what_arrives_right_behind_it_as_anywhere(behind: nn.Module) -> None:
+def test_a_hook_on_the_output_changes_the_gradient_of_samples_but_no_curvature(behind: nn.Module) -> None:
+    """The gradient is that of the user's pass; curvature is that of the function."""
     model = packprop.extend(nn.Sequential(nn.Linear(4, 3), behind))
     x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
     found = []
@@ -126,4 +127,4 @@ def test_a_hook_on_the_output_changes_what_arrives_right_behind_it_as_anywhere(b
             loss.backward()
         found.append((model[0].weight.grad_batch, model[0].weight.diag_ggn_exact))
     assert torch.allclose(found[1][0], 3 * found[0][0])
-    assert torch.allclose(found[1][1], 9 * found[0][1])
+    assert torch.allclose(found[1][1], found[0][1])

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packprop
 from packprop.algebra import kernels
-from packprop.functions.nodes import is_once_differentiable
+from packprop.functions.nodes import is_identity, is_once_differentiable
 from packprop.recording.marks import RecordedUse
+from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import is_sole, version
 from tests.cases.models.functions import Cube
 
@@ -235,6 +236,66 @@ def test_hooks_of_a_tensor_are_a_dictionary() -> None:
     assert len(x._backward_hooks) == 1
     handle.remove()
     assert len(x._backward_hooks) == 0
+
+
+def test_a_handle_knows_the_dictionary_of_a_node() -> None:
+    """Hooks on one node share it, on nodes in C++ and in Python; a stand-in in it is called instead."""
+    module = nn.Linear(3, 2)
+    called: list[str] = []
+    module.register_full_backward_hook(lambda *_: called.append("module"))
+    x = torch.ones(1, 3, requires_grad=True)
+    y = module(x)
+    z = torch.sin(y)
+    for node in (y.grad_fn, z.grad_fn):
+        assert node is not None
+        first = node.register_hook(lambda *_: called.append("node"))
+        hooks = dictionary_of_node(node)
+        assert first.id in hooks
+        for number in hooks:
+            hooks[number] = lambda *_: called.append("stand-in")
+    z.sum().backward()
+    assert "node" not in called
+    assert "stand-in" in called
+
+
+def test_nodes_that_hand_gradients_on_are_known_by_name() -> None:
+    from torch.nn.modules._functions import BackwardHookFunction
+    from torch.nn.parallel.distributed import _DDPSink
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    x = torch.ones(3, requires_grad=True)
+    Own.__name__ = Own.__qualname__ = "BackwardHookFunction"
+    (y,), own = BackwardHookFunction.apply(x, x)[:1], Own.apply(x)
+    assert is_identity(y.grad_fn)
+    assert not is_identity(own.grad_fn)
+    wrapper = nn.Linear(1, 1)
+    wrapper._ddp_sink_clone = True
+    (z,) = _DDPSink.apply(weakref.ref(wrapper), x)
+    assert is_identity(z.grad_fn)
+    z.grad_fn.apply = lambda gradient: (None, 3 * gradient)  # what the engine calls
+    z.sum().backward()
+    assert torch.equal(x.grad, 3 * torch.ones(3))
+
+
+def test_modules_say_whether_they_have_backward_hooks() -> None:
+    from torch.nn.modules.module import _global_backward_hooks
+
+    module = nn.Linear(3, 2)
+    assert not module._backward_hooks
+    module.register_full_backward_hook(lambda *_: None)
+    assert module._backward_hooks
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert _global_backward_hooks
+    handle.remove()
+    assert not _global_backward_hooks
 
 
 def test_containers_are_taken_apart_and_put_together() -> None:

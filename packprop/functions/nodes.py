@@ -91,19 +91,23 @@ def name_of_node(node: Node) -> str:
     return re.sub(r"Backward\d+$", "", node.name())
 
 
-def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
+def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:
     """How a node curves in those of its inputs that vary.
 
     Args:
         node: The node.
         dependent: Places of the inputs that vary among its ``next_functions``.
+        complex_numbers: Whether it takes or makes complex numbers. What real functions do entry by entry, or
+            linearly by parts, couples real and imaginary parts there, as an absolute value does.
     """
     name = name_of_node(node)
-    if name in LINEAR or name in PIECEWISE:
+    if name in LINEAR or (name in PIECEWISE and not complex_numbers):
         return "linear"
     alone = len(dependent) == 1
     if name in PRODUCTS and alone:
         return "linear"
+    if complex_numbers:
+        return "nonlinear"
     if (name == "Div" or name in NORMALISATIONS) and list(dependent) == [0]:
         return "linear" if name == "Div" or _uses_running_statistics(node) else "nonlinear"
     inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]

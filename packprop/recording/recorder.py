@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from packprop.functions.entry import Call, name_of
+from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import EXPANSIONS, MIXERS, REORDERINGS
@@ -151,7 +151,7 @@ class Recorder(TorchFunctionMode):
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
         edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
         name = name_of(func)
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        in_place = is_in_place(func)
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])

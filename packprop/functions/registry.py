@@ -47,7 +47,7 @@ def entries_of(call: Call) -> list[Entry]:
 def _has_complex_numbers(call: Call) -> bool:
     """Whether a call takes complex numbers: rules are written for real ones.
 
-    The gradient of a real parameter is the real part of the cotangent times the conjugate of what multiplies the
-    parameter. Autograd knows that of every function, and so does the fallback.
+    A real parameter gets the real part of the cotangent times the conjugate of what multiplies the parameter.
+    Autograd knows that of every function, and so does the fallback.
     """
     return any(tensor.is_complex() for tensor in tensors_in((call.args, call.kwargs)))

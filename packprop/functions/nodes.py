@@ -141,6 +141,21 @@ def is_wrong_in_second_order(node: Node) -> bool:
     return name_of_node(node) == "WeightNormInterface"
 
 
+def bias_without_weight(node: Node) -> Node | None:
+    """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
+
+    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias. It is zero there,
+    without any error, or an error about an undefined tensor. A weight that is not trained has no edge either; the
+    one that the node has saved has no public name.
+    """
+    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm"}):
+        return None
+    edges = node.next_functions
+    if len(edges) < 3 or edges[1][0] is not None or edges[2][0] is None:
+        return None
+    return edges[2][0] if getattr(node, "_saved_weight", None) is None else None
+
+
 def is_once_differentiable(node: Node) -> bool:
     """Whether a node is a user's function whose backward pass is marked ``once_differentiable``.
 

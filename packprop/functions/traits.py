@@ -1,4 +1,4 @@
-"""Functions that mix samples, only expand a parameter, take a tensor for its metadata alone, or reorder rows."""
+"""Functions that mix samples, reorder rows, only expand a parameter, or take a tensor for its metadata alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIKE_ANOTHER = _functions("type_as", "view_as", "reshape_as", "expand_as", "to")
 SEPARATE = _functions(
     "broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d", "align_tensors"
 )
-"""Functions of several tensors that make of each one another of other shape: no entry of one meets another's."""
+"""Functions of several tensors that give each of them another shape: no entry of one meets another's."""
 
 
 CONSTANTS = _functions(

@@ -16,6 +16,7 @@ PRIVATE = {
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"eager/reach.py", "memory.py"},
     "_saved_training": {"nodes.py"},
+    "_saved_weight": {"nodes.py"},
     "_forward_cls": {"nodes.py"},
     "_version": {"memory.py"},
     "_use_count": {"memory.py"},

@@ -12,7 +12,7 @@ from packprop.curvature.dependence import upstream_first
 from packprop.functions.nodes import kind_of
 from packprop.graph.graph import Graph
 from packprop.graph.separation import layouts_at
-from packprop.graph.traversal import made_by
+from packprop.graph.traversal import has_complex_numbers, made_by
 from packprop.tensors.layout import Layout
 
 
@@ -86,7 +86,8 @@ def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None
         return
     places = [place for place, _ in factors]
     upstream = functools.reduce(int.__or__, (mask for _, mask in factors))
-    kind = kind_of(node, places)
+    complex_numbers = has_complex_numbers(node)
+    kind = kind_of(node, places, complex_numbers)
     if kind == "elementwise":
         source, output = edges[places[0]]
         assert source is not None
@@ -96,7 +97,7 @@ def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None
             return
     if kind == "linear":
         return
-    if len(places) > 1 and all(kind_of(node, [place]) == "linear" for place in places):
+    if len(places) > 1 and all(kind_of(node, [place], complex_numbers) == "linear" for place in places):
         nodes.products.add(tuple(mask for _, mask in factors))
     else:
         nodes.unknown |= upstream

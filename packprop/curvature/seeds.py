@@ -115,6 +115,13 @@ def _require_losses(graph: Graph) -> None:
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     """The columns of one loss."""
     call, layout = loss.call, loss.layout
+    if call.input.is_complex():
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
+            "give the loss real numbers, as torch.view_as_real(output)",
+        )
     rule = describe(call.function, call.args, call.kwargs)
     if rule.refusal is not None:
         raise PackpropError(

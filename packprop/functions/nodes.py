@@ -118,19 +118,23 @@ def name_of_node(node: Node) -> str:
     return re.sub(r"Backward\d+$", "", node.name())
 
 
-def kind_of(node: Node, dependent: Sequence[int]) -> Kind:
+def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:
     """How a node curves in those of its inputs that vary.
 
     Args:
         node: The node.
         dependent: Places of the inputs that vary among its ``next_functions``.
+        complex_numbers: Whether it takes or makes complex numbers. What real functions do entry by entry, or
+            linearly by parts, couples real and imaginary parts there, as an absolute value does.
     """
     name = name_of_node(node)
-    if name in LINEAR or name in PIECEWISE:
+    if name in LINEAR or (name in PIECEWISE and not complex_numbers):
         return "linear"
     alone = len(dependent) == 1
     if name in PRODUCTS and alone:
         return "linear"
+    if complex_numbers:
+        return "nonlinear"
     if (name == "Div" or name in NORMALISATIONS) and list(dependent) == [0]:
         return "linear" if name == "Div" or _uses_running_statistics(node) else "nonlinear"
     inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
@@ -162,6 +166,21 @@ def is_wrong_in_second_order(node: Node) -> bool:
     Seen on torch 2.13 for the fused normalisation of weights: its Hessian is not even symmetric.
     """
     return name_of_node(node) == "WeightNormInterface"
+
+
+def bias_without_weight(node: Node) -> Node | None:
+    """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
+
+    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias. It is zero there,
+    without any error, or an error about an undefined tensor. A weight that is not trained has no edge either; the
+    one that the node has saved has no public name.
+    """
+    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm"}):
+        return None
+    edges = node.next_functions
+    if len(edges) < 3 or edges[1][0] is not None or edges[2][0] is None:
+        return None
+    return edges[2][0] if getattr(node, "_saved_weight", None) is None else None
 
 
 def is_once_differentiable(node: Node) -> bool:

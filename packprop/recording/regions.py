@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from packprop.errors import PackpropError
 from packprop.functions.entry import Entry, name_of
-from packprop.functions.traits import EXPANSIONS
 from packprop.recording.inputs import CallTemplate, InputSource
 from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
@@ -282,8 +281,7 @@ class Replay(TorchFunctionMode):
         if inputs is not None:
             inputs.collect(self, func, args, kwargs)
         out = func(*args, **kwargs)
-        if func in EXPANSIONS:
-            self.expansions.note(out, args[0])
+        self.expansions.note(func, args, out)
         return out
 
 

@@ -5,7 +5,19 @@ Each file here yields the cases of one subject. Nothing here knows packprop.
 
 from __future__ import annotations
 
-from tests.cases import affine, convolution, lookup, loss_uses, losses, modules, networks, normalisation, raw
+from tests.cases import (
+    affine,
+    complex_numbers,
+    convolution,
+    lookup,
+    loss_uses,
+    losses,
+    metadata,
+    modules,
+    networks,
+    normalisation,
+    raw,
+)
 from tests.cases.case import Case, Functional, along, call, map_tensors
 
 __all__ = ["BY_NAME", "CASES", "ONE_OF_EACH", "Case", "Functional", "along", "call", "map_tensors"]
@@ -16,6 +28,8 @@ CASES: list[Case] = [
     *normalisation.cases(),
     *lookup.cases(),
     *raw.cases(),
+    *complex_numbers.cases(),
+    *metadata.cases(),
     *modules.cases(),
     *networks.cases(),
     *losses.cases(),

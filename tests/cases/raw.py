@@ -113,6 +113,7 @@ def cases() -> Iterator[Case]:
     yield raw("assign-slice", assign_slice, (3,), 4, {"w": ()})
     yield raw("in-place-add", lambda m, x: in_place(x * 2, "add_", m.w), (3,), 3, W3)
     yield raw("in-place-multiply", lambda m, x: in_place(x * 2, "mul_", m.w), (3,), 3, W3)
+    yield raw("in-place-power", lambda m, x: in_place(1 + x.square(), "pow_", m.w), (3,), 3, W3)
     yield raw("in-place-operator", in_place_operator, (3,), 3, VW3)
     yield raw("to-and-contiguous", lambda m, x: x @ m.w.t().contiguous().clone(), (3,), 2, W23)
     yield raw("index-second-axis", lambda m, x: x + m.w[:, [2, 0, 2]].sum(0), (3,), 3, W34)

@@ -19,6 +19,7 @@ PRIVATE = {
     "_backward_hooks": {"recording/switch.py", "tensors/hooks.py"},
     "_global_backward_hooks": {"recording/switch.py"},
     "_saved_training": {"functions/nodes.py"},
+    "_saved_weight": {"functions/nodes.py"},
     "_forward_cls": {"functions/nodes.py"},
     "_version": {"tensors/state.py"},
     "_use_count": {"tensors/state.py"},

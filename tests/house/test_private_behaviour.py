@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -190,6 +191,22 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
     norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     assert norm(x).grad_fn._saved_training is True
     assert norm.eval()(x).grad_fn._saved_training is False
+
+
+def test_normalisations_know_their_weight() -> None:
+    x, bias = torch.randn(4, 3), torch.randn(3, requires_grad=True)
+    assert F.layer_norm(x, (3,), bias=bias).grad_fn._saved_weight is None  # type: ignore[union-attr]
+    weight = torch.ones(3)
+    assert torch.equal(F.layer_norm(x, (3,), weight, bias).grad_fn._saved_weight, weight)  # type: ignore[union-attr]
+
+
+def test_a_bias_without_a_weight_has_no_second_derivative() -> None:
+    """If this fails, PyTorch was mended, and ``bias_without_weight`` can go."""
+    bias = torch.randn(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        F.layer_norm(torch.randn(4, 3), (3,), bias=bias).square().sum(), bias, create_graph=True
+    )
+    assert torch.autograd.grad(gradient.sum(), bias, allow_unused=True) == (None,)
 
 
 class Often(Cube):

@@ -111,9 +111,10 @@ class backpack(Backpack):  # noqa: N801
         if run.is_refused_by_torch or not are_calls_kept():
             super()._backward(run, backward)
             return
+        self._drawn.clear()  # of a pass that failed
         if self._own:
             done = None if self.extensions else self.extension_hook
-            start = Start(run.roots, run.gradients, run.create_graph)
+            start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
             calls, self._overrides = run_on_modules(start, self._own, done)
         else:  # extension hooks look at kept tensors, too
             calls = list(calls_below(run.roots))
@@ -126,6 +127,7 @@ class backpack(Backpack):  # noqa: N801
             keep = run.keeps_graph
         finally:
             self._overrides = []
+            self._drawn.clear()
             for call in calls:
                 call.held = False
                 if not keep:

@@ -29,7 +29,7 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.graph.walk import walk
-from packprop.types import EXACT, Extension, Seed
+from packprop.types import ENTRYWISE, Extension, Seed
 
 Overrides = list[tuple[Tensor, str, Any]]
 """Parameter, attribute, and the value that replaces packprop's own."""
@@ -205,7 +205,7 @@ def _ggn_columns(
     extension: BackpropExtension, wanted: Sequence[ReachedUse], start: Start
 ) -> dict[ReachedUse, list[Tensor]]:
     """The columns of the GGN's root at the outputs of modules, one by one."""
-    seed = extension.seed if isinstance(extension, Catalogued) else EXACT
+    seed = extension.seed if isinstance(extension, Catalogued) else ENTRYWISE
     columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
     for group in start.columns(seed):
         for number in range(group.count):

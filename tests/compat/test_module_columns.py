@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop.compat.own import ModuleExtension
+from packprop.compat.own import ModuleExtension, SecondOrderBackpropExtension
 from tests.compat.module_extensions import Gate, run
 from tests.compat.programs import installed, near, vectors
 
@@ -110,3 +110,49 @@ def test_a_pass_that_failed_leaves_no_draws() -> None:
     assert not torch.equal(failed, made)
     hidden = model[1](model[0](x))
     near(made, (model[3].bias.sqrt_ggn_mc @ model[3].weight) * (1 - hidden.tanh().square()))
+
+
+def softmax_columns(outputs: Tensor) -> Tensor:
+    """``sqrt(p_k) (e_k - p)`` at ``[n, c, t]`` over the root of terms, one for each class and position."""
+    samples, classes, positions = outputs.shape
+    p = outputs.softmax(1)
+    columns = torch.zeros(classes, positions, *outputs.shape)
+    for entry in range(classes):
+        for position in range(positions):
+            at = -p[:, :, position].clone()
+            at[:, entry] += 1
+            columns[entry, position, :, :, position] = at * p[:, entry, position, None].sqrt()
+    return columns.flatten(0, 1) / (samples * positions) ** 0.5
+
+
+@installed
+def test_there_is_a_column_for_every_class() -> None:
+    """As in BackPACK, whether an extension of the catalogue hands them on or one of one's own asks for them."""
+    from backpack.extensions import KFLR, BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact
+
+    kinds = {kind: GateRows() for kind in (DiagGGNExact, SqrtGGNExact, BatchDiagGGNExact, KFLR)}
+    extensions = [SecondOrderBackpropExtension("own", {Gate: (alone := GateRows())}, fail_mode="SILENT")]
+    for kind, own in kinds.items():
+        extensions.append(kind())
+        extensions[-1].set_module_extension(Gate, own)
+    model, (x, y) = nn.Sequential(nn.Linear(4, 3), Gate(3)), vectors()
+    run(model, x, y, *extensions)
+    expected = softmax_columns(model(x)[..., None]).squeeze(-1)
+    for own in (alone, *kinds.values()):
+        near(own.seen[0], expected)
+
+
+@installed
+def test_columns_with_positions_come_class_by_class() -> None:
+    """Under cross entropy of ``[n, c, *t]`` in the order of the loss's input, as in BackPACK."""
+    from backpack.extensions import SqrtGGNExact
+
+    model, x = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh()), torch.randn(4, 2, 5)
+    target = torch.randint(3, (4, 4))
+    run(model, x, target, SqrtGGNExact())
+    output = model(x)
+    columns = softmax_columns(output)
+    for number, column in enumerate(columns):
+        for sample in range(4):
+            (row,) = torch.autograd.grad(output[sample], model[0].weight, column[sample], retain_graph=True)
+            near(model[0].weight.sqrt_ggn_exact[number, sample], row)

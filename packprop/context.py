@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
@@ -29,7 +30,7 @@ from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
-from packprop.types import GRADIENT, Extension
+from packprop.types import GRADIENT, Extension, Seed
 
 
 class _Local(threading.local):
@@ -89,6 +90,7 @@ class Backpack(TorchFunctionMode):
             )
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
+        self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
 
     def __enter__(self) -> Backpack:
         drop_stale_recording()
@@ -146,7 +148,7 @@ class Backpack(TorchFunctionMode):
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook)
         backward_pass = BackwardPass(
-            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph),
+            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
             saver.save,
             begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None),
         )

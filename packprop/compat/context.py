@@ -114,9 +114,10 @@ class backpack(Backpack):  # noqa: N801
         if run.is_refused_by_torch or not are_calls_kept():
             super()._backward(run, backward)
             return
+        self._drawn.clear()  # of a pass that failed
         if self._own:
             done = None if self.extensions else self.extension_hook
-            start = Start(run.roots, run.gradients, run.create_graph)
+            start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
             hooks = hooks_below(run.roots)
             called = [call.module for call in calls_below(run.roots)]
             require_unsharded([module for module in called if module is not None], hooks)
@@ -139,6 +140,7 @@ class backpack(Backpack):  # noqa: N801
             keep = run.keeps_graph
         finally:
             self._overrides = []
+            self._drawn.clear()
             for call in calls:
                 call.held = False
                 if not keep:

@@ -85,8 +85,9 @@ class BackwardPass:
 
     def _make_columns(self, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
         """The columns of all seeds that have any."""
+        request = self._request
         return {
-            seed: columns(self._request.graph, seed, self._request.create_graph)
+            seed: request.drawn.pop(seed, None) or columns(request.graph, seed, request.create_graph)
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }

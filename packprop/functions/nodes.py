@@ -76,6 +76,10 @@ ENTRYWISE = ELEMENTWISE | _names(
 """Functions of one input, entry by entry, smooth or not."""
 
 
+MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+"""Functions, entry by entry, whose values may keep an entry from its inputs."""
+
+
 RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias")
 """The same entries in the same order."""
 

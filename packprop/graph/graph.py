@@ -117,6 +117,7 @@ class Graph:
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
         checkpoints: Reentrant checkpoints that the pass goes through.
         kept: Whether there may be another pass through the same graph.
+        structure: Equal for passes of equal structure.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are located.
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
@@ -133,6 +134,7 @@ class Graph:
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     kept: bool = True
+    structure: int = 0
     signature: int = 0
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)

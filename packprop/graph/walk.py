@@ -79,7 +79,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     ]
     _mark_ends(trail)
     find_after_loss(graph, trail.order, trail.neighbours)
-    graph.signature = _signature(graph, trail.names)
+    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail.names)
     return graph
 
 
@@ -199,6 +199,12 @@ def _leaves_of(parameter: Tensor) -> list[Tensor]:
                 "register the function with packprop.register_use, or call it through torch functions",
             )
     return list(leaves.values())
+
+
+def _structure(graph: Graph, names: list[str]) -> int:
+    """A number that is equal for passes of equal structure."""
+    functions = tuple(loss.call.function for loss in graph.losses)
+    return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, names: list[str]) -> int:

@@ -76,6 +76,10 @@ ENTRYWISE = ELEMENTWISE | _names(
 """Functions of one input, entry by entry, smooth or not."""
 
 
+MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+"""Functions, entry by entry, whose values may keep an entry from its inputs."""
+
+
 RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """The same entries in the same order."""
 
@@ -171,7 +175,7 @@ def is_wrong_in_second_order(node: Node) -> bool:
 def bias_without_weight(node: Node) -> Node | None:
     """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
 
-    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: zero, without any
+    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: zero without any
     error, or an error about an undefined tensor. A weight that is not trained has no edge either; the one that
     the node has saved has no public name.
     """

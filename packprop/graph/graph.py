@@ -119,6 +119,7 @@ class Graph:
         checkpoints: Reentrant checkpoints that the pass goes through.
         hooks: The user's hooks on what the pass goes through, known after the walk.
         kept: Whether there may be another pass through the same graph.
+        structure: Equal for passes of equal structure.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are located.
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
@@ -136,6 +137,7 @@ class Graph:
     checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     kept: bool = True
+    structure: int = 0
     signature: int = 0
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)

@@ -86,7 +86,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
     require_unsharded(graph.modules, graph.hooks)
-    graph.signature = _signature(graph, trail.names)
+    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail.names)
     return graph
 
 
@@ -211,6 +211,12 @@ def _leaves_of(parameter: Tensor, trail: _Trail) -> list[Tensor]:
                 "register the function with packprop.register_use, or call it through torch functions",
             )
     return list(leaves.values())
+
+
+def _structure(graph: Graph, names: list[str]) -> int:
+    """A number that is equal for passes of equal structure."""
+    functions = tuple(loss.call.function for loss in graph.losses)
+    return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, names: list[str]) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
@@ -26,6 +25,7 @@ from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
+from packprop.recording.aside import OwnMode
 from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
@@ -73,7 +73,7 @@ def backpack(
     return Backpack(extensions, extension_hook, memory, debug)
 
 
-class Backpack(TorchFunctionMode):
+class Backpack(OwnMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
     def __init__(

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop.algebra import kernels
 from packprop.functions.nodes import is_identity, is_once_differentiable
+from packprop.recording.aside import OwnMode
 from packprop.recording.marks import RecordedUse
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import is_sole, version
@@ -423,3 +425,15 @@ def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     del node.apply
     y.sum().backward()
     assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+
+
+def test_the_stack_of_modes_names_the_outermost_first() -> None:
+    """Leaving a mode takes the innermost off, whichever it is called on."""
+    outer, inner, tensor = OwnMode(), OwnMode(), torch.ones(1)
+    with outer, inner:
+        assert torch.overrides._get_current_function_mode_stack() == [outer, inner]
+        assert torch.overrides.has_torch_function((tensor,))
+        TorchFunctionMode.__exit__(outer, None, None, None)
+        assert torch.overrides._get_current_function_mode_stack() == [outer]
+        TorchFunctionMode.__enter__(inner)
+    assert not torch.overrides.has_torch_function((tensor,))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.formation import forms_rows
+from packprop.curvature.terms import term_gradients
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.autocast import AutocastRegions
 from packprop.engine.collector import Collector
@@ -79,6 +80,7 @@ class GradientPass:
         with opened((use.recorded.source for use in graph.uses), self._request.create_graph):
             watch = Watch(graph.uses, visit, accumulate=True)
             complete = False
+            terms = term_gradients(graph, summed)
             try:
                 backward(others if summed else None)
                 complete = True
@@ -86,6 +88,7 @@ class GradientPass:
                 watch.close(complete)
         collector.flush()
         gradients = self._results.take_gradients(summed)
+        gradients += [(leaf, term) for leaf, term in zip(summed, terms, strict=True) if term is not None]
         if gradients:
             torch.autograd.backward([leaf for leaf, _ in gradients], [gradient for _, gradient in gradients])
 
@@ -96,7 +99,7 @@ class GradientPass:
         The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
         summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
         is restricted to the other leaves. These leaves are given their sums at the end, through their own
-        nodes, so that hooks on them run.
+        nodes, so that hooks on them run; and with them the gradients of terms that no sample enters.
         """
         graph = self._request.graph
         if self._request.create_graph or graph.checkpoints:  # a reentrant checkpoint refuses a restricted pass

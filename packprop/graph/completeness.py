@@ -42,7 +42,7 @@ def require_alive(graph: Graph) -> None:
 
 
 def find_after_loss(graph: Graph, order: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Declare uses between a loss and the root missing: no sample enters such a term.
+    """Declare uses between a loss and the root missing: what they add is no loss of a sample.
 
     Args:
         graph: Loses these uses; their leaves are added to what is missing.
@@ -160,10 +160,12 @@ def require_complete(graph: Graph) -> None:
     else:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in an assignment, or in a term of the loss that no sample enters)"
+            "pass, under disable(), in an assignment), where it may meet samples, or in a term that is not "
+            "simply added to the loss"
         )
         instead = (
-            "run that function inside the extended module or inside `with packprop.record():`, keep such "
-            "terms out of this backward pass, or set requires_grad=False on the parameter"
+            "run that function inside the extended module or inside `with packprop.record():`; add penalties "
+            "to the loss, with their constants in buffers of an extended module; or set requires_grad=False "
+            "on the parameter"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -25,6 +25,7 @@ from packprop.graph.completeness import (
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
+from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
@@ -72,13 +73,15 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     require_alive(graph)
     _find_sites(graph, wanted)
     find_missing(graph, trail.consumed, wanted)
+    find_after_loss(graph, trail.order, trail.neighbours)
+    if graph.missing or (trail.consumed and graph.losses):
+        settle_terms(graph, starts)
     without_loss = reached_without_loss(graph, starts, trail.neighbours)
     adopt_missing(graph, without_loss, trail.uses)
     graph.without_loss = [
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
     _mark_ends(trail)
-    find_after_loss(graph, trail.order, trail.neighbours)
     graph.signature = _signature(graph, trail.names)
     return graph
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import packprop
 from packprop.algebra import kernels
 from packprop.functions.nodes import is_once_differentiable
+from packprop.functions.operands import saved_constants
 from packprop.recording.marks import RecordedUse
 from packprop.tensors.state import is_sole, version
 from tests.cases.models.functions import Cube
@@ -189,6 +190,15 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
     norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     assert norm(x).grad_fn._saved_training is True
     assert norm.eval()(x).grad_fn._saved_training is False
+
+
+def test_nodes_show_the_constants_that_they_saved() -> None:
+    """And the indices, and nothing that was differentiated."""
+    p, x, places = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3), torch.tensor([0, 2])
+    for value, constant in ((p @ x, x), (p * x, x), (p[places], places), (torch.mv(p, x[0]), x[0])):
+        (saved,) = saved_constants(value.grad_fn)
+        assert saved.data_ptr() == constant.data_ptr()
+    assert not list(saved_constants((p @ p).grad_fn))
 
 
 class Often(Cube):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -98,16 +99,24 @@ def test_a_backward_pass_outside_the_context_saves_nothing() -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
 @each_row
 def test_weight_decay_in_the_loss(row: Row, penalty: Any, inside: bool) -> None:
-    """A term that belongs to no sample: rows could not sum to the gradient any more."""
+    """A term that belongs to no sample: the quantity is there, and the gradient has both terms."""
     model = packprop.extend(network())
     x, y = batch()
     loss_function = packprop.extend(nn.CrossEntropyLoss())
-    if inside:
-        with packprop.record():
+    with packprop.backpack(row()):
+        if inside:
+            with packprop.record():
+                loss = loss_function(model(x), y) + 0.1 * penalty(model)
+        else:
             loss = loss_function(model(x), y) + 0.1 * penalty(model)
-    else:
-        loss = loss_function(model(x), y) + 0.1 * penalty(model)
-    check(refused(loss, row(), model=model), "0.weight")
+        loss.backward()
+    with packprop.disable():
+        whole = F.cross_entropy(model(x), y) + 0.1 * penalty(model)
+    for p, expected in zip(
+        model.parameters(), torch.autograd.grad(whole, list(model.parameters())), strict=True
+    ):
+        assert hasattr(p, row.attribute)
+        torch.testing.assert_close(p.grad, expected)
 
 
 def test_a_use_outside_of_the_forward_pass() -> None:

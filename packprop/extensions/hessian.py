@@ -63,6 +63,7 @@ class DiagHessianMC(Extension):
     mc_samples: int = 1
     generator: torch.Generator | None = None
     savefield = "diag_h_mc"
+    of_batch = True
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

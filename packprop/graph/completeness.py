@@ -23,7 +23,7 @@ from packprop.tensors.layout import Layout
 
 
 def require_alive(graph: Graph) -> None:
-    """Raise if an earlier pass has freed the graph, or if a layer mixes the samples."""
+    """Raise if an earlier pass has freed the graph."""
     freed = any(use.recorded.entries is None for use in graph.uses)
     if freed or any(loss.call.released for loss in graph.losses):
         raise PackpropError(
@@ -32,6 +32,10 @@ def require_alive(graph: Graph) -> None:
             "the first pass freed the graph, and the inputs that were recorded on it",
             "pass retain_graph=True to the first backward()",
         )
+
+
+def require_separable(graph: Graph) -> None:
+    """Raise if a layer is known to mix the samples."""
     if graph.mixers:
         raise PackpropError(
             "A quantity of single samples was asked for.",

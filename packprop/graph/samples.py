@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from packprop.errors import PackpropError
-from packprop.graph.completeness import require_complete
-from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.completeness import require_complete, require_separable
+from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.separation import ModelOutput, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
@@ -39,8 +39,13 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[int, _SampleLocations]] = weak
 """Locations in passes through a module, by the signature of the pass."""
 
 
-def check_graph(graph: Graph) -> None:
-    """Check all that must hold before any work: every use was recorded, and the samples are separate."""
+def check_graph(graph: Graph, of_samples: bool = True) -> None:
+    """Check all that must hold before any work: every use was recorded, and the samples are separate.
+
+    Args:
+        graph: Gets its samples located.
+        of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
+    """
     if not graph.uses:
         raise PackpropError(
             "A backward pass with extensions was started.",
@@ -49,9 +54,15 @@ def check_graph(graph: Graph) -> None:
             "extended, under packprop.disable(), or before extend() was called",
             "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
         )
+    if of_samples:
+        require_separable(graph)
     require_complete(graph)
-    if graph.leaves():
+    if graph.leaves() and of_samples:
         locate_samples(graph)
+    elif not of_samples:
+        graph.samples = 1
+        for use in graph.uses:
+            use.layouts = [WHOLE] * len(use.recorded.shapes)
 
 
 def locate_samples(graph: Graph) -> None:

@@ -60,6 +60,13 @@ def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
     graph.in_terms = {id(leaf): leaf for leaf in leaves}
 
 
+def meets_samples_unseen(graph: Graph) -> bool:
+    """Whether parameters may meet samples in a graph that holds no use of them."""
+    found = _Terms(graph)
+    found.look([root.grad_fn for root in graph.roots if root.grad_fn is not None])
+    return found.has_suspects
+
+
 class _Terms:
     """What of a graph depends on samples, and what on parameters alone.
 
@@ -116,6 +123,11 @@ class _Terms:
             node is join and not self._spoilt >> place & 1 and all(each in self.free for each in terms)
             for place, (join, terms) in enumerate(self._joins)
         )
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a parameter enters anything but terms that no sample enters."""
+        return not self._parametric <= self.free
 
     def edges(self, graph: Graph) -> list[GradientEdge]:
         """Where terms are added to the rest of the loss; a root that is such a term is one itself."""

@@ -20,6 +20,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import require_differentiable
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
+from packprop.graph.terms import meets_samples_unseen
 from packprop.graph.walk import walk
 from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
@@ -31,6 +32,12 @@ from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
 from packprop.types import GRADIENT, Extension, Seed
+
+NOT_RECORDED = (
+    "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
+    "computed. The forward pass ran on a module that is not extended, under packprop.disable(), or before "
+    "extend() was called. Call packprop.extend(model) first, then run the forward pass again."
+)
 
 
 class _Local(threading.local):
@@ -143,7 +150,11 @@ class Backpack(OwnMode):
         if not self.extensions or call.is_refused_by_torch:
             return backward()
         graph = walk(call.roots, call.gradients, call.leaves)
-        check_graph(graph)
+        if not graph.uses:
+            if meets_samples_unseen(graph):
+                warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
+            return backward()
+        check_graph(graph, not all(extension.of_batch for extension in self.extensions))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook)

@@ -82,6 +82,8 @@ class Extension:
     savefield: ClassVar[str]
     keeps_graph: ClassVar[bool] = False
     """Whether values hold the graph, so that the backward pass must not free it."""
+    of_batch: ClassVar[bool] = False
+    """Whether it is a quantity of the whole batch, which needs no samples that are apart."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

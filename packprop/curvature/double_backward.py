@@ -95,7 +95,7 @@ def parameter_diagonals(
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     for leaf, gradient in zip(leaves, gradients, strict=True):
-        yield leaf, _diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph)
+        yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph)
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -125,7 +125,7 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) -> Tensor:
+def diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) -> Tensor:
     """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf."""
     entries, samples = leaf.numel(), gradient.shape[0]
     if not gradient.requires_grad:

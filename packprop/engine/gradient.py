@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.formation import forms_rows
+from packprop.curvature.terms import term_gradients
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.autocast import AutocastRegions
 from packprop.engine.collector import Collector
@@ -93,6 +94,7 @@ class GradientPass:
         with opened((use.recorded.source for use in graph.uses), self._request.create_graph):
             watch = Watch(graph.uses, visit, accumulate=True, hooks=graph.hooks)
             complete = False
+            terms = term_gradients(graph, summed)
             try:
                 backward(others if summed else None)
                 complete = True
@@ -100,6 +102,7 @@ class GradientPass:
                 watch.close(complete)
         collector.flush()
         gradients = self._results.take_gradients(summed)
+        gradients += [(leaf, term) for leaf, term in zip(summed, terms, strict=True) if term is not None]
         if gradients:
             with graph.hooks.heard():
                 torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
@@ -111,8 +114,9 @@ class GradientPass:
         The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
         summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
         is restricted to the other leaves. These leaves are given their sums at the end, through their own
-        nodes, so that hooks on them run. Hooks of the user's own on what lies between, and processes that
-        exchange gradients when a pass ends, would see that some are missing: then nothing is restricted.
+        nodes, so that hooks on them run; and with them the gradients of terms that no sample enters. Hooks of
+        the user's own on what lies between, and processes that exchange gradients when a pass ends, would see
+        that some are missing: then nothing is restricted.
         """
         graph = self._request.graph
         if graph.hooks.are_inside:

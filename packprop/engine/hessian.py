@@ -16,6 +16,7 @@ from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.seeds import columns
 from packprop.curvature.swept_uses import swept_uses
+from packprop.curvature.terms import term_diagonals
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.engine.contributions import Contribution, diagonal, products_with
@@ -36,6 +37,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
         with contextlib.suppress(PackpropError):
             roots = columns(graph, EXACT, create_graph)
     routes = choose_routes(graph, roots is not None, per_sample, create_graph)
+    _add_terms(sweeps, tasks, routes, per_sample)
     if routes.is_gauss_newton:
         return roots
     swept = swept_uses(graph, routes)
@@ -55,6 +57,18 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
             sweeps.run(roots, tasks, swept)
         return None
     return roots
+
+
+def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_sample: bool) -> None:
+    """Add the terms that no sample enters to diagonals of the whole loss; samples have no share in them."""
+    graph = sweeps.request.graph
+    whole = [task for task in tasks if not task.row.over_n.grows and task.extension.subsampling is None]
+    there = [] if per_sample else routes.parameter  # the whole loss was differentiated in these
+    leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
+    for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
+        for task in whole:
+            value = task.row.statistic(Diagonal(Dense(values[None, None])))
+            sweeps.results.add_value(leaf, task, value)
 
 
 def _add_nonlinearities(

@@ -21,8 +21,10 @@ from packprop.types import HESSIAN, Extension, Row, Seed
 class DiagHessian(Extension):
     """Diagonal of the Hessian, ``diag_h``: ``[*p]``; exact on any twice differentiable graph.
 
+    It is that of the whole loss: a term that no sample enters, such as a penalty, is part of it.
+
     Args:
-        subsampling: Indices of samples, at the scale of the full batch.
+        subsampling: Indices of samples, at the scale of the full batch; terms without samples are left out.
     """
 
     subsampling: Sequence[int] | None = None
@@ -33,6 +35,8 @@ class DiagHessian(Extension):
 @dataclass(frozen=True, eq=False)
 class BatchDiagHessian(Extension):
     """Diagonal of the Hessian of each sample's loss, ``diag_h_batch``: ``[n, *p]``; rows sum to ``diag_h``.
+
+    Terms that no sample enters belong to no row.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -59,6 +63,7 @@ class DiagHessianMC(Extension):
     mc_samples: int = 1
     generator: torch.Generator | None = None
     savefield = "diag_h_mc"
+    of_batch = True
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

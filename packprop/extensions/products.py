@@ -29,6 +29,7 @@ class _Products(Extension):
     savefield: str = ""  # type: ignore[misc]  # a choice of each instance here
     matrix: ClassVar[Matrix] = "hessian"
     keeps_graph: ClassVar[bool] = True
+    of_batch: ClassVar[bool] = True
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -81,6 +82,7 @@ class PCHMP(_Products):
     savefield: str = "pchmp"  # type: ignore[misc]  # as above
     modify: Modify = "clip"
     matrix: ClassVar[Matrix] = "positive"
+    of_batch: ClassVar[bool] = False  # it looks for the samples at each nonlinearity
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

@@ -29,7 +29,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def require_alive(graph: Graph) -> None:
-    """Raise if an earlier pass has freed the graph, or if a layer mixes the samples."""
+    """Raise if an earlier pass has freed the graph."""
     freed = any(use.recorded.entries is None for use in graph.uses)
     if freed or any(loss.call.released for loss in graph.losses):
         raise PackpropError(
@@ -38,6 +38,10 @@ def require_alive(graph: Graph) -> None:
             "the first pass freed the graph, and the inputs that were recorded on it",
             "pass retain_graph=True to the first backward()",
         )
+
+
+def require_separable(graph: Graph) -> None:
+    """Raise if a layer is known to mix the samples."""
     if graph.mixers:
         raise PackpropError(
             "A quantity of single samples was asked for.",
@@ -48,7 +52,7 @@ def require_alive(graph: Graph) -> None:
 
 
 def find_after_loss(graph: Graph, order: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Declare uses between a loss and the root missing: no sample enters such a term.
+    """Declare uses between a loss and the root missing: what they add is no loss of a sample.
 
     Args:
         graph: Loses these uses; their leaves are added to what is missing.
@@ -194,10 +198,12 @@ def require_complete(graph: Graph) -> None:
     else:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in an assignment, or in a term of the loss that no sample enters)"
+            "pass, under disable(), in an assignment), where it may meet samples, or in a term that is not "
+            "simply added to the loss"
         )
         instead = (
-            "run that function inside the extended module or inside `with packprop.record():`, keep such "
-            "terms out of this backward pass, or set requires_grad=False on the parameter"
+            "run that function inside the extended module or inside `with packprop.record():`; add penalties "
+            "to the loss, with their constants in buffers of an extended module; or set requires_grad=False "
+            "on the parameter"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -116,6 +116,8 @@ class Graph:
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
+        terms: Where terms that no sample enters are added to the rest of what is differentiated.
+        in_terms: The leaves that enter such a term, by identity.
         checkpoints: Reentrant checkpoints that the pass goes through.
         hooks: The user's hooks on what the pass goes through, known after the walk.
         kept: Whether there may be another pass through the same graph.
@@ -134,6 +136,8 @@ class Graph:
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
+    terms: list[GradientEdge] = field(default_factory=list)
+    in_terms: dict[int, Tensor] = field(default_factory=dict)
     checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     kept: bool = True

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
-from packprop.graph.completeness import require_complete
-from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.completeness import require_complete, require_separable
+from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
@@ -65,8 +65,13 @@ def _memory_of(graph: Graph) -> _Memory:
     return cast(_Memory, memory)
 
 
-def check_graph(graph: Graph) -> None:
-    """Check all that must hold before any work: every use was recorded, and the samples are separate."""
+def check_graph(graph: Graph, of_samples: bool = True) -> None:
+    """Check all that must hold before any work: every use was recorded, and the samples are separate.
+
+    Args:
+        graph: Gets its samples located.
+        of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
+    """
     if not graph.uses:
         raise PackpropError(
             "A backward pass with extensions was started.",
@@ -75,9 +80,15 @@ def check_graph(graph: Graph) -> None:
             "extended, under packprop.disable(), or before extend() was called",
             "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
         )
+    if of_samples:
+        require_separable(graph)
     require_complete(graph)
-    if graph.leaves():
+    if graph.leaves() and of_samples:
         locate_samples(graph)
+    elif not of_samples:
+        graph.samples = 1
+        for use in graph.uses:
+            use.layouts = [WHOLE] * len(use.recorded.shapes)
 
 
 def locate_samples(graph: Graph) -> None:

@@ -27,6 +27,7 @@ from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckp
 from packprop.graph.hooks import hooks_on, is_of_interest
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
+from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
@@ -76,13 +77,15 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     require_alive(graph)
     _find_sites(graph, wanted, trail)
     find_missing(graph, trail.consumed, wanted)
+    find_after_loss(graph, trail.order, trail.neighbours)
+    if graph.missing or (trail.consumed and graph.losses):
+        settle_terms(graph, starts)
     without_loss = reached_without_loss(graph, starts, trail.neighbours)
     adopt_missing(graph, without_loss, trail.uses)
     graph.without_loss = [
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
     _mark_ends(trail)
-    find_after_loss(graph, trail.order, trail.neighbours)
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
     require_unsharded(graph.modules, graph.hooks)

@@ -37,6 +37,7 @@ class ForwardCall:
     Args:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
+        inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         reordered: Whether data may have decided the order of rows.
         arguments: What went in, tensors without their data.
@@ -45,6 +46,7 @@ class ForwardCall:
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
+    inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
     reordered: bool = False
     arguments: list[Any] = field(default_factory=list)

@@ -25,6 +25,7 @@ from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXER
 from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
+    EXTENDED,
     LOSS,
     MIXES,
     OUTPUT,
@@ -101,18 +102,32 @@ class Recorder(OwnMode):
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
         self.forward.arguments.append(map_tensors(TensorSpec.of, inputs))
-        for tensor in tensors_in(inputs):
-            if isinstance(tensor, nn.Parameter) and self._is_own(tensor):
+        is_loss = self.forward.module() is not None and not self.forward.has_parameters
+        tensors = list(tensors_in(inputs))
+        own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
+        if (
+            is_loss
+            and own
+            and id(tensors[0]) in own
+            and not any(t.requires_grad for t in tensors if id(t) not in own)
+        ):
+            return  # a loss of a parameter and constants, such as a penalty: no sample enters it
+        for tensor in tensors:
+            if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
             self.forward.sizes.append(tensor.shape)
+            if not is_loss:
+                self.forward.inputs.append(weakref.ref(tensor))
             if tensor.is_leaf and tensor.requires_grad:
                 self.forward.leaves.append(weakref.ref(tensor))
 
     def _is_own(self, parameter: Tensor) -> bool:
-        """Whether a parameter belongs to the module that was called, if there is one."""
+        """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
         module = self.forward.module()
-        return module is None or any(parameter is own for own in module.parameters())
+        if module is None:
+            return True
+        return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
 
     def finish(self, outputs: Any) -> None:
         """Mark what the outermost call returned."""

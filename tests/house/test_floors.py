@@ -43,6 +43,7 @@ FLOORS = (
 # Who may mention torch.autograd, and what for.
 AUTOGRAD = {
     "functions/nodes": "knows nodes of the graph by name",
+    "functions/operands": "knows what nodes of the graph were given, by name",
     "recording": "leaves uses on the nodes of the graph, and runs parts of the forward pass again",
     "graph": "walks the graph and sweeps through it",
     "curvature": "feeds columns in, and differentiates twice",

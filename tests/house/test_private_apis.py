@@ -21,6 +21,7 @@ PRIVATE = {
     "_saved_training": {"functions/nodes.py"},
     "_saved_weight": {"functions/nodes.py"},
     "_forward_cls": {"functions/nodes.py"},
+    "_top_saved_tensors_default_hooks": {"recording/saved_hooks.py"},
     "_get_current_function_mode_stack": {"recording/aside.py"},
     "_version": {"tensors/state.py"},
     "_use_count": {"tensors/state.py"},
@@ -31,8 +32,8 @@ PRIVATE = {
     "_subclasses": {"memory/dry_run.py"},
     "_python_dispatch": {"memory/live.py"},
 }
-# The modules on the way to them, and one function of Python's own.
-ON_THE_WAY = {"_C", "_autograd", "_getframe"}
+# The modules on the way to them, and two names of Python's own.
+ON_THE_WAY = {"_C", "_autograd", "_getframe", "_fields"}
 
 
 def spellings(tree: ast.Module) -> Iterator[str]:
@@ -46,6 +47,8 @@ def spellings(tree: ast.Module) -> Iterator[str]:
             case ast.ImportFrom(module, names):
                 yield from (module or "").split(".")
                 yield from (alias.name for alias in names)
+            case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
+                yield name
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:

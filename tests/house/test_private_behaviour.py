@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import packprop
 from packprop.algebra import kernels
 from packprop.functions.nodes import is_identity, is_once_differentiable
+from packprop.functions.operands import saved_constants
 from packprop.recording.aside import OwnMode
 from packprop.recording.marks import RecordedUse
 from packprop.tensors.hooks import dictionary_of_node
@@ -209,6 +210,15 @@ def test_a_bias_without_a_weight_has_no_second_derivative() -> None:
         F.layer_norm(torch.randn(4, 3), (3,), bias=bias).square().sum(), bias, create_graph=True
     )
     assert torch.autograd.grad(gradient.sum(), bias, allow_unused=True) == (None,)
+
+
+def test_nodes_show_the_constants_that_they_saved() -> None:
+    """And the indices, and nothing that was differentiated."""
+    p, x, places = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3), torch.tensor([0, 2])
+    for value, constant in ((p @ x, x), (p * x, x), (p[places], places), (torch.mv(p, x[0]), x[0])):
+        (saved,) = saved_constants(value.grad_fn)
+        assert saved.data_ptr() == constant.data_ptr()
+    assert not list(saved_constants((p @ p).grad_fn))
 
 
 class Often(Cube):

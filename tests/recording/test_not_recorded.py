@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
@@ -14,12 +15,24 @@ from tests.references.refusals import batch, check, each_row, network, refused, 
 from tests.references.running import FIRST_ORDER, SECOND_ORDER, Row
 
 
+def warned(loss: Tensor, row: Row, model: nn.Module) -> None:
+    """One warning that says what to do, and a plain backward pass."""
+    attributes = {name: set(vars(p)) for name, p in model.named_parameters()}
+    expects = pytest.warns(packprop.PackpropWarning, match=r"extend\(model\) first")
+    with expects as caught, packprop.backpack(row()):
+        loss.backward(retain_graph=True)
+    assert len(caught) == 1
+    assert attributes == {name: set(vars(p)) for name, p in model.named_parameters()}
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
 @each_row
 def test_a_model_that_was_never_extended(row: Row) -> None:
     model = network()
     x, y = batch()
-    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
-    check(refused(loss, row(), model=model), "extend(")
+    warned(packprop.extend(nn.CrossEntropyLoss())(model(x), y), row, model)
 
 
 @each_row
@@ -28,8 +41,7 @@ def test_a_model_that_was_extended_after_its_forward_pass(row: Row) -> None:
     x, y = batch()
     out = model(x)
     packprop.extend(model)
-    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
-    check(refused(loss, row(), model=model), "extend(")
+    warned(packprop.extend(nn.CrossEntropyLoss())(out, y), row, model)
 
 
 @each_row
@@ -38,8 +50,35 @@ def test_a_forward_pass_under_disable(row: Row) -> None:
     x, y = batch()
     with packprop.disable():
         out = model(x)
-    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
-    check(refused(loss, row(), model=model), "disable()")
+    warned(packprop.extend(nn.CrossEntropyLoss())(out, y), row, model)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("extended", [True, False])
+def test_a_penalty_alone(extended: bool) -> None:
+    """Its backward pass is plain, and leaves what the data's pass has computed."""
+    model = network()
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        if extended:
+            packprop.extend(model)
+            packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        before = [p.grad_batch.sum(0) if extended else 0 for p in model.parameters()]
+        sum((p**2).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    for p, gradient in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, gradient + 2 * p.detach())
+        assert hasattr(p, "grad_batch") == extended
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_frozen_model_whose_inputs_are_differentiated() -> None:
+    model = packprop.extend(network().requires_grad_(False))
+    x, y = batch()
+    x.requires_grad_(True)
+    with packprop.backpack(extensions.DiagGGNExact()):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_a_part_of_the_forward_pass_under_disable() -> None:
@@ -98,16 +137,24 @@ def test_a_backward_pass_outside_the_context_saves_nothing() -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
 @each_row
 def test_weight_decay_in_the_loss(row: Row, penalty: Any, inside: bool) -> None:
-    """Such a term belongs to no sample, so per-sample gradients would no longer sum to the gradient."""
+    """A term that belongs to no sample: the quantity is there, and the gradient has both terms."""
     model = packprop.extend(network())
     x, y = batch()
     loss_function = packprop.extend(nn.CrossEntropyLoss())
-    if inside:
-        with packprop.record():
+    with packprop.backpack(row()):
+        if inside:
+            with packprop.record():
+                loss = loss_function(model(x), y) + 0.1 * penalty(model)
+        else:
             loss = loss_function(model(x), y) + 0.1 * penalty(model)
-    else:
-        loss = loss_function(model(x), y) + 0.1 * penalty(model)
-    check(refused(loss, row(), model=model), "0.weight")
+        loss.backward()
+    with packprop.disable():
+        whole = F.cross_entropy(model(x), y) + 0.1 * penalty(model)
+    for p, expected in zip(
+        model.parameters(), torch.autograd.grad(whole, list(model.parameters())), strict=True
+    ):
+        assert hasattr(p, row.attribute)
+        torch.testing.assert_close(p.grad, expected)
 
 
 def test_a_use_outside_of_the_forward_pass() -> None:

@@ -1,0 +1,116 @@
+"""Derivatives of the terms of a loss that no sample enters; see NOTE [Terms without samples]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.curvature.dependence import upstream_first
+from packprop.curvature.double_backward import diagonals
+from packprop.curvature.second_order import (
+    differentiating_twice,
+    gradients_at,
+    named,
+    require_second_derivatives,
+)
+from packprop.functions.nodes import ENTRYWISE, name_of_node
+from packprop.functions.operands import ENTRY_BY_ENTRY, REARRANGING, SUMS, is_linear
+from packprop.graph.graph import Graph
+from packprop.graph.search import nodes_above
+from packprop.graph.traversal import made_by
+from packprop.tensors.precision import accumulation_dtype
+
+Entries = tuple[Node, int] | None
+"""What a tensor of single entries was arranged by; ``None`` for sums of functions of single entries."""
+
+
+def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
+    """Gradients of these terms in some leaves; ``None`` where a leaf is in none."""
+    if not any(id(leaf) in graph.in_terms for leaf in leaves):
+        return [None] * len(leaves)
+    with torch.set_grad_enabled(create_graph):
+        factors = gradients_at(graph, graph.terms)
+        pairs = [(edge, at) for edge, at in zip(graph.terms, factors, strict=True) if at is not None]
+        gradients: Any = torch.autograd.grad(
+            [edge for edge, _ in pairs],
+            list(leaves),
+            [at for _, at in pairs],
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    return [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+
+
+def term_diagonals(
+    graph: Graph, leaves: Sequence[Tensor], create_graph: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each leaf with the diagonal ``[*p]`` of the Hessian of these terms, for leaves that are in one.
+
+    Where each entry of a leaf stands alone, as in most penalties, one product with ones gives all of them; else
+    the gradient is differentiated entry by entry.
+    """
+    chosen = [leaf for leaf in leaves if id(leaf) in graph.in_terms]
+    if not chosen:
+        return
+    require_second_derivatives(graph.roots, chosen, named(graph))
+    with differentiating_twice(f"parameter {graph.name(chosen[0])!r}"):
+        gradients = term_gradients(graph, chosen, create_graph=True)
+    coupled = _coupled_leaves(graph)
+    for leaf, gradient in zip(chosen, gradients, strict=True):
+        if gradient is None or not gradient.requires_grad:
+            continue
+        where = f"parameter {graph.name(leaf)!r}"
+        if id(leaf) in coupled:
+            with torch.enable_grad():
+                gradient = gradient.unsqueeze(0)
+            yield leaf, diagonals(where, leaf, gradient, create_graph)[0]
+            continue
+        with differentiating_twice(where):
+            (diagonal,) = torch.autograd.grad(
+                gradient,
+                leaf,
+                torch.ones_like(gradient),
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        if diagonal is not None:
+            yield leaf, diagonal.to(accumulation_dtype(diagonal.dtype))
+
+
+def _coupled_leaves(graph: Graph) -> set[int]:
+    """Leaves of which several entries enter one nonlinear function: their Hessian may have other entries."""
+    arranged: dict[tuple[Node, int], Entries] = {}
+    coupled: set[Node] = set()
+    for node in upstream_first([edge.node for edge in graph.terms]):
+        given = [
+            (place, (above, output))
+            for place, (above, output) in enumerate(node.next_functions)
+            if above is not None and ((above, output) in arranged)
+        ]
+        if getattr(node, "variable", None) is not None:
+            arranged[node, 0] = (node, 0)
+        if not given:
+            continue
+        entries = [arranged[key] for _, key in given]
+        name, places = name_of_node(node), [place for place, _ in given]
+        alike = None not in entries and len(set(entries)) == 1
+        for output, made in enumerate(made_by(node)):
+            arranged[node, output] = None
+            if name in REARRANGING and None not in entries:
+                arranged[node, output] = (node, output)
+            elif alike and (name in ENTRYWISE or name in ENTRY_BY_ENTRY - SUMS or name in ("Add", "Sub")):
+                above, number = given[0][1]
+                same_shape = getattr(above, "variable", None) is not None or (
+                    made_by(above)[number].shape == made.shape
+                )
+                arranged[node, output] = entries[0] if same_shape else None
+            elif not is_linear(node, places):
+                coupled.add(node)
+    leaves = (getattr(node, "variable", None) for node in nodes_above(coupled))
+    return {id(leaf) for leaf in leaves if leaf is not None}

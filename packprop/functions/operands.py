@@ -1,0 +1,110 @@
+"""What nodes of the autograd graph take beside the tensors that they are differentiated in: tables of names.
+
+Such operands leave no edge on the graph, and may hold samples. Names stand as in ``functions/nodes.py``. A node
+that is in no table may take anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from packprop.functions.nodes import ELEMENTWISE, LINEAR, PIECEWISE, PRODUCTS, kind_of, name_of_node
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SUMS = _names("Add Sub Rsub Stack Cat")
+"""Sums of their inputs, or inputs side by side."""
+
+
+ALIKE = _names("Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits")
+"""Functions whose operands have one shape, to which they were expanded before."""
+
+
+HIDING = _names("Where MaskedFill Lerp NativeDropout")
+"""Functions with an operand of which the graph shows nothing: a condition, a mask, a weight."""
+
+
+ENTRY_BY_ENTRY = (
+    ALIKE
+    | HIDING
+    | _names(
+        """
+    Add Sub Rsub Mul Div Pow Maximum Minimum Fmax Fmin Addcmul Addcdiv Clamp ClampMin ClampMax Fmod Remainder
+    Atan2 Hypot Copysign Xlogy SpecialXlog1Py Logaddexp Logaddexp2
+    """
+    )
+)
+"""Functions whose operands, broadcast against each other, are combined entry by entry."""
+
+
+EXPANDING = _names("Expand Repeat")
+"""Functions that repeat entries along an axis, such as that of the samples."""
+
+
+WITH_SUMMAND = _names("Addmm Addbmm Baddbmm Addmv Addr")
+"""Products to which something is added that they do not save."""
+
+
+INDEXED = _names(
+    """
+    Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd
+    SelectScatter SliceScatter
+    """
+)
+"""Functions that take indices."""
+
+
+VECTORS = _names("Mv Dot")
+"""Products whose other operand is a vector that is summed over: nothing of it is left in the result."""
+
+
+WHOLE = (
+    ELEMENTWISE
+    | LINEAR
+    | PIECEWISE
+    | PRODUCTS
+    | ENTRY_BY_ENTRY
+    | _names(
+        """
+    Softmax LogSoftmax Logsumexp LinalgVectorNorm Norm LinalgSvd LinalgEigh LinalgDet LinalgSlogdet LinalgQr
+    LinalgCholeskyEx LinalgInvEx LinalgSolveEx Std Var StdMean VarMean Prod Cumprod Logcumsumexp SpecialEntr
+    SpecialNdtri Digamma Cdist Pdist Sgn Renorm WeightNormInterface ViewAsReal ViewAsComplex Real Imag Conj
+    Angle
+    """
+    )
+) - INDEXED
+"""Functions that have an edge for each of their operands, but for ``HIDING`` ones."""
+
+
+REARRANGING = _names(
+    """
+    View UnsafeView ReshapeAlias Permute Transpose T Expand Repeat Slice Select Cat Stack Unbind Split
+    SplitWithSizes Squeeze Unsqueeze Clone ToCopy Alias Flip Roll Diagonal Tril Triu Neg
+    """
+)
+"""Functions of which each entry of the result is an entry of an operand, with either sign, or a constant."""
+
+
+def is_linear(node: Node, dependent: Sequence[int]) -> bool:
+    """Whether a node is linear in those of its inputs that vary, together and everywhere."""
+    return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
+
+
+def saved_constants(node: Node) -> Iterator[Tensor]:
+    """Tensors that a node saved and that were not differentiated.
+
+    Autograd shows them under private names alone, one for each operand.
+    """
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        value = getattr(node, name)
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                yield tensor

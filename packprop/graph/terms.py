@@ -1,0 +1,271 @@
+"""Terms of a loss that no sample enters: penalties on parameters, priors, entropies.
+
+# NOTE [Terms without samples]
+What depends on no sample belongs to no sample: per-sample quantities and the GGN are those of the rest of the
+loss. A parameter that is reached outside of all uses is therefore missing only if it may meet samples there. It
+meets none if all of this holds; else it stays missing:
+
+* The functions between it and the rest of the loss are known to take nothing that the graph does not show. The
+  graph does not tell constants from samples. Constants are taken for what they are if they are numbers, or
+  buffers and parameters of extended modules, or bring no axis of their own: samples come on an axis that no
+  parameter has. What is seen to share memory with an input of a model is data.
+* It is added to the rest, where both are scalars or behind a recorded loss, and what is made of the sum is
+  linear in it. A product with the loss, or a root of the sum, is no sum of two terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from packprop.functions.nodes import PRODUCTS, name_of_node
+from packprop.functions.operands import (
+    ALIKE,
+    ENTRY_BY_ENTRY,
+    EXPANDING,
+    HIDING,
+    INDEXED,
+    SUMS,
+    VECTORS,
+    WHOLE,
+    WITH_SUMMAND,
+    is_linear,
+    saved_constants,
+)
+from packprop.graph.graph import Graph
+from packprop.graph.search import nodes_above
+from packprop.graph.traversal import depth_first, made_by, upstream_of
+from packprop.recording.marks import EXTENDED
+from packprop.recording.reentrant import is_reentrant
+from packprop.tensors.dry import is_dry_run
+
+
+def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
+    """Take what belongs to terms that no sample enters off what is missing; see NOTE [Terms without samples].
+
+    Args:
+        graph: Its ``missing`` and ``losses`` lose what belongs to such terms; its ``terms`` get them.
+        starts: Nodes of the roots.
+    """
+    found = _Terms(graph)
+    found.look(starts)
+    graph.missing = [pair for pair in graph.missing if not found.is_free_of_samples(*pair)]
+    graph.losses = [loss for loss in graph.losses if loss.node not in found.free]
+    graph.terms = found.edges(graph)
+    above = nodes_above(edge.node for edge in graph.terms)
+    leaves = [leaf for node in above if (leaf := getattr(node, "variable", None)) is not None]
+    graph.in_terms = {id(leaf): leaf for leaf in leaves}
+
+
+def meets_samples_unseen(graph: Graph) -> bool:
+    """Whether parameters may meet samples in a graph that holds no use of them."""
+    found = _Terms(graph)
+    found.look([root.grad_fn for root in graph.roots if root.grad_fn is not None])
+    return found.has_suspects
+
+
+class _Terms:
+    """What of a graph depends on samples, and what on parameters alone.
+
+    Args:
+        graph: With its uses and losses.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._use_at = {node: use for use in graph.uses for node in use.anchors}
+        self._losses = {loss.node for loss in graph.losses}
+        self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
+        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        own += graph.leaves()
+        self._owned = {id(tensor) for tensor in own}
+        self._known = {_place_of(tensor) for tensor in own}
+        inputs = [tensor for call in graph.forwards for ref in call.inputs if (tensor := ref()) is not None]
+        self._data_storages = {_storage_of(tensor) for tensor in inputs} - {
+            _storage_of(tensor) for tensor in own
+        }
+        self._data: set[Node] = set()
+        self._after_loss: set[Node] = set()
+        self._parametric: set[Node] = set()
+        self._bad: set[Node] = set()
+        self._wide: set[Node] = set()
+        self._joins: list[tuple[Node, list[Node]]] = []
+        self._joins_above: dict[Node, int] = {}
+        self._spoilt = 0
+        self._suspects: list[Node] = []
+        self.free: set[Node] = set()
+        """Nodes that are computed from parameters alone, and that nothing meets but sums."""
+
+    def look(self, starts: Sequence[Node]) -> None:
+        """Go through the graph once, each node after all that it was computed from."""
+        for node, done in depth_first(starts, self._upstream, {}):
+            if done:
+                self._sort(node)
+        self._suspects += [
+            above
+            for place, (_, terms) in enumerate(self._joins)
+            if self._spoilt >> place & 1
+            for above in terms
+        ]
+        dirty = set(self._bad)
+        for suspect in [*self._suspects, *self._bad]:
+            dirty.update(nodes_above([suspect]))
+        self.free = self._parametric - dirty
+
+    def is_free_of_samples(self, leaf: Tensor, node: Node) -> bool:
+        """Whether what is made of a leaf at a node is part of a term that no sample enters."""
+        if node in self.free:
+            return True
+        return any(
+            node is join and not self._spoilt >> place & 1 and all(each in self.free for each in terms)
+            for place, (join, terms) in enumerate(self._joins)
+        )
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a parameter enters anything but terms that no sample enters."""
+        return not self._parametric <= self.free
+
+    def edges(self, graph: Graph) -> list[GradientEdge]:
+        """Where terms are added to the rest of the loss; a root that is such a term is one itself."""
+        roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
+        found = {(edge.node, edge.output_nr): edge for edge in roots if edge.node in self.free}
+        for join, _ in self._joins:
+            for above, output in join.next_functions:
+                if above is not None and above in self.free:
+                    found[above, output] = GradientEdge(above, output)
+        return list(found.values())
+
+    def _upstream(self, node: Node) -> list[Node]:
+        use = self._use_at.get(node)
+        if use is None or use.checkpoint is not None:
+            return upstream_of(node)
+        return [edge.node for edge in use.recorded.edges]
+
+    def _sort(self, node: Node) -> None:
+        """Say of a node what it depends on, when that is known of everything upstream."""
+        use = self._use_at.get(node)
+        leaf = getattr(node, "variable", None)
+        if use is not None or is_reentrant(node):
+            self._data.add(node)
+            for above in self._upstream(node):
+                self._spoilt |= self._joins_above.get(above, 0)
+        elif leaf is not None:
+            if id(leaf) in self._data_leaves:
+                self._data.add(node)
+            elif isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
+                self._parametric.add(node)
+        else:
+            self._sort_function(node)
+
+    def _sort_function(self, node: Node) -> None:
+        above = [upstream for upstream, _ in node.next_functions]
+        data = [place for place, each in enumerate(above) if each in self._data]
+        terms = [place for place, each in enumerate(above) if each in self._parametric]
+        if not data:
+            if terms:
+                self._sort_term(node, terms)
+            return
+        self._data.add(node)
+        if any(above[place] in self._after_loss or above[place] in self._losses for place in data):
+            self._after_loss.add(node)
+        joins = 0
+        for place in data:
+            joins |= self._joins_above.get(above[place], 0)  # type: ignore[arg-type]  # data places hold nodes
+        if joins and not is_linear(node, [*data, *terms]):
+            self._spoilt |= joins
+        if terms:
+            met = [above[place] for place in terms]
+            if self._is_sum(node, data):
+                joins |= 1 << len(self._joins)
+                self._joins.append((node, met))  # type: ignore[arg-type]  # as above
+            else:
+                self._suspects += met  # type: ignore[arg-type]  # as above
+        if joins:
+            self._joins_above[node] = joins
+
+    def _is_sum(self, node: Node, data: Sequence[int]) -> bool:
+        """Whether a node adds something to what depends on samples, and no sample has a share in it."""
+        if name_of_node(node) not in SUMS:
+            return False
+        scalars = all(not _shape_at(node, place) for place in data)
+        return scalars or node in self._after_loss
+
+    def _sort_term(self, node: Node, terms: Sequence[int]) -> None:
+        """A function of parameters, and perhaps of constants."""
+        self._parametric.add(node)
+        name, shape = name_of_node(node), _shape_of(node)
+        above = [upstream for upstream, _ in node.next_functions]
+        if any(above[place] in self._bad for place in terms) or not self._meets_no_samples(node, name, terms):
+            self._bad.add(node)
+        of_this_shape = [place for place in terms if _shape_at(node, place) == shape] or terms
+        wide = name in EXPANDING or all(above[place] in self._wide for place in of_this_shape)
+        if wide and shape.numel() > 1:
+            self._wide.add(node)
+
+    def _meets_no_samples(self, node: Node, name: str, terms: Sequence[int]) -> bool:
+        above = [upstream for upstream, _ in node.next_functions]
+        all_seen = len(terms) == len(above)
+        if all_seen and name in WHOLE and name not in HIDING:
+            return True
+        constants = _constants_of(node)
+        if constants is None or any(_storage_of(tensor) in self._data_storages for tensor in constants):
+            return False
+        if name in ENTRY_BY_ENTRY:
+            operands = [place for place in terms if above[place] not in self._wide]
+            return any(name in ALIKE or _shape_at(node, place) == _shape_of(node) for place in operands)
+        unknown = [tensor for tensor in constants if _place_of(tensor) not in self._known]
+        if name in VECTORS:
+            return all(tensor.dim() < 2 for tensor in unknown)
+        if name in INDEXED:
+            return all(_is_mask(tensor, _shape_at(node, terms[0])) for tensor in unknown)
+        if name in PRODUCTS:
+            return not unknown and (name not in WITH_SUMMAND or 0 in terms)
+        return False
+
+
+def _shape_of(node: Node) -> torch.Size:
+    """The shape of a node's first output."""
+    return torch.Size(made_by(node)[0].shape)
+
+
+def _shape_at(node: Node, place: int) -> torch.Size:
+    """The shape of what a node was given at one of its places."""
+    above, output = node.next_functions[place]
+    assert above is not None
+    leaf = getattr(above, "variable", None)
+    return torch.Size(made_by(above)[output].shape) if leaf is None else leaf.shape
+
+
+def _constants_of(node: Node) -> list[Tensor] | None:
+    """The constants that a node saved, which have no addresses in a dry run; ``None`` if they are gone."""
+    if is_dry_run():
+        return []
+    try:
+        return list(saved_constants(node))
+    except RuntimeError:  # an earlier pass has freed them
+        return None
+
+
+def _is_mask(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether an index is a mask of what it is applied to, which brings no axis of its own."""
+    return tensor.dtype == torch.bool and tensor.shape == shape[: tensor.dim()]
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Where the entries of a tensor are, and how many; ``None`` for tensors that do not say."""
+    try:
+        return tensor.data_ptr(), tensor.numel()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

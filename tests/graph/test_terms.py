@@ -1,0 +1,328 @@
+"""Terms of the loss that no sample enters: what belongs to no sample, and what is still refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.reports.coverage import coverage
+from tests.references.per_sample import batch, network, rows_by_loop
+from tests.references.refusals import check, refused
+from tests.references.running import assert_near
+
+
+def masked(m: nn.Module) -> Tensor:
+    """Off-diagonal entries of a Gram matrix."""
+    gram = m[0].weight @ m[0].weight.T
+    off: Tensor = gram[~torch.eye(4, dtype=torch.bool)].square().sum()
+    return off
+
+
+def orthogonality(m: nn.Module) -> Tensor:
+    return (m[0].weight.T @ m[0].weight - torch.eye(3).double()).square().sum()
+
+
+def power_iteration(m: nn.Module) -> Tensor:
+    with torch.no_grad():
+        v = F.normalize(m[0].weight.T @ torch.ones(4).double(), dim=0)
+        u = F.normalize(m[0].weight @ v, dim=0)
+    return torch.dot(u, torch.mv(m[0].weight, v))
+
+
+def with_buffer(m: nn.Module) -> Tensor:
+    return ((m[0].weight - m[0].anchor) ** 2).sum() + (m[0].weight.T @ m[0].laplacian @ m[0].weight).trace()
+
+
+TERMS: dict[str, Callable[[Any], Tensor]] = {
+    "squares": lambda m: sum((p**2).sum() for p in m.parameters()),
+    "norm": lambda m: torch.linalg.norm(m[0].weight),
+    "l1": lambda m: sum(p.abs().sum() for p in m.parameters()),
+    "group lasso": lambda m: m[0].weight.norm(dim=1).sum(),
+    "one vector": lambda m: nn.utils.parameters_to_vector(m.parameters()).norm(),
+    "spectral": lambda m: torch.linalg.matrix_norm(m[0].weight, 2),
+    "power iteration": power_iteration,
+    "orthogonality": orthogonality,
+    "off-diagonal": masked,
+    "entropy": lambda m: -(m[2].weight.softmax(1) * m[2].weight.log_softmax(1)).sum(),
+    "entropy with epsilon": lambda m: -(m[2].bias.softmax(0) * (m[2].bias.softmax(0) + 1e-8).log()).sum(),
+    "prior": lambda m: -torch.distributions.Normal(0.0, 2.0).log_prob(m[0].bias).sum(),
+    "buffers": with_buffer,
+    "towards zero": lambda m: F.mse_loss(m[0].weight, torch.zeros(4, 3).double()),
+    "normalised": lambda m: F.normalize(m[0].weight).sum(0).square().sum(),
+    "determinant": lambda m: torch.linalg.slogdet(m[0].weight.T @ m[0].weight)[1],
+    "smooth l1": lambda m: F.smooth_l1_loss(m[2].weight ** 2, m[2].weight.detach()),
+}
+
+
+def penalised_network() -> Any:
+    model = network()
+    model[0].register_buffer("anchor", torch.randn(4, 3).double())
+    model[0].register_buffer("laplacian", torch.eye(4).double() + 1)
+    return packprop.extend(model)
+
+
+def each_quantity(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name} {field}": getattr(p, field).clone()
+        for name, p in model.named_parameters()
+        for field in ("grad_batch", "diag_ggn_exact", "batch_l2", "kflr")
+        if isinstance(getattr(p, field, None), Tensor)
+    }
+
+
+ASKED = (extensions.BatchGrad, extensions.DiagGGNExact, extensions.BatchL2Grad)
+
+
+def check_term(
+    model: Any, make: Callable[[Any, Tensor, Tensor], Tensor], term: Callable[[Any], Tensor]
+) -> None:
+    """Quantities are those of the data term, and the gradient is that of both."""
+    x, y = batch(5)
+    with packprop.backpack(*(each() for each in ASKED)):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    expected = each_quantity(model)
+    model.zero_grad()
+    with packprop.backpack(*(each() for each in ASKED)):
+        make(model, x, y).backward()
+    found = each_quantity(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_near(found[name], value, name)
+    rows = rows_by_loop(model, x, y)
+    penalties = torch.autograd.grad(term(model), list(model.parameters()), allow_unused=True)
+    for (name, p), penalty in zip(model.named_parameters(), penalties, strict=True):
+        assert_near(p.grad_batch, rows[name], name)
+        assert_near(p.grad, rows[name].sum(0) + (0 if penalty is None else 0.1 * penalty), name)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
+@pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
+def test_a_term_that_no_sample_enters(term: Callable[[Any], Tensor], inside: bool) -> None:
+    """It belongs to no sample: rows are those of the data term, and `.grad` has both."""
+
+    def make(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y) if not inside else None
+        if loss is not None:
+            return loss + 0.1 * term(model)
+        with packprop.record():
+            return F.cross_entropy(model(x), y) + 0.1 * term(model)
+
+    check_term(penalised_network(), make, term)
+
+
+def decay(model: Any) -> Tensor:
+    return sum((p**2).sum() for p in model.parameters())  # type: ignore[return-value]
+
+
+WAYS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "before": lambda m, x, y: 0.1 * decay(m) + packprop.extend(nn.CrossEntropyLoss())(m(x), y),
+    "one by one": lambda m, x, y: sum(
+        (0.1 * (p**2).sum() for p in m.parameters()), packprop.extend(nn.CrossEntropyLoss())(m(x), y)
+    ),
+    "stacked": lambda m, x, y: torch.stack(
+        [packprop.extend(nn.CrossEntropyLoss())(m(x), y), 0.1 * decay(m)]
+    ).sum(),
+    "scaled": lambda m, x, y: 2 * (0.5 * packprop.extend(nn.CrossEntropyLoss())(m(x), y) + 0.05 * decay(m)),
+    "weighted losses": lambda m, x, y: (
+        packprop.extend(nn.CrossEntropyLoss(reduction="none"))(m(x), y) + 0.1 * decay(m)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS.keys())
+def test_every_way_to_add_it(make: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    check_term(penalised_network(), make, decay)
+
+
+def test_without_a_recorded_loss() -> None:
+    """Scalars that are added tell the two apart; gradients need no recorded loss."""
+    model = penalised_network()
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        (F.cross_entropy(model(x), y) + 0.1 * decay(model)).backward()
+    for name, rows in rows_by_loop(model, x, y).items():
+        p = model.get_parameter(name)
+        assert_near(p.grad_batch, rows, name)
+        assert_near(p.grad, rows.sum(0) + 0.2 * p.detach(), name)
+
+
+class Penalised(nn.Module):
+    """A model whose forward pass returns its own penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), decay(self.body)
+
+
+def test_a_penalty_that_the_model_computes() -> None:
+    model = packprop.extend(Penalised())
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        out, penalty = model(x)
+        (packprop.extend(nn.CrossEntropyLoss())(out, y) + 0.1 * penalty).backward()
+    for name, rows in rows_by_loop(model.body, x, y).items():
+        p = model.body.get_parameter(name)
+        assert_near(p.grad_batch, rows, name)
+        assert_near(p.grad, rows.sum(0) + 0.2 * p.detach(), name)
+    assert coverage(model, (x, None)).complete
+
+
+def test_a_penalty_by_an_extended_loss_module() -> None:
+    """A parameter that is handed to an extended loss stays a parameter."""
+
+    def make(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        towards = packprop.extend(nn.MSELoss())
+        first = towards(model[0].weight, torch.zeros(4, 3).double())
+        second = towards(model[2].weight ** 2, torch.ones(3, 4).double())
+        return packprop.extend(nn.CrossEntropyLoss())(model(x), y) + 0.1 * (first + second)
+
+    def term(model: Any) -> Tensor:
+        first = F.mse_loss(model[0].weight, torch.zeros(4, 3).double())
+        return first + F.mse_loss(model[2].weight ** 2, torch.ones(3, 4).double())
+
+    check_term(penalised_network(), make, term)
+
+
+def test_two_roots() -> None:
+    """A penalty that is a root of its own."""
+    model = penalised_network()
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        torch.autograd.backward([loss, decay(model)])
+    for name, rows in rows_by_loop(model, x, y).items():
+        p = model.get_parameter(name)
+        assert_near(p.grad_batch, rows, name)
+        assert_near(p.grad, rows.sum(0) + 2 * p.detach(), name)
+
+
+def test_chosen_inputs() -> None:
+    model = penalised_network()
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y) + decay(model)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward(inputs=[model[0].weight])
+    rows = rows_by_loop(model, x, y)["0.weight"]
+    assert_near(model[0].weight.grad_batch, rows, "rows")
+    assert_near(model[0].weight.grad, rows.sum(0) + 2 * model[0].weight.detach(), "gradient")
+    assert not hasattr(model[2].weight, "grad_batch")
+
+
+def test_tied_and_computed_parameters() -> None:
+    """First-order cotangents are read at uses, where the term does not come by."""
+    torch.manual_seed(0)
+    inner = nn.Linear(3, 3).double()
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(inner), nn.Tanh(), inner)
+    packprop.extend(model)
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        (loss + 0.1 * (inner.weight**2).sum() + 0.1 * decay(model)).backward()
+    rows = rows_by_loop(model, x, y)
+    term = (inner.weight**2).sum() + decay(model)
+    parameters = dict(model.named_parameters())
+    for (name, p), penalty in zip(
+        parameters.items(), torch.autograd.grad(term, list(parameters.values())), strict=True
+    ):
+        assert_near(p.grad_batch, rows[name], name)
+        assert_near(p.grad, rows[name].sum(0) + 0.1 * penalty, name)
+
+
+def test_gradients_that_are_summed_from_rows() -> None:
+    """Where the user's pass leaves a weight out, its gradient still has both terms."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 1), nn.Conv2d(4, 16, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)
+    model = packprop.extend(nn.Sequential(*layers).double())
+    x, y = torch.randn(32, 1, 38, 38).double(), torch.randint(2, (32,))
+    with packprop.backpack(extensions.BatchGrad()):
+        (packprop.extend(nn.CrossEntropyLoss())(model(x), y) + decay(model)).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    with packprop.disable():
+        expected = torch.autograd.grad(F.cross_entropy(model(x), y) + decay(model), list(model.parameters()))
+    for (name, value), right in zip(found.items(), expected, strict=True):
+        assert_near(value, right, name)
+
+
+@pytest.mark.parametrize("memory", [None, "100MiB"])
+def test_under_create_graph_and_a_budget(memory: Any) -> None:
+    model = penalised_network()
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y) + decay(model)
+    with packprop.backpack(extensions.BatchGrad(), memory=memory):
+        loss.backward(create_graph=memory is None)
+    for name, rows in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch.detach(), rows, name)
+
+
+def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]]:
+    weight = m[0].weight
+    return {
+        "matmul": lambda: (x @ weight.T).square().mean(),
+        "linear": lambda: F.linear(x, weight, m[0].bias).square().mean(),
+        "another call": lambda: F.cross_entropy(_unrecorded(m, x), y),
+        "broadcast": lambda: (x[:, None] * weight).square().mean(),
+        "expanded": lambda: (weight[0].expand(len(x), 3) - x).square().mean(),
+        "expanded in a loss": lambda: F.mse_loss(weight[0].expand(len(x), 3), x),
+        "repeated": lambda: (weight[0].repeat(len(x), 1) * x).mean(),
+        "looked up": lambda: m[2].weight[y].square().mean(),
+        "embedded": lambda: F.embedding(y, m[2].weight).square().mean(),
+        "sample by sample": lambda: sum(torch.mv(weight, each).square().sum() for each in x),  # type: ignore[dict-item,return-value]
+        "times the loss": lambda: F.cross_entropy(m(x), y) * weight.square().sum(),
+        "concatenated": lambda: torch.cat([weight, x]).logsumexp(0).sum(),
+        "distances": lambda: torch.cdist(weight, x).mean(),
+        "linear regression": lambda: (x @ weight[0] - y).square().mean(),
+        "within": lambda: F.mse_loss(m(x) + m[2].bias, torch.zeros(len(x), 3).double()),
+        "times and again": lambda: (x @ weight.T).square().mean() * m[2].weight.norm(),
+        "unknown": lambda: torch.einsum("ni,oi,no->", x, weight, m[0](x).detach()),
+    }
+
+
+def _unrecorded(m: Any, x: Tensor) -> Tensor:
+    with packprop.disable():
+        out: Tensor = m(x)
+    return out
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded-loss", "own-loss"])
+@pytest.mark.parametrize("name", samples_meet(network(), *batch()).keys())
+def test_a_parameter_that_meets_samples_is_still_refused(name: str, recorded: bool) -> None:
+    model = penalised_network()
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y) if recorded else F.cross_entropy(model(x), y)
+    error = refused(loss + samples_meet(model, x, y)[name](), extensions.BatchGrad(), model=model)
+    check(error, "weight" if name != "within" else "bias")
+
+
+AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "product": lambda m, loss: loss * decay(m),
+    "product of terms": lambda m, loss: loss * decay(m) + decay(m),
+    "root": lambda m, loss: (loss + decay(m)).sqrt(),
+    "square": lambda m, loss: (loss + decay(m)) ** 2,
+    "log": lambda m, loss: torch.log(loss + m[0].weight.norm()),
+    "largest": lambda m, loss: torch.maximum(loss, decay(m)),
+    "largest of both": lambda m, loss: torch.stack([loss, decay(m)]).max(),
+    "learned weight": lambda m, loss: loss * m[2].bias[0].exp() + m[2].bias[0],
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
+@pytest.mark.parametrize("make", AFTER.values(), ids=AFTER.keys())
+def test_what_is_no_sum_is_refused(make: Callable[[Any, Tensor], Tensor], inside: bool) -> None:
+    model = penalised_network()
+    x, y = batch()
+    if inside:
+        with packprop.record():
+            loss = make(model, F.cross_entropy(model(x), y))
+    else:
+        loss = make(model, packprop.extend(nn.CrossEntropyLoss())(model(x), y))
+    check(refused(loss, extensions.BatchGrad(), model=model), "parameter")

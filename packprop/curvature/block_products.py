@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.curvature.generic_loss import loss_hessian_products
 from packprop.curvature.linear import ASKED, INSTEAD, jvps, vjps
+from packprop.curvature.needed import read_by_products
 from packprop.curvature.nonlinearities import residuals
 from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
@@ -36,13 +37,13 @@ class BlockProduct:
     Args:
         leaf: The parameter.
         product: From vectors ``[v, *p]`` to products.
-        snapshots: All parameters that the graph was made with, as they were then.
+        snapshots: The parameters that the product reads, as they were in the backward pass.
         name: Name of the parameter, for messages.
         hooks: The user's hooks on the graph, which products do not run.
 
     It keeps the graph of its forward pass, and nothing is run again: it stays valid, and takes memory, until it
-    is dropped (``del parameter.hmp``) or overwritten by another backward pass. Changed parameters are refused;
-    ``Snapshot`` says how a change is seen.
+    is dropped (``del parameter.hmp``) or overwritten by another backward pass. Where a parameter that it reads
+    was changed, it is refused: those downstream of its own, mostly. ``Snapshot`` says how a change is seen.
     """
 
     leaf: Tensor
@@ -56,7 +57,7 @@ class BlockProduct:
 
         Raises:
             BadInput: If the vectors do not have the parameter's shape behind at most one axis.
-            PackpropError: If a parameter of the graph was changed in place since.
+            PackpropError: If a parameter that the product reads was changed in place since.
         """
         shape = self.leaf.shape
         single = vectors.shape == shape
@@ -103,9 +104,10 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             nonlinearity is not elementwise.
     """
     leaves = graph.leaves()
-    snapshots = snapshots_of(leaves)
+    now = dict(zip(map(id, leaves), snapshots_of(leaves), strict=True))
+    read = [[now[id(each)] for each in needed] for needed in read_by_products(graph, leaves)]
     if matrix == "hessian":
-        for leaf in leaves:
+        for leaf, snapshots in zip(leaves, read, strict=True):
             yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), snapshots, graph.name(leaf), graph.hooks)
         return
     columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
@@ -117,7 +119,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
         for (nonlinearity, _), weight in zip(routes.nonlinearities, residuals(graph, routes), strict=True):
             tensors.append(nonlinearity.input)
             hessians.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
-    for leaf in leaves:
+    for leaf, snapshots in zip(leaves, read, strict=True):
         block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
         yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)
 

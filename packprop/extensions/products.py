@@ -3,7 +3,8 @@
 A function takes vectors ``[v, *p]``, or a single ``[*p]``, and returns their products with the block of its
 parameter, for the loss as reduced. It holds the graph of the forward pass, which ``backward()`` then keeps, and
 stays valid until it is deleted (``del parameter.hmp``) or overwritten. Nothing is run again, so there is no
-random state to restore. After a parameter was changed in place it raises an error.
+random state to restore. After a parameter that it reads was changed in place it raises an error: one downstream
+of its own, mostly. So parameters may be stepped one by one, each after its own product, from the input on.
 """
 
 from __future__ import annotations

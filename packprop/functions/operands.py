@@ -97,7 +97,12 @@ def is_linear(node: Node, dependent: Sequence[int]) -> bool:
 
 
 def saved_constants(node: Node) -> Iterator[Tensor]:
-    """Tensors that a node saved and that were not differentiated.
+    """Tensors that a node saved and that were not differentiated."""
+    return (tensor for tensor in saved_tensors(node) if not tensor.requires_grad)
+
+
+def saved_tensors(node: Node) -> Iterator[Tensor]:
+    """Tensors that a node saved.
 
     Autograd shows them under private names alone, one for each operand.
     """
@@ -106,5 +111,5 @@ def saved_constants(node: Node) -> Iterator[Tensor]:
             continue
         value = getattr(node, name)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            if isinstance(tensor, Tensor):
                 yield tensor

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import packprop
 from packprop.compat.custom_module.scale_module import ScaleModule
-from packprop.errors import PackpropError
 from packprop.recording.switch import is_extended
 from tests.compat.module_extensions import Fourth
 from tests.compat.programs import (
@@ -95,8 +94,9 @@ def test_disable() -> None:
             loss = F.cross_entropy(model(x), y)
     assert disable.should_store_io()
     assert not hasattr(model[0], "output")
-    with pytest.raises(PackpropError, match=r"packprop\.disable"), backpack(BatchGrad()):
+    with pytest.warns(packprop.PackpropWarning, match=r"packprop\.disable"), backpack(BatchGrad()):
         loss.backward()
+    assert not hasattr(model[0].weight, "grad_batch")
 
 
 @installed

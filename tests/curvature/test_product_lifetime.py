@@ -49,7 +49,7 @@ def test_old_values_are_refused(make: Any) -> None:
     weight = problem.parameters["0.weight"]
     product = getattr(weight, asked.savefield)
     with torch.no_grad():
-        problem.parameters["4.bias"].add_(1.0)
+        problem.parameters["4.weight"].add_(1.0)
     with pytest.raises(PackpropError, match="changed in place"):
         product(torch.zeros_like(weight))
 
@@ -90,3 +90,84 @@ def test_an_optimizer_step_and_a_change_of_the_inputs_are_refused() -> None:
     torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
     with pytest.raises(PackpropError, match="parameters were changed in place"):
         weight.hmp(torch.ones_like(weight))
+
+
+def stepping_models() -> list[Any]:
+    layers = {
+        "linear": [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)],
+        "normalised": [
+            nn.Linear(3, 4),
+            nn.LayerNorm(4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4).eval(),
+            nn.Linear(4, 2),
+        ],
+        "convolution": [
+            nn.Unflatten(1, (1, 3)),
+            nn.Conv1d(1, 2, 2),
+            nn.Tanh(),
+            nn.GroupNorm(1, 2),
+            nn.Conv1d(2, 2, 1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ],
+        "weight norm": [
+            nn.Linear(3, 4),
+            nn.Tanh(),
+            nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            nn.Linear(4, 2),
+        ],
+    }
+    return [pytest.param(value, id=key) for key, value in layers.items()]
+
+
+@pytest.mark.parametrize("layers", stepping_models()[:3])
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
+def test_each_parameter_is_stepped_after_its_product(make: Any, layers: list[nn.Module]) -> None:
+    """As conjugate gradients do, block by block: what a block's product reads lies downstream of it."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(*layers).double())
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(5, 3).double()), torch.randint(2, (5,)))
+    with packprop.backpack(make()):
+        loss.backward(retain_graph=True)
+    parameters = list(model.parameters())
+    vectors = [torch.randn(2, *p.shape).double() for p in parameters]
+    field = make().savefield
+    expected = [getattr(p, field)(v) for p, v in zip(parameters, vectors, strict=True)]
+    with packprop.backpack(make()):
+        loss.backward(retain_graph=True)
+    for p, v, right in zip(parameters, vectors, expected, strict=True):
+        assert_near(getattr(p, field)(v), right, "product")
+        assert_near(getattr(p, field)(v), right, "again")
+        p.data.add_(torch.randn_like(p))
+    with pytest.raises(PackpropError, match="changed in place"):
+        getattr(parameters[0], field)(vectors[0])
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
+def test_every_parameter_that_is_read_is_noticed(make: Any) -> None:
+    """A product either is what it was, or is refused: after any change of any one parameter."""
+    for param in stepping_models():
+        torch.manual_seed(0)
+        model = packprop.extend(nn.Sequential(*param.values[0]).double())
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(5, 3).double()), torch.randint(2, (5,)))
+        parameters = [p for name, p in model.named_parameters() if "parametrizations" not in name]
+        for changed in model.parameters():
+            with packprop.backpack(make()):
+                loss.backward(retain_graph=True)
+            vectors = [torch.randn(2, *p.shape).double() for p in parameters]
+            field = make().savefield
+            before = changed.detach().clone()
+            expected = [getattr(p, field)(v) for p, v in zip(parameters, vectors, strict=True)]
+            with packprop.backpack(make()):
+                loss.backward(retain_graph=True)
+            changed.data.add_(torch.randn_like(changed))
+            for p, v, right in zip(parameters, vectors, expected, strict=True):
+                try:
+                    found = getattr(p, field)(v)
+                except PackpropError as error:
+                    assert "changed in place" in error.why  # noqa: PT017
+                else:
+                    assert_near(found, right, "product")
+            changed.data.copy_(before)

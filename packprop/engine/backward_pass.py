@@ -86,7 +86,7 @@ class BackwardPass:
         """The columns of all seeds that have any."""
         request = self._request
         return {
-            seed: request.drawn.pop(seed, None) or columns(request.graph, seed, request.create_graph)
+            seed: request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.gradient import changed_gradient
 from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
@@ -25,9 +25,12 @@ from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
+from packprop.recording.aside import OwnMode
+from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
-from packprop.types import Extension, Seed
+from packprop.tensors.hooks import NOTHING
+from packprop.types import GRADIENT, Extension, Seed
 
 
 class _Local(threading.local):
@@ -70,7 +73,7 @@ def backpack(
     return Backpack(extensions, extension_hook, memory, debug)
 
 
-class Backpack(TorchFunctionMode):
+class Backpack(OwnMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
     def __init__(
@@ -116,6 +119,10 @@ class Backpack(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = None
+        if func is Tensor.register_hook and not self._running:
+            out = func(*args, **kwargs)
+            note_hooks(args[0])
+            return out
         if func is Tensor.backward:
             call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -156,7 +163,9 @@ class Backpack(TorchFunctionMode):
                 backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
             else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
-                backward()
+                asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
+                with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
+                    backward()
             keep = call.keeps_graph
         finally:
             graph.release(keep)

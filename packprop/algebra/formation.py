@@ -36,6 +36,9 @@ FACTORED = (
 )
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
+LINEAR = (per_sample_grad, summed_grad, entry_order_of)
+"""Statistics that multiply no two gradients, so that those of complex parameters have them, too."""
+
 
 def forms_rows(statistic: Statistic, extents: Extents) -> bool:
     """Whether a statistic of an affine use with shared positions forms per-sample gradients."""
@@ -44,6 +47,12 @@ def forms_rows(statistic: Statistic, extents: Extents) -> bool:
     if statistic is sq_norm:
         return not norms_by_products(extents)
     return statistic in (per_sample_grad, sum_sq, batch_sq, moments, gram)
+
+
+def is_for_real_numbers(statistic: Statistic) -> bool:
+    """Whether a statistic of this library multiplies gradients with each other, as real numbers."""
+    plain = getattr(statistic, "func", statistic)
+    return plain in (*OF_ROWS, *FACTORED) and plain not in LINEAR
 
 
 def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:

@@ -22,9 +22,12 @@ from packprop.compat.dispatch import Overrides, Start, run_on_modules
 from packprop.compat.nothing import graph_of_nothing, knows_nothing, values_of_nothing
 from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.context import Backpack
+from packprop.engine.gradient import changed_gradient
 from packprop.engine.saving import Hook
 from packprop.errors import PackpropError
+from packprop.graph.completeness import require_unsharded
 from packprop.graph.graph import Graph
+from packprop.graph.hooks import hooks_below
 from packprop.memory.plan import Plan
 from packprop.recording import switch
 from packprop.recording.marks import EXTENDED
@@ -141,11 +144,22 @@ class backpack(Backpack):  # noqa: N801
         self._overrides = []
         if are_calls_kept() and self._own:
             done = None if self.extensions else self.extension_hook
-            calls, self._overrides = run_on_modules(start, self._own, done)
+            hooks = hooks_below(run.roots)
+            called = [call.module for call in calls_below(run.roots)]
+            require_unsharded([module for module in called if module is not None], hooks)
+            with hooks.quiet():
+                calls, self._overrides = run_on_modules(start, self._own, done)
+            users_pass = backward
+
+            def backward() -> None:
+                with hooks.refusing_changes(changed_gradient):
+                    users_pass()
+
         elif are_calls_kept():  # extension hooks look at kept tensors, too
             calls = list(calls_below(run.roots))
         if self._without_samples:
-            self._overrides += values_of_nothing(start.graph, self._without_samples)
+            with hooks_below(run.roots).quiet():
+                self._overrides += values_of_nothing(start.graph, self._without_samples)
         for call in calls:
             call.held = True
         keep = True

@@ -34,7 +34,7 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
 from packprop.graph.separation import layouts_at
 from packprop.graph.site import Site
-from packprop.graph.traversal import made_by
+from packprop.graph.traversal import has_complex_numbers, made_by
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
@@ -124,6 +124,10 @@ def _chain(graph: Graph) -> list[_Place]:
         if len(inputs) > 1:
             raise _refused(node.name(), "paths meet there: the model is no chain of layers")
         ((number, edge),) = inputs
+        if has_complex_numbers(node):
+            raise _refused(
+                node.name(), "it takes complex numbers: their averages are not those of real entries"
+            )
         if kind_of(node, [number]) == "nonlinear":
             raise _refused(node.name(), "it is neither linear (by parts) nor elementwise")
         edges.append(edge)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.functions.nodes import is_once_differentiable, is_wrong_in_second_order
+from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
 from packprop.graph.graph import Graph
 from packprop.graph.search import nodes_above
 
@@ -31,6 +31,12 @@ ONCE = (
 WRONG = (
     "PyTorch differentiates it twice, but wrongly: its second derivatives are not symmetric",
     "normalise the weight by operations of your own (g * v / v.norm(...)), or ask for GGN quantities",
+)
+
+
+NO_WEIGHT = (
+    "it has a bias and no weight: PyTorch's second derivative of it leaves out the bias",
+    "give the normalisation a weight of ones, or add the bias behind it",
 )
 
 
@@ -95,9 +101,12 @@ def require_second_derivatives(
         fault = ONCE if is_once_differentiable(node) else None
         if not linear and is_wrong_in_second_order(node):
             fault = WRONG
+        start = node
+        if fault is None and (bias := bias_without_weight(node)) is not None:
+            fault, start = NO_WEIGHT, bias
         if fault is None:
             continue
-        for above in nodes_above([node]):
+        for above in nodes_above([start]):
             leaf = wanted.get(id(getattr(above, "variable", None)), made.get(above))
             if leaf is not None:
                 raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)

@@ -22,7 +22,7 @@ from packprop.functions.losses.description import (
 from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import made_by
-from packprop.tensors.state import is_hooked, version
+from packprop.tensors.state import version
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
 
@@ -116,6 +116,13 @@ def _require_losses(graph: Graph) -> None:
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     """The columns of one loss."""
     call, layout = loss.call, loss.layout
+    if call.input.is_complex():
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            f"the loss {getattr(call.function, '__name__', call.function)}",
+            "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
+            "give the loss real numbers, as torch.view_as_real(output)",
+        )
     rule = describe(call.function, call.args, call.kwargs)
     if rule.refusal is not None:
         raise PackpropError(
@@ -141,7 +148,6 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     factor = loss_factor(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, factor)
-    unhooked = not is_hooked(call.input)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, factor, layout)
         axis, positions = None, 1
@@ -153,14 +159,12 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns(
-            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], unhooked=unhooked
-        )
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], unhooked=unhooked)
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:

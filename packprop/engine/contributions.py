@@ -26,7 +26,8 @@ hold, to the structure that statistics are taken of."""
 
 def unreached(use: ReachedUse, site: Site, like: Tensor, columns: int = 1) -> Contribution:
     """A use that no cotangent has reached: zeros, in the precision and on the device of ``like``."""
-    return use, site, [like.new_zeros(columns, *shape) for shape in use.recorded.shapes]
+    dtype = like.dtype.to_real()  # real zeros fit complex outputs, too
+    return use, site, [like.new_zeros(columns, *shape, dtype=dtype) for shape in use.recorded.shapes]
 
 
 def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> Extents | None:

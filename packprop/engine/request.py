@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from packprop.algebra.formation import is_for_real_numbers
 from packprop.algebra.statistics import summed_grad
 from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
@@ -77,10 +78,12 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
 
     Raises:
         BadInput: For a sample that is not in the batch, or a row of a second pass that does not fit.
-        PackpropError: For second derivatives through a reentrant checkpoint.
+        PackpropError: For second derivatives through a reentrant checkpoint, or products of gradients of a
+            complex parameter.
     """
     _require_samples(request.extensions, request.graph.samples)
     _require_second_passes(request.extensions)
+    _require_real_numbers(request)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(
             "Second derivatives were asked for.",
@@ -100,6 +103,26 @@ def _require_samples(extensions: Sequence[Extension], samples: int) -> None:
                     f"the batch has {samples} samples",
                     f"give indices from 0 to {samples - 1}",
                 )
+
+
+def _require_real_numbers(request: Request) -> None:
+    """Refuse squares, products and factors of gradients of a complex parameter."""
+    parameter = next((leaf for leaf in request.graph.leaves() if leaf.is_complex()), None)
+    if parameter is None:
+        return
+    for extension in request.extensions:
+        rows = [
+            row for row in extension.rows if row.seed.kind == "hessian_mc" or is_for_real_numbers(row.statistic)
+        ]
+        if rows:
+            raise PackpropError(
+                f"{extension.name}() was asked for.",
+                f"parameter {request.graph.name(parameter)!r}, of {parameter.dtype}",
+                "squares and products of gradients are defined for real parameters: a complex one has two real "
+                "entries for each of its own",
+                "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
+                "the forward pass; BatchGrad takes complex parameters as they are",
+            )
 
 
 def _require_second_passes(extensions: Sequence[Extension]) -> None:

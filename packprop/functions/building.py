@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,11 +22,11 @@ class SavedTensor:
     """An input of a function, which must not change before it is needed in the backward pass."""
 
     def __init__(self, tensor: Tensor, function_name: str) -> None:
-        self._tensor, self._version, self._function_name = tensor, version(tensor), function_name
+        self._tensor, self._version_before, self._function_name = tensor, version(tensor), function_name
 
     def __call__(self) -> Tensor:
         """The tensor; raises if it was changed."""
-        if version(self._tensor) != self._version:
+        if version(self._tensor) != self._version_before:
             raise changed_since(self._function_name, self._tensor)
         return self._tensor
 
@@ -103,11 +104,14 @@ def scaled(
         call: The call.
         parameter: The parameter, broadcast against the output.
         factor: What multiplies it, computed when needed, broadcast against the output; or a number.
-        aligned: The parameter's shape among the output's axes, where it is not aligned on the right.
+        aligned: The parameter's shape among the output's axes, where it is not aligned on the right; of an
+            expanded parameter, its own or that of what it was expanded from.
         window: Axis of the output and offset of the part that the parameter makes up (concatenation).
         linear: Whether ``factor`` is known not to depend on the parameter; numbers and saved tensors do not.
     """
-    parameter = call.unexpanded(parameter)
+    source = call.unexpanded(parameter)
+    if aligned is None or math.prod(aligned) == source.numel():  # else autograd goes through the expansion
+        parameter = source
     dims = len(call.shape)
     broadcast_shape = tuple(aligned or (1,) * (dims - parameter.dim()) + tuple(parameter.shape))
 

@@ -115,3 +115,9 @@ class Call:
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a torch function, as users know it."""
     return str(getattr(function, "__name__", function))
+
+
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """Whether a torch function overwrites its first argument, by its name."""
+    name = name_of(function)
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
-from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -39,6 +39,8 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                 return tensor if differentiable else tensor.detach()
 
             args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
+            if is_in_place(call.function):  # what it overwrites is needed the next time
+                args = (args[0].clone(), *args[1:])
             outputs = call.function(*args, **kwargs)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         input_nodes = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
@@ -135,7 +137,7 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
         (product,) = torch.autograd.grad(
             outputs,
             parameter,
-            vectors,
+            [_for_output(vector, output) for vector, output in zip(vectors, outputs, strict=True)],
             is_grads_batched=batched,
             retain_graph=True,
             create_graph=differentiable,
@@ -153,6 +155,11 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
         return torch.stack(
             [pull([column[place] for column in columns], batched=False) for place in range(count)]
         )
+
+
+def _for_output(vector: Tensor, output: Any) -> Tensor:
+    """A vector as autograd takes it: complex where the output is."""
+    return vector.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else vector
 
 
 def _of_sample(sample: int, cotangent: Tensor, layout: Layout) -> Tensor:

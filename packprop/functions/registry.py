@@ -7,6 +7,7 @@ from typing import Any
 
 from packprop.functions.entry import Call, Entry
 from packprop.functions.fallback import fallback
+from packprop.tensors.nesting import tensors_in
 
 Rule = Callable[..., Iterable[Entry] | None]
 """From a call and its arguments to entries; ``None``: use the fallback."""
@@ -32,8 +33,7 @@ def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 def entries_of(call: Call) -> list[Entry]:
     """One entry for each parameter of a call: by its rule, or by the fallback."""
-    complex_valued = any(parameter.is_complex() for parameter in call.parameters)
-    rule = None if complex_valued else RULES.get(call.function)  # rules are written for real numbers
+    rule = None if _has_complex_numbers(call) else RULES.get(call.function)
     by_rule = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
     by_rule = [entry for entry in by_rule if entry.parameter.requires_grad]
     described = {id(entry.parameter) for entry in by_rule}
@@ -42,3 +42,12 @@ def entries_of(call: Call) -> list[Entry]:
         for parameter in call.parameters
         if id(parameter) not in described and id(call.unexpanded(parameter)) not in described
     ]
+
+
+def _has_complex_numbers(call: Call) -> bool:
+    """Whether a call takes complex numbers: rules are written for real ones.
+
+    A real parameter gets the real part of the cotangent times the conjugate of what multiplies the parameter.
+    Autograd knows that of every function, and so does the fallback.
+    """
+    return any(tensor.is_complex() for tensor in tensors_in((call.args, call.kwargs)))

@@ -1,4 +1,4 @@
-"""Functions that mix samples, that only expand a parameter, or that reorder rows."""
+"""Functions that mix samples, reorder rows, only expand a parameter, or use metadata of a tensor alone."""
 
 from __future__ import annotations
 
@@ -27,18 +27,36 @@ MIXERS: dict[Callable[..., Any], Callable[..., bool]] = {F.batch_norm: _batch_no
 """Functions that can mix samples -> whether a call with given arguments does."""
 
 
-EXPANSIONS = frozenset({Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to})
-"""Functions that repeat the entries of their first argument, and do nothing else."""
+def _functions(*names: str) -> frozenset[Callable[..., Any]]:
+    """Functions and methods with these names, as far as this release of PyTorch has them."""
+    owners = (torch, Tensor)
+    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
-REORDERINGS = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (
-        *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
-        *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
-        *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
-    )
-    if hasattr(owner, name)
+EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors")
+"""Functions that repeat the entries of their first argument, or of each one, and do nothing else."""
+
+
+LIKE_ANOTHER = _functions("type_as", "view_as", "reshape_as", "expand_as", "to")
+"""Functions of their first argument, which take from a second tensor its shape, type or device and no entry."""
+
+
+SEPARATE = _functions(
+    "broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d", "align_tensors"
+)
+"""Functions of several tensors that give each of them another shape: no entry of one meets another's."""
+
+
+CONSTANTS = _functions(
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
+)
+"""Functions that make a tensor without a gradient, and take a tensor for its shape, type or device alone."""
+
+
+REORDERINGS = _functions(
+    *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
+    *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
+    *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
 )
 """Functions by which data can decide on the order of rows."""

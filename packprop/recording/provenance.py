@@ -10,10 +10,12 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from packprop.functions.traits import EXPANSIONS
 from packprop.recording.marks import USE, marks_of, nodes_upstream
 from packprop.tensors.nesting import tensors_in
 
@@ -40,12 +42,24 @@ class TensorSet:
             for tensor in tensors_in(value):
                 self.add(tensor)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """The tensors that are still there."""
+        for reference in list(self._references.values()):
+            tensor = reference()
+            if tensor is not None:
+                yield tensor
+
 
 class Provenance:
     """Which tensors of a forward pass depend on the samples, and which are made of parameters alone."""
 
     def __init__(self) -> None:
         self.from_samples, self.from_parameters = TensorSet(), TensorSet()
+
+    def alive(self) -> Iterator[Tensor]:
+        """All of these tensors that are still there."""
+        yield from self.from_samples
+        yield from self.from_parameters
 
     def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Arguments that depend on samples, and trainable ones that do not."""
@@ -90,9 +104,11 @@ class Expansions:
     def __init__(self) -> None:
         self._sources: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
-    def note(self, expanded: Tensor, source: Tensor) -> None:
-        """``expanded`` was made from ``source``."""
-        self._sources[id(expanded)] = (weakref.ref(expanded), self.source(source))
+    def note(self, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+        """Note what a call has returned, if the function expands its arguments."""
+        if function in EXPANSIONS:
+            for source, expanded in zip(tensors_in(args), tensors_in(out), strict=False):
+                self._sources[id(expanded)] = (weakref.ref(expanded), self.source(source))
 
     def source(self, tensor: Tensor) -> Tensor:
         """What a tensor was expanded from, or the tensor itself."""

@@ -12,19 +12,29 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType, MethodWrapperType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
-from packprop.functions.entry import Call, name_of
+from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
-from packprop.functions.traits import EXPANSIONS, MIXERS, REORDERINGS
+from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
+from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, ForwardCall, RecordedLoss, RecordedUse, marks_of
+from packprop.recording.marks import (
+    LOSS,
+    MIXES,
+    OUTPUT,
+    USE,
+    ForwardCall,
+    RecordedLoss,
+    RecordedUse,
+    marks_of,
+    note_hooks,
+)
 from packprop.recording.provenance import Expansions, Provenance
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
@@ -46,7 +56,7 @@ current = _Current()
 """The recorder of this thread, and whether recording is switched off in it."""
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(OwnMode):
     """Sees every torch function of one outermost call, and records uses and losses.
 
     Args:
@@ -56,20 +66,37 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
         super().__init__()
-        reference = weakref.ref(module) if module is not None else (lambda: None)
-        self.forward = ForwardCall(reference)
+        self._provenance, self._expansions = Provenance(), Expansions()
+        self.begin(module)
         self.owner = owner
         self.depth = 0
         """How many extended modules are being called, one inside the other."""
-        self._provenance, self._expansions = Provenance(), Expansions()
+
+    def begin(self, module: nn.Module | None) -> None:
+        """Begin an outermost call."""
+        reference = weakref.ref(module) if module is not None else (lambda: None)
+        self.forward = ForwardCall(reference, made=self._provenance.alive)
 
     @property
     def stale(self) -> bool:
         """Whether the call that began this recording was left without its closing hook (an interrupt)."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self.owner:
-            frame = frame.f_back
-        return self.owner is not None and frame is None
+        return self.owner is not None and not is_running(self.owner)
+
+    def open(self, module: nn.Module, inputs: Any) -> None:
+        """Begin the call of an outermost module inside ``record()``."""
+        if self.owner is None:
+            self.begin(module)
+        self.feed(inputs)
+
+    def takes(self, module: nn.Module, inputs: Any) -> bool:
+        """Whether the inputs of a module that is not recorded depend on the samples."""
+        if self.depth == 0:
+            self.open(module, inputs)
+        return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
+
+    def take_as_data(self, outputs: Any) -> None:
+        """Take what a module that is not recorded returned: it depends on the samples."""
+        self._provenance.from_samples.add_all(outputs)
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
@@ -113,10 +140,14 @@ class Recorder(TorchFunctionMode):
             if isinstance(out, Tensor) and out is not args[0]:
                 provenance.follow(args, out)
             return out
-        samples, parameters = provenance.sort(args, kwargs)
+        if func in SEPARATE:
+            return self._follow_each(func, args, kwargs)
+        samples, parameters = provenance.sort(*self._with_entries(func, args, kwargs))
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, samples, parameters, hooks)
         out = func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            note_hooks(args[0])
         if out is None:
             if samples and func is Tensor.__setitem__:
                 provenance.from_samples.add(args[0])
@@ -128,6 +159,8 @@ class Recorder(TorchFunctionMode):
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if samples:
+            if func in CONSTANTS and self._is_without_samples(out, samples, args):
+                return out
             provenance.from_samples.add_all(out)
             if func in MIXERS and MIXERS[func](*args, **kwargs):
                 _mark_mixing(self.forward.module(), out)
@@ -135,9 +168,43 @@ class Recorder(TorchFunctionMode):
                 self.forward.reordered = True
         elif parameters:
             provenance.from_parameters.add_all(out)
-            if func in EXPANSIONS:
-                self._expansions.note(cast(Tensor, out), args[0])
+            self._expansions.note(func, args, out)
         return out
+
+    def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function whose outputs come from one input each, which decides what each of them is."""
+        out = func(*args, **kwargs)
+        for tensor, made in zip(tensors_in(args), tensors_in(out), strict=True):
+            if made is not tensor:
+                self._provenance.follow((tensor,), made)
+        self._expansions.note(func, args, out)
+        return out
+
+    def _with_entries(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without a tensor that is taken for its metadata alone.
+
+        A parameter that is expanded to hold the samples meets them all the same: it may be all there is to use.
+        """
+        if func not in LIKE_ANOTHER:
+            return args, kwargs
+        if func in EXPANSIONS and self._may_hold_samples([*tensors_in((args, kwargs))][-1].shape):
+            return args, kwargs
+        return args[:1], {}
+
+    def _is_without_samples(self, out: Any, samples: list[Tensor], args: tuple[Any, ...]) -> bool:
+        """Whether a constant that was made like a tensor has no axis that could hold the samples.
+
+        Others count as samples: what a parameter meets there can be told apart by samples.
+        """
+        alone = len(samples) == 1 and samples[0] is args[0] and not out.requires_grad
+        return alone and not self._may_hold_samples(out.shape)
+
+    def _may_hold_samples(self, shape: torch.Size) -> bool:
+        """Whether an axis has room for the samples, which are on the leading axis of some input of the call."""
+        leading = {size[0] for size in self.forward.sizes if len(size)}
+        return not leading or any(extent % samples == 0 for extent in shape for samples in leading if samples)
 
     def _record(
         self,
@@ -151,7 +218,7 @@ class Recorder(TorchFunctionMode):
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
         edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
         name = name_of(func)
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        in_place = is_in_place(func)
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])

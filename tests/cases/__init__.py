@@ -5,7 +5,19 @@ Each file here yields the cases of one subject. Nothing here knows packprop.
 
 from __future__ import annotations
 
-from tests.cases import affine, convolution, lookup, loss_uses, losses, modules, networks, normalisation, raw
+from tests.cases import (
+    affine,
+    complex_numbers,
+    convolution,
+    lookup,
+    loss_uses,
+    losses,
+    metadata,
+    modules,
+    networks,
+    normalisation,
+    raw,
+)
 from tests.cases.case import Case, Functional, along, call, map_tensors
 
 __all__ = ["BY_NAME", "CASES", "ONE_OF_EACH", "Case", "Functional", "along", "call", "map_tensors"]
@@ -16,6 +28,8 @@ CASES: list[Case] = [
     *normalisation.cases(),
     *lookup.cases(),
     *raw.cases(),
+    *complex_numbers.cases(),
+    *metadata.cases(),
     *modules.cases(),
     *networks.cases(),
     *losses.cases(),
@@ -31,7 +45,16 @@ ONE_OF_EACH: list[Case] = [
         *("linear-2d", "matmul-x-w", "mm", "mv", "addmm", "einsum-ni-io-no", "bmm-heads-first", "bilinear"),
         *("conv1d", "conv2d", "conv3d", "convtranspose1d", "convtranspose2d", "convtranspose3d"),
         *("batchnorm1d-2d", "layernorm", "groupnorm", "instancenorm1d", "rmsnorm", "prelu-one"),
-        *("embedding", "embedding-bag-sum", "add", "subtract", "multiply", "class-token", "tensordot"),
+        *(
+            "embedding",
+            "embedding-bag-sum",
+            "add",
+            "subtract",
+            "multiply",
+            "divide",
+            "class-token",
+            "tensordot",
+        ),
         *("vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm"),
         *("rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
         *("weight-norm", "tied-transpose", "module-twice", "checkpoint"),

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop.compat.own import (
-    ModuleExtension,
-    SecondOrderBackpropExtension,
-)
+from packprop.compat.own import ModuleExtension, SecondOrderBackpropExtension
 from tests.compat.module_extensions import Fourth, Gate, GateGradients, fourth_powers, gradient, run
 from tests.compat.programs import dense_ggn, flat, installed, mlp, near, softmax_hessian, vectors
 

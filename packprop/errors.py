@@ -25,5 +25,9 @@ class BadInput(PackpropError, ValueError):
     """An argument has the wrong type or value; raised before any work is done."""
 
 
+class FreedGraph(PackpropError):
+    """A graph that an earlier pass has freed was to be used again."""
+
+
 class PackpropWarning(UserWarning):
     """A result was computed, but something about it deserves attention."""

@@ -95,7 +95,7 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     """Squares of entries, or of their deviations from ``centre``, summed over the leading axis."""
-    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or len(rows) > 64:
+    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or not 0 < len(rows) <= 64:
         return (rows if centre is None else rows - centre).square().sum(0)
     total = torch.zeros_like(rows[0])
     for row in rows:  # each is read once, and nothing as large as all of them is written

@@ -80,7 +80,7 @@ def moments(structure: Structure) -> Moments:
 def flat_rows(structure: Structure) -> Tensor:
     """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
     gradients = rows(structure)
-    return gradients.reshape(*gradients.shape[:2], -1)
+    return gradients.reshape(*gradients.shape[:2], gradients.shape[2:].numel())
 
 
 def _fast(statistic: str, structure: Structure) -> Any:

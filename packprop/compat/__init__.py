@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ class _Finder(MetaPathFinder, Loader):
         if fullname.partition(".")[0] != ROOT:
             return None
         if fullname not in TABLE:
+            if _is_only_looked_for():
+                return None
             raise Missing(
                 f"import {fullname} was asked for, and resolves to packprop.",
                 fullname,
@@ -88,6 +91,14 @@ def _resolve(module: str, name: str) -> Any:
     if value is None:
         raise AttributeError(f"module {module!r} (packprop.compat) has no attribute {name!r}")
     return value
+
+
+def _is_only_looked_for() -> bool:
+    """Whether ``importlib.util.find_spec`` asks, whose answer is nothing where ``import`` raises an error."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is importlib.util.find_spec.__code__
 
 
 _finder = _Finder()

@@ -99,9 +99,13 @@ class ModuleCall(RecordedUse):
 class _Kept:
     """What a module keeps from its last call: its mark, the attributes that were set, their tensors."""
 
-    call: ModuleCall
+    call: ModuleCall | None
     names: list[str]
     saved: list[SavedTensor]
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[None, list[str], list[SavedTensor]]]:
+        """A module that is saved takes its tensors along, as in BackPACK, but the call is not its own."""
+        return _Kept, (None, self.names, [])
 
 
 def watch_calls(module: nn.Module) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compat.own import BackpropExtension, ModuleExtension, Unsupported
+from packprop.compat.nothing import knows_nothing
+from packprop.compat.options import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
+from packprop.compat.own import (
+    BackpropExtension,
+    FirstOrderBackpropExtension,
+    ModuleExtension,
+    SecondOrderBackpropExtension,
+    Unsupported,
+)
 from packprop.types import Extension, Row, Seed
 
 
@@ -61,16 +71,142 @@ class Catalogued(BackpropExtension):
         return self.module_extensions.get(type(module))
 
 
+def _strategy(extension: Catalogued) -> str:
+    return LossHessianStrategy.EXACT if extension.seed.mc_samples is None else LossHessianStrategy.SAMPLING
+
+
+class FirstOrder(Catalogued, FirstOrderBackpropExtension):
+    """What extensions that need gradients alone are."""
+
+
+class SecondOrder(Catalogued, SecondOrderBackpropExtension):
+    """What all others are."""
+
+
+class GGNRoot(SecondOrder):
+    """What extensions that sum over columns of the GGN's root, or return them, say of these."""
+
+    @property
+    def loss_hessian_strategy(self) -> str:
+        """Whether columns are exact or sampled."""
+        return _strategy(self)
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Whether columns are exact or sampled."""
+        return self.loss_hessian_strategy
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Columns that arrive at one tensor add up."""
+        return existing + other
+
+
+class Kronecker(SecondOrder):
+    """What extensions with Kronecker factors say of their options; those of ``HBP`` are arguments."""
+
+    curv_type: Any = Curvature.GGN
+    loss_hessian_strategy: Any = LossHessianStrategy.SUM
+    backprop_strategy: Any = BackpropStrategy.BATCH_AVERAGE
+    ea_strategy: Any = ExpectationApproximation.BOTEV_MARTENS
+
+    def get_curv_type(self) -> str:
+        """Which matrix."""
+        chosen: str = self.curv_type
+        return chosen
+
+    def get_loss_hessian_strategy(self) -> str:
+        """How the loss's Hessian is represented."""
+        chosen: str = self.loss_hessian_strategy
+        return chosen
+
+    def get_backprop_strategy(self) -> str:
+        """What is propagated back."""
+        chosen: str = self.backprop_strategy
+        return chosen
+
+    def get_ea_strategy(self) -> str:
+        """Where means over samples are taken."""
+        chosen: str = self.ea_strategy
+        return chosen
+
+
+class KroneckerRoot(Kronecker):
+    """What extensions with Kronecker factors from columns of the GGN's root are."""
+
+    backprop_strategy = BackpropStrategy.SQRT
+
+    @property
+    def loss_hessian_strategy(self) -> str:
+        """Whether columns are exact or sampled."""
+        return _strategy(self)
+
+    accumulate_backpropagated_quantities = GGNRoot.accumulate_backpropagated_quantities
+
+
+class PositiveCurvature(SecondOrder):
+    """What products with the positive-curvature Hessian say of their option."""
+
+    modify: Any
+
+    def get_modification_mode(self) -> str:
+        """How negative curvature is treated."""
+        chosen: str = self.modify
+        return chosen
+
+
+FIRST_ORDER = ("BatchDotGrad", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+HBP_FAMILY = ("KFAC", "KFLR", "KFRA")
+BASES: dict[str, type[Catalogued]] = {
+    **dict.fromkeys(FIRST_ORDER, FirstOrder),
+    **dict.fromkeys(("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC"), GGNRoot),
+    **dict.fromkeys(("SqrtGGNExact", "SqrtGGNMC"), GGNRoot),
+    **dict.fromkeys(("HBP", "KFRA"), Kronecker),
+    **dict.fromkeys(("KFAC", "KFLR"), KroneckerRoot),
+    "PCHMP": PositiveCurvature,
+}
+"""What an extension is in addition, if it is more than one of the second order."""
+
+
 def is_available(name: str) -> bool:
     """Whether packprop has an extension of this name."""
     value = getattr(extensions, name, None)
     return isinstance(value, type) and issubclass(value, Extension) and value is not Extension
 
 
+def _indices(chosen: Any) -> list[int] | None:
+    """Whole numbers as a list; nothing for what are none, which packprop refuses."""
+    if chosen is None or isinstance(chosen, str):
+        return None
+    try:
+        indices = torch.as_tensor(chosen)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if indices.dim() != 1 or (indices.is_floating_point() and len(indices)) or indices.is_complex():
+        return None
+    listed: list[int] = (indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist()
+    return listed
+
+
 @functools.cache
 def _with_module_extensions(name: str) -> type:
     original = getattr(extensions, name)
-    return type(name, (original, Catalogued), {"__module__": __name__, "__doc__": original.__doc__})
+
+    def take_subset(extension: Any) -> None:
+        """Check the arguments; a subset of samples may be whatever tensors are indexed by, and empty."""
+        chosen = _indices(getattr(extension, "subsampling", None))
+        is_empty = chosen == [] and knows_nothing(extension)
+        if chosen is not None:
+            object.__setattr__(extension, "subsampling", None if is_empty else chosen)
+        original.__post_init__(extension)
+        if is_empty:
+            object.__setattr__(extension, "subsampling", chosen)  # packprop itself refuses an empty one
+
+    meta = abc.ABCMeta if name == "HBP" else type
+    content = {"__module__": __name__, "__doc__": original.__doc__, "__post_init__": take_subset}
+    made = meta(name, (original, BASES.get(name, SecondOrder)), content)
+    if isinstance(made, abc.ABCMeta):  # in BackPACK they are subclasses
+        for other in filter(is_available, HBP_FAMILY):
+            made.register(_with_module_extensions(other))
+    return made
 
 
 def __getattr__(name: str) -> Any:

@@ -10,13 +10,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from packprop import context
-from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwatch_calls, watch_calls
+from packprop.compat.calls import (
+    ModuleCall,
+    are_calls_kept,
+    calls_below,
+    forget_call,
+    unwatch_calls,
+    watch_calls,
+)
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
-from packprop.compat.own import BackpropExtension
+from packprop.compat.nothing import graph_of_nothing, knows_nothing, values_of_nothing
+from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.context import Backpack
 from packprop.engine.gradient import changed_gradient
 from packprop.engine.saving import Hook
+from packprop.errors import PackpropError
 from packprop.graph.completeness import require_unsharded
+from packprop.graph.graph import Graph
 from packprop.graph.hooks import hooks_below
 from packprop.memory.plan import Plan
 from packprop.recording import switch
@@ -111,13 +121,29 @@ class backpack(Backpack):  # noqa: N801
         return [ext for ext in candidates if ext.module_extensions or not isinstance(ext, Extension)]
 
     def _backward(self, run: Any, backward: Callable[[], None]) -> None:
-        if run.is_refused_by_torch or not are_calls_kept():
+        try:
+            self._run(run, backward)
+        except PackpropError as error:
+            if type(error) is not PackpropError:
+                raise
+            graph = graph_of_nothing(run.roots, run.gradients)
+            if graph is not None and all(map(knows_nothing, self.extensions)):
+                self._run_on_nothing(graph, backward)
+                return
+            # what cannot be computed for a graph is not implemented, as programs for BackPACK expect
+            raise Unsupported(*error.args).with_traceback(error.__traceback__) from None
+
+    def _run(self, run: Any, backward: Callable[[], None]) -> None:
+        """Run all extensions, those for single modules first."""
+        if run.is_refused_by_torch or not (are_calls_kept() or self._without_samples):
             super()._backward(run, backward)
             return
         self._drawn.clear()  # of a pass that failed
-        if self._own:
+        start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
+        calls: list[ModuleCall] = []
+        self._overrides = []
+        if are_calls_kept() and self._own:
             done = None if self.extensions else self.extension_hook
-            start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
             hooks = hooks_below(run.roots)
             called = [call.module for call in calls_below(run.roots)]
             require_unsharded([module for module in called if module is not None], hooks)
@@ -129,8 +155,11 @@ class backpack(Backpack):  # noqa: N801
                 with hooks.refusing_changes(changed_gradient):
                     users_pass()
 
-        else:  # extension hooks look at kept tensors, too
+        elif are_calls_kept():  # extension hooks look at kept tensors, too
             calls = list(calls_below(run.roots))
+        if self._without_samples:
+            with hooks_below(run.roots).quiet():
+                self._overrides += values_of_nothing(start.graph, self._without_samples)
         for call in calls:
             call.held = True
         keep = True
@@ -145,6 +174,21 @@ class backpack(Backpack):  # noqa: N801
                 call.held = False
                 if not keep:
                     call.drop()
+
+    @property
+    def _without_samples(self) -> list[Extension]:
+        """Extensions that were asked about no sample."""
+        return [ext for ext in self.extensions if ext.subsampling is not None and len(ext.subsampling) == 0]
+
+    def _run_on_nothing(self, graph: Graph, backward: Callable[[], None]) -> None:
+        """Run a pass over a batch without samples."""
+        owners = [module for module, _ in graph.owners()]
+        self._overrides = values_of_nothing(graph, self.extensions)
+        backward()
+        self._replace(None)
+        for module in owners:
+            if self.extension_hook is not None:
+                self.extension_hook(module)
 
     def _done(self, module: nn.Module) -> None:
         """Called with a module that has all of packprop's values."""

@@ -45,8 +45,18 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
 # Kronecker products
 
 
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether a tensor has two axes."""
+    return tensor.dim() == 2
+
+
+def is_vector(tensor: Tensor) -> bool:
+    """Whether a tensor has one axis."""
+    return tensor.dim() == 1
+
+
 def _check_matrices(factors: Sequence[Tensor]) -> None:
-    if not factors or any(factor.dim() != 2 for factor in factors):
+    if not factors or not all(map(is_matrix, factors)):
         raise BadInput(
             "A Kronecker product was asked for.",
             f"factors of shapes {[list(factor.shape) for factor in factors]}",

@@ -135,7 +135,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.utils.kroneckers": _named(
         helpers,
         *("apply_inv_kfac_mat_prod", "apply_kfac_mat_prod", "inv_kfac_mat_prod", "inv_kfacs"),
-        *("kfac_mat_prod", "kfacs_to_mat", "two_kfacs_to_mat"),
+        *("is_matrix", "is_vector", "kfac_mat_prod", "kfacs_to_mat", "two_kfacs_to_mat"),
     ),
     "backpack.utils.module_classification": {"is_loss": is_loss, "is_nll": is_nll, "is_no_op": is_no_op},
     "backpack.utils.subsampling": _named(context, "subsample"),

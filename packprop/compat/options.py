@@ -11,6 +11,10 @@ from packprop.algebra.algorithms import algorithms
 from packprop.errors import BadInput
 
 
+class UnknownChoice(BadInput, AttributeError):
+    """An option that is none of the names; an ``AttributeError``, as in BackPACK."""
+
+
 class _Choice:
     """Names to choose from."""
 
@@ -21,10 +25,10 @@ class _Choice:
         """Refuse what is none of the names.
 
         Raises:
-            BadInput: A ``ValueError``.
+            UnknownChoice: An ``AttributeError``, and a ``ValueError``.
         """
         if strategy not in cls.CHOICES:
-            raise BadInput(
+            raise UnknownChoice(
                 f"{cls.__name__} {strategy!r} was asked for.",
                 cls.__name__,
                 "it is not one of those that are known",

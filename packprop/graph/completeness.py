@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.algebra.structures import Structure
-from packprop.errors import PackpropError
+from packprop.errors import FreedGraph, PackpropError
 from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
@@ -32,7 +32,7 @@ def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph."""
     freed = any(use.recorded.entries is None for use in graph.uses)
     if freed or any(loss.call.released for loss in graph.losses):
-        raise PackpropError(
+        raise FreedGraph(
             "A second backward pass through one graph was asked for.",
             "the loss that backward() was called on",
             "the first pass freed the graph, and the inputs that were recorded on it",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import detach_variable, set_device_states
 
-from packprop.errors import PackpropError
+from packprop.errors import FreedGraph, PackpropError
 from packprop.recording.marks import USE, marks_of, nodes_upstream
 from packprop.recording.switch import recording
 
@@ -80,7 +80,7 @@ def run_again(node: Any) -> Rerun:
     try:
         saved = node.saved_tensors
     except RuntimeError as error:
-        raise PackpropError(
+        raise FreedGraph(
             "A second backward pass through one graph was asked for.",
             "the loss that backward() was called on",
             "the first pass freed the graph, and the inputs of its checkpoints",

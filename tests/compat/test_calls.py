@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -122,3 +125,44 @@ def test_calls_are_kept_when_asked_for() -> None:
         assert model[0].output.shape == (5, 5)
     finally:
         compat.uninstall()
+
+
+@installed
+def test_a_model_is_saved_between_forward_and_backward() -> None:
+    """It takes its tensors along; a copy forgets them in its next forward pass, and the original goes on."""
+    from backpack import backpack, extend
+
+    Fourth()
+    model, (x, y) = extend(mlp()), vectors()
+    loss = extend(nn.CrossEntropyLoss())
+    value = loss(model(x), y)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    near(loaded[0].input0, x)
+    found = []
+    for each, made in ((model, value), (loaded, loss(loaded(x), y))):
+        with backpack(Fourth()):
+            made.backward()
+        found.append([p.fourth for p in each.parameters()])
+        assert not hasattr(each[0], "input0")
+    for left, right in zip(*found, strict=True):
+        near(left, right)
+
+
+@installed
+def test_a_loaded_model_has_not_been_called() -> None:
+    """The tensors that came along belong to the original's graph: nothing is computed from them."""
+    from backpack import backpack, extend
+
+    Fourth()
+    model, (x, y) = extend(mlp()), vectors()
+    value = extend(nn.CrossEntropyLoss())(model(x), y)
+    loaded = pickle.loads(pickle.dumps(model))
+    with backpack(Fourth()):
+        value.backward()
+    assert hasattr(loaded[0], "input0")
+    assert not any(hasattr(p, "fourth") for p in loaded.parameters())
+    loaded(x)
+    assert loaded[0].input0 is x

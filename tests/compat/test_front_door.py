@@ -167,3 +167,5 @@ def test_options() -> None:
     assert ExpectationApproximation.should_average_param_jac(ExpectationApproximation.CHEN)
     with pytest.raises(ValueError, match="choose from 'exact', 'sampling', 'sum'"):
         LossHessianStrategy.check_exists("guess")
+    with pytest.raises(AttributeError, match="'guess' was asked for"):
+        BackpropStrategy.is_sqrt("guess")

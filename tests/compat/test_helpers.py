@@ -29,6 +29,8 @@ def test_kronecker_products() -> None:
     near(singular.diagonal(), torch.tensor([1e8, 0.5]))
     rectangular = [torch.randn(2, 3), torch.randn(4, 2)]
     near(kroneckers.apply_kfac_mat_prod(rectangular, matrix[:6]), torch.kron(*rectangular) @ matrix[:6])
+    assert [kroneckers.is_matrix(t) for t in (matrix, matrix[0], matrix[None])] == [True, False, False]
+    assert [kroneckers.is_vector(t) for t in (matrix, matrix[0], matrix[0, 0])] == [False, True, False]
     with pytest.raises(ValueError, match="there are 3 factors"):
         kroneckers.inv_kfacs(factors, [0.1])
     with pytest.raises(ValueError, match="tensors of two axes"):

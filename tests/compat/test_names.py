@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,16 @@ def test_the_page_lists_every_name() -> None:
     }
 
 
+def test_the_page_lists_every_file() -> None:
+    folder = Path(compat.__file__).parent
+    files = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
+    there = {f"packprop.compat.{name}" for name in files if name.isidentifier() and not name.startswith("_")}
+    listed = [row for row in PAGE.splitlines() if row.startswith("| `packprop.compat")]
+    found = {name for row in listed for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+    assert found - {"packprop.compat"} == there
+    assert "packprop.hessianfree" not in PAGE
+
+
 def test_the_page_runs() -> None:
     names: dict[str, Any] = {}
     try:
@@ -103,6 +114,21 @@ def test_inner_parts_are_missing(name: str) -> None:
         importlib.import_module(f"backpack.{name}")
     assert "packprop has rules for functions, not for layers" in str(error.value)
     assert "instead: use an extension" in str(error.value)
+
+
+@installed
+def test_looking_for_what_is_missing_finds_nothing() -> None:
+    """``find_spec`` answers, where ``import`` raises; so does an import that a module of the program makes."""
+    import importlib.util as looking
+
+    assert looking.find_spec("backpack.core.derivatives.linear") is None
+    assert looking.find_spec("backpack.nothing") is None
+    assert looking.find_spec("backpack.extensions.firstorder") is not None
+    assert looking.find_spec(".nothing", "backpack.utils") is None
+    with pytest.raises(ModuleNotFoundError):
+        looking.find_spec("backpack.nothing.more")
+    with pytest.raises(ModuleNotFoundError, match="rules for functions"):
+        import backpack.core.derivatives.linear  # noqa: F401
 
 
 @installed

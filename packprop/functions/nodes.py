@@ -144,9 +144,9 @@ def is_wrong_in_second_order(node: Node) -> bool:
 def bias_without_weight(node: Node) -> Node | None:
     """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
 
-    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias. It is zero there,
-    without any error, or an error about an undefined tensor. A weight that is not trained has no edge either; the
-    one that the node has saved has no public name.
+    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: it is zero,
+    without any error, or an error about an undefined tensor. A weight that is not trained has no edge either;
+    the one that the node has saved has no public name.
     """
     if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm"}):
         return None

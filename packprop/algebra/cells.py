@@ -70,8 +70,8 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
     """From inner products between pairs of positions, where these are few (Goodfellow 2015).
 
-    Positions may cancel. The products are formed in a wider precision, where there is one: its rounding is no more
-    than what gradients rounded to their own precision would add to their squares.
+    Positions may cancel. The products are formed in a wider precision, where there is one: its rounding is no
+    more than what gradients rounded to their own precision would add to their squares.
     """
     cotangent = structure.cotangent
     assert cotangent is not None

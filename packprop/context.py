@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.gradient import changed_gradient
 from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
@@ -24,9 +25,12 @@ from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
+from packprop.recording.aside import OwnMode
+from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
-from packprop.types import Extension
+from packprop.tensors.hooks import NOTHING
+from packprop.types import GRADIENT, Extension, Seed
 
 
 class _Local(threading.local):
@@ -69,7 +73,7 @@ def backpack(
     return Backpack(extensions, extension_hook, memory, debug)
 
 
-class Backpack(TorchFunctionMode):
+class Backpack(OwnMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
     def __init__(
@@ -86,6 +90,7 @@ class Backpack(TorchFunctionMode):
             )
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
+        self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
 
     def __enter__(self) -> Backpack:
         drop_stale_recording()
@@ -114,6 +119,10 @@ class Backpack(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = None
+        if func is Tensor.register_hook and not self._running:
+            out = func(*args, **kwargs)
+            note_hooks(args[0])
+            return out
         if func is Tensor.backward:
             call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -139,7 +148,7 @@ class Backpack(TorchFunctionMode):
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook)
         backward_pass = BackwardPass(
-            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph),
+            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
             saver.save,
             begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None),
         )
@@ -154,7 +163,9 @@ class Backpack(TorchFunctionMode):
                 backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
             else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
-                backward()
+                asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
+                with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
+                    backward()
             keep = call.keeps_graph
         finally:
             graph.release(keep)

@@ -14,14 +14,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from packprop.custom_module.slicing import Slicing
 from torch import Tensor, nn
 
 import packprop
 from packprop import backpack, extend, extensions
-from packprop.compat.custom_module.slicing import Slicing
 from packprop.examples import load_one_batch_mnist
-from packprop.memory.bytes import byte_text
-from packprop.memory.live import LiveBytes
+from packprop.memory import LiveBytes, byte_text
 
 plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)

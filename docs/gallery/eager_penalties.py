@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packprop import eager_backward
-from packprop.memory.live import LiveBytes
+from packprop.memory import LiveBytes
 
 plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from packprop import backpack, extend, extensions, products
 from packprop.examples import load_one_batch_mnist
-from packprop.memory.bytes import byte_text
-from packprop.memory.live import LiveBytes
+from packprop.memory import LiveBytes, byte_text
 
 plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)

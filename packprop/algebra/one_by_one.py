@@ -17,7 +17,7 @@ from packprop.algebra.statistics import Statistic, moments, per_sample_grad, sq_
 from packprop.algebra.structures import Outer, Quadratic, fold_matrix
 from packprop.tensors.dry import is_dry_run
 
-# NOTE [In turn]
+# NOTE [One by one]
 #
 # The per-sample gradients of a large weight that is shared over positions cost less to form than to write to
 # memory and to read again for a sum and for each other statistic. So each is formed, given to all statistics
@@ -34,7 +34,7 @@ TALLIES: dict[Statistic, Callable[[Outer], Tally]] = {}
 
 
 def evaluate_together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
-    """Values of several statistics of one structure; see NOTE [In turn]."""
+    """Values of several statistics of one structure; see NOTE [One by one]."""
     gradients = _gradients_one_by_one(structure, statistics)
     if gradients is None:
         return [statistic(structure) for statistic in statistics]

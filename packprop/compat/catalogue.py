@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from packprop import extensions
 from packprop.compat.own import BackpropExtension, ModuleExtension, Unsupported
-from packprop.types import Extension, Seed
+from packprop.types import Extension, Row, Seed
 
 
 class Catalogued(BackpropExtension):
@@ -34,20 +36,19 @@ class Catalogued(BackpropExtension):
         return any(row.seed.kind not in ("none", "gradient") for row in self._rows)
 
     @property
-    def _rows(self) -> Any:
+    def _rows(self) -> Sequence[Row]:
         return self.rows if isinstance(self, Extension) else ()
 
     @property
     def seed(self) -> Seed:
-        """The seed of its columns.
+        """The seed of its columns; if they are exact, one for each entry of the output, as in BackPACK.
 
         Raises:
             Unsupported: If it has no columns that module extensions could get.
         """
         for row in self._rows:
             if row.seed.kind == "ggn":
-                seed: Seed = row.seed
-                return seed
+                return dataclasses.replace(row.seed, entrywise=row.seed.mc_samples is None)
         raise Unsupported(
             f"{type(self).__name__} was to run a module extension.",
             type(self).__name__,

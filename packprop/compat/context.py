@@ -14,7 +14,10 @@ from packprop.compat.calls import are_calls_kept, calls_below, forget_call, unwa
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
 from packprop.compat.own import BackpropExtension
 from packprop.context import Backpack
+from packprop.engine.gradient import changed_gradient
 from packprop.engine.saving import Hook
+from packprop.graph.completeness import require_unsharded
+from packprop.graph.hooks import hooks_below
 from packprop.memory.plan import Plan
 from packprop.recording import switch
 from packprop.recording.marks import EXTENDED
@@ -111,10 +114,21 @@ class backpack(Backpack):  # noqa: N801
         if run.is_refused_by_torch or not are_calls_kept():
             super()._backward(run, backward)
             return
+        self._drawn.clear()  # of a pass that failed
         if self._own:
             done = None if self.extensions else self.extension_hook
-            start = Start(run.roots, run.gradients, run.create_graph)
-            calls, self._overrides = run_on_modules(start, self._own, done)
+            start = Start(run.roots, run.gradients, run.create_graph, self.extensions, self._drawn)
+            hooks = hooks_below(run.roots)
+            called = [call.module for call in calls_below(run.roots)]
+            require_unsharded([module for module in called if module is not None], hooks)
+            with hooks.quiet():
+                calls, self._overrides = run_on_modules(start, self._own, done)
+            users_pass = backward
+
+            def backward() -> None:
+                with hooks.refusing_changes(changed_gradient):
+                    users_pass()
+
         else:  # extension hooks look at kept tensors, too
             calls = list(calls_below(run.roots))
         for call in calls:
@@ -126,6 +140,7 @@ class backpack(Backpack):  # noqa: N801
             keep = run.keeps_graph
         finally:
             self._overrides = []
+            self._drawn.clear()
             for call in calls:
                 call.held = False
                 if not keep:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,19 +21,21 @@ from packprop.compat.calls import (
 from packprop.compat.catalogue import Catalogued
 from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.compat.saved_quantities import SavedQuantities
+from packprop.curvature.columns import Columns
 from packprop.curvature.seeds import columns
+from packprop.engine.request import tasks_by_seed
 from packprop.errors import PackpropError
-from packprop.graph.graph import ReachedUse
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.graph.walk import walk
-from packprop.types import EXACT
+from packprop.types import ENTRYWISE, Extension, Seed
 
 Overrides = list[tuple[Tensor, str, Any]]
 """Parameter, attribute, and the value that replaces packprop's own."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
     """Where a backward pass starts.
 
@@ -40,11 +43,31 @@ class Start:
         roots: The tensors that it differentiates.
         gradients: What is fed in at each root; ``None`` for one.
         create_graph: Whether values shall be differentiable.
+        extensions: packprop's own, which run afterwards.
+        drawn: Sampled columns by seed. They are drawn once, in the order of the pass, for modules and the pass.
     """
 
     roots: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     create_graph: bool
+    extensions: Sequence[Extension] = ()
+    drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """What lies between the roots and the leaves, with its samples located."""
+        graph = walk(self.roots, self.gradients, None)
+        check_graph(graph)
+        return graph
+
+    def columns(self, seed: Seed) -> list[Columns]:
+        """The columns of a seed; for a sampled one those that the pass will sweep, too."""
+        if seed.mc_samples is None:
+            return columns(self.graph, seed, self.create_graph)
+        for other in tasks_by_seed(self.extensions):
+            if other.kind == "ggn" and other.mc_samples is not None and other not in self.drawn:
+                self.drawn[other] = columns(self.graph, other, self.create_graph)
+        return self.drawn[seed]
 
 
 def run_on_modules(
@@ -159,7 +182,8 @@ def _columns_for(
     if not isinstance(extension, Catalogued) and any(map(is_loss_class, known)):
         return None
     wanted = [use for use, module in modules.items() if type(module) in known and 0 in use.nodes]
-    samples, columns_of = _ggn_columns(extension, wanted, start)
+    columns_of = _ggn_columns(extension, wanted, start)
+    samples = start.graph.samples
     subsampling = extension.get_subsampling()
     result: dict[Any, Tensor] = {}
     for use, pieces in columns_of.items():
@@ -179,13 +203,11 @@ def _columns_for(
 
 def _ggn_columns(
     extension: BackpropExtension, wanted: Sequence[ReachedUse], start: Start
-) -> tuple[int, dict[ReachedUse, list[Tensor]]]:
-    """The number of samples, and the columns of the GGN's root at the outputs of modules, one by one."""
-    graph = walk(start.roots, start.gradients, None)
-    check_graph(graph)
-    seed = extension.seed if isinstance(extension, Catalogued) else EXACT
+) -> dict[ReachedUse, list[Tensor]]:
+    """The columns of the GGN's root at the outputs of modules, one by one."""
+    seed = extension.seed if isinstance(extension, Catalogued) else ENTRYWISE
     columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
-    for group in columns(graph, seed, start.create_graph):
+    for group in start.columns(seed):
         for number in range(group.count):
             seeds = [chunk[0] for chunk in group.chunk(number, number + 1)]
             cotangents: dict[ReachedUse, list[Tensor | None]] = {}
@@ -195,4 +217,4 @@ def _ggn_columns(
                 cotangent = cotangents.get(use, [None])[0]
                 zeros = start.roots[0].new_zeros(1, *use.recorded.shapes[0])
                 columns_of[use].append(zeros if cotangent is None else cotangent)
-    return graph.samples, columns_of
+    return columns_of

@@ -19,6 +19,7 @@ from packprop.curvature.seeds import columns
 from packprop.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
+from packprop.tensors.hooks import Hooks
 from packprop.tensors.precision import result_dtype
 from packprop.types import EXACT
 
@@ -37,6 +38,7 @@ class BlockProduct:
         product: From vectors ``[v, *p]`` to products.
         snapshots: All parameters that the graph was made with, as they were then.
         name: Name of the parameter, for messages.
+        hooks: The user's hooks on the graph, which products do not run.
 
     It keeps the graph of its forward pass, and nothing is run again: it stays valid, and takes memory, until it
     is dropped (``del parameter.hmp``) or overwritten by another backward pass. Changed parameters are refused;
@@ -47,6 +49,7 @@ class BlockProduct:
     product: Callable[[Tensor], Tensor]
     snapshots: Sequence[Snapshot]
     name: str
+    hooks: Hooks
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Products of the shape of ``vectors``.
@@ -73,7 +76,8 @@ class BlockProduct:
             )
         given = vectors.detach().to(self.leaf.dtype)
         try:
-            product = self.product(given[None] if single else given)
+            with self.hooks.quiet():
+                product = self.product(given[None] if single else given)
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -102,7 +106,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
     snapshots = snapshots_of(leaves)
     if matrix == "hessian":
         for leaf in leaves:
-            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), snapshots, graph.name(leaf))
+            yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), snapshots, graph.name(leaf), graph.hooks)
         return
     columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
     tensors: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
@@ -114,10 +118,8 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             tensors.append(nonlinearity.input)
             hessians.append(_Scaling(weight.clamp(min=0) if modify == "clip" else weight.abs()))
     for leaf in leaves:
-        yield (
-            leaf,
-            BlockProduct(leaf, _GaussNewtonBlock(graph, leaf, tensors, hessians), snapshots, graph.name(leaf)),
-        )
+        block = _GaussNewtonBlock(graph, leaf, tensors, hessians)
+        yield leaf, BlockProduct(leaf, block, snapshots, graph.name(leaf), graph.hooks)
 
 
 def _require_swept(graph: Graph, routes: Routes) -> None:

@@ -21,14 +21,12 @@ class Columns:
         count: How many columns there are.
         chunk: Makes those from ``start`` to ``stop``: ``[v, *f]`` for each edge.
         weights: Factors on the squares of each column and sample ``[v, n]``; ``None`` for 1.
-        unhooked: Whether there is one edge only, and the user has put no hook on the tensor there.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
-    unhooked: bool = False
 
 
 def unit_columns(

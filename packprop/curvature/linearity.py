@@ -64,20 +64,20 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
         graph: With its samples located.
         masks: The uses upstream of each node, as bits.
     """
-    found = NonlinearNodes()
+    nodes = NonlinearNodes()
     for node in upstream_first([loss.call.edge.node for loss in graph.losses]):
-        _classify(node, masks, found)
-    while found.elementwise:
-        layouts = layouts_at(graph, [(each.input, each.shape) for each in found.elementwise])
+        _classify(node, masks, nodes)
+    while nodes.elementwise:
+        layouts = layouts_at(graph, [(each.input, each.shape) for each in nodes.elementwise])
         if isinstance(layouts, list):
-            found.layouts = layouts
+            nodes.layouts = layouts
             break
-        found.unknown |= found.elementwise.pop(layouts).upstream  # no layout is seen for this one
-    return found
+        nodes.unknown |= nodes.elementwise.pop(layouts).upstream  # no layout is seen for this one
+    return nodes
 
 
-def _classify(node: Node, masks: dict[Node, int], found: NonlinearNodes) -> None:
-    """Add one node to what is found, unless it is linear."""
+def _classify(node: Node, masks: dict[Node, int], nodes: NonlinearNodes) -> None:
+    """Add a node to those of its kind, unless it is linear."""
     edges = node.next_functions
     factors = [
         (place, masks[above]) for place, (above, _) in enumerate(edges) if above is not None and masks[above]
@@ -93,11 +93,11 @@ def _classify(node: Node, masks: dict[Node, int], found: NonlinearNodes) -> None
         assert source is not None
         shape = torch.Size(made_by(source)[output].shape)
         if shape == torch.Size(made_by(node)[0].shape):
-            found.elementwise.append(Nonlinearity(node, GradientEdge(source, output), shape, upstream))
+            nodes.elementwise.append(Nonlinearity(node, GradientEdge(source, output), shape, upstream))
             return
     if kind == "linear":
         return
     if len(places) > 1 and all(kind_of(node, [place], complex_numbers) == "linear" for place in places):
-        found.products.add(tuple(mask for _, mask in factors))
+        nodes.products.add(tuple(mask for _, mask in factors))
     else:
-        found.unknown |= upstream
+        nodes.unknown |= upstream

@@ -22,6 +22,7 @@ from packprop.curvature.linear import (
 )
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 from packprop.errors import BadInput
+from packprop.graph.hooks import hooks_below
 
 
 def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
@@ -36,7 +37,8 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
     single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
-    products = vjps([outputs], parameters, _with_axis([vectors], single))
+    with hooks_below([outputs], parameters).quiet():
+        products = vjps([outputs], parameters, _with_axis([vectors], single))
     return _finished(products, parameters, [vectors], single)
 
 
@@ -53,7 +55,8 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     """
     single = _is_single("jvp(outputs, parameters, vectors)", parameters, vectors)
     require_second_derivatives([outputs], parameters, shown, ASKED, linear=True)
-    with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD):
+    quiet = hooks_below([outputs], parameters).quiet()
+    with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD), quiet:
         (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
     return product[0] if single else product
 
@@ -103,12 +106,12 @@ def hessian_product(
             f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
     require_second_derivatives([value], parameters, shown, ASKED)
-    where = f"the loss given to {asked}"
-    with differentiating_twice(where, ASKED, INSTEAD):
+    where, hooks = f"the loss given to {asked}", hooks_below([value], parameters)
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
         gradients = differentiable_gradients(value, parameters)
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD):
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
             return with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
 
     return product, value
@@ -151,12 +154,12 @@ def ggn_product(
     """
     outputs, loss = _evaluated(graph)
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
-    where = f"the graph given to {asked}"
-    with differentiating_twice(where, ASKED, INSTEAD):
+    where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
         jacobian, gradient = linearize([outputs], parameters), differentiable_gradients(loss, [outputs])
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD):
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
             at_outputs = jacobian(vectors)
             curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
             return with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from packprop.functions.losses.description import (
 from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import made_by
-from packprop.tensors.state import is_hooked, version
+from packprop.tensors.state import version
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 
 
@@ -147,7 +148,6 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     factor = loss_factor(graph, loss)
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, factor)
-    unhooked = not is_hooked(call.input)
     if rule.root is None:
         root = generic_root(call.function, call.args, call.kwargs, factor, layout)
         axis, positions = None, 1
@@ -159,14 +159,12 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
-        return Columns(
-            [call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])], unhooked=unhooked
-        )
+        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
-    chunk = functools.partial(_exact_columns, root, positions)
+    chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], unhooked=unhooked)
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
@@ -189,23 +187,36 @@ def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:
     return Columns([call.edge], 1, lambda start, stop: [column])
 
 
-def _exact_columns(root: Root, positions: int, start: int, stop: int) -> Tensor:
-    """Columns ``start`` to ``stop``, ordered by position, then by entry; zero at all other positions."""
-    pieces, places = [], []
-    while start < stop:
-        position, first = divmod(start, root.columns)
-        last = min(root.columns, first + stop - start)
-        pieces.append(root.position(position, first, last))
-        places += [position] * (last - first)
-        start += last - first
+def _exact_columns(root: Root, positions: int, by_entry: bool, start: int, stop: int) -> Tensor:
+    """Columns ``start`` to ``stop``, each zero at all positions but one.
+
+    They are ordered by position, then by entry, which takes the fewest calls of the root; or ``by_entry``, then
+    by position, as entries follow each other in what the loss is given.
+    """
+    reached: Sequence[int]
+    if by_entry:
+        reached = (
+            range(positions)
+            if stop - start >= positions
+            else sorted({k % positions for k in range(start, stop)})
+        )
+        runs = [(t, -((t - start) // positions), -((t - stop) // positions)) for t in reached]
+        numbers = [entry * positions + t - start for t, first, last in runs for entry in range(first, last)]
+    else:
+        reached = range(start // root.columns, -(-stop // root.columns))
+        runs = [
+            (t, max(0, start - t * root.columns), min(root.columns, stop - t * root.columns)) for t in reached
+        ]
+        numbers = list(range(stop - start))
+    pieces = [root.position(t, first, last) for t, first, last in runs]
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if positions == 1:
         return joined.unsqueeze(2)
     columns, samples, classes = joined.shape
     wide = joined.new_zeros(columns, samples, positions, classes)
-    at = torch.tensor(places, device=joined.device)[:, None]
-    column, sample = (torch.arange(size, device=joined.device) for size in (columns, samples))
-    return wide.index_put_((column[:, None], sample, at), joined)
+    places = [t for t, first, last in runs for _ in range(first, last)]
+    at, column = (torch.tensor(indices, device=joined.device)[:, None] for indices in (places, numbers))
+    return wide.index_put_((column, torch.arange(samples, device=joined.device), at), joined)
 
 
 def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tensor:

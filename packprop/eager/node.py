@@ -15,10 +15,11 @@ from packprop.eager.pieces import (
     devices_of,
     freed,
 )
-from packprop.eager.reach import key_of, undisturbed
+from packprop.eager.reach import key_of
 from packprop.eager.sweep import Sweep
 from packprop.errors import PackpropError
 from packprop.recording.marks import graph_is_kept
+from packprop.tensors.hooks import undisturbed
 from packprop.tensors.random import random_numbers_from, random_states
 
 

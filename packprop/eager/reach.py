@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from packprop.eager.choices import ASKED
-from packprop.eager.pieces import NOTHING
 from packprop.errors import PackpropError
 
 Key = tuple[Any, int]
@@ -185,30 +183,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Let `tensors` be differentiated with respect to, without running the hooks on them.
-
-    Hooks on these tensors belong to the outer backward pass, in which the kept gradient arrives.
-    """
-    hooked = [tensor for tensor in tensors if tensor._backward_hooks or tensor.retains_grad]
-    return _without_hooks(hooked) if hooked else NOTHING
-
-
-@contextmanager
-def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    # Tensor._backward_hooks is private; in public, only the owner of a hook can remove it.
-    hooks = [dict(tensor._backward_hooks or {}) for tensor in tensors]
-    retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
-    for tensor in tensors:
-        if tensor._backward_hooks:
-            tensor._backward_hooks.clear()
-    try:
-        yield
-    finally:
-        for tensor, own in zip(tensors, hooks, strict=True):
-            if tensor._backward_hooks is not None:
-                tensor._backward_hooks.update(own)
-        for tensor, gradient in retained:
-            tensor.grad = gradient

@@ -16,8 +16,9 @@ from packprop.eager.pieces import (
     devices_of,
     surroundings,
 )
-from packprop.eager.reach import Key, clock, reached, tensors_of, undisturbed
+from packprop.eager.reach import Key, clock, reached, tensors_of
 from packprop.errors import PackpropError, PackpropWarning
+from packprop.tensors.hooks import undisturbed
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.random import random_states
 

@@ -43,11 +43,12 @@ class BackwardPass:
 
         def with_autocast(leaves: Sequence[Tensor] | None) -> None:
             assert backward is not None
-            with autocast.switched(True):
+            with autocast.switched(True), graph.hooks.heard():
                 backward(leaves)
 
         user_pass = None if backward is None else with_autocast
-        with torch.set_grad_enabled(self._request.create_graph), autocast.switched(False):
+        quiet = graph.hooks.quiet()
+        with torch.set_grad_enabled(self._request.create_graph), autocast.switched(False), quiet:
             self._sweep_in_order(GradientPass(self._request, self.results, user_pass, autocast))
         self.results.finite_check.warn(graph)
 
@@ -84,8 +85,9 @@ class BackwardPass:
 
     def _make_columns(self, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
         """The columns of all seeds that have any."""
+        request = self._request
         return {
-            seed: columns(self._request.graph, seed, self._request.create_graph)
+            seed: request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
             for seed in tasks
             if seed.kind in ("ggn", "empirical", "jacobian")
         }

@@ -83,7 +83,6 @@ class ColumnSweeps:
                     SweepOptions(
                         batched=stop - start > 1,
                         create_graph=self.request.create_graph,
-                        unhooked=group.unhooked,
                     ),
                 )
                 collector.flush()

@@ -14,6 +14,7 @@ from packprop.engine.autocast import AutocastRegions
 from packprop.engine.collector import Collector
 from packprop.engine.contributions import extents_of
 from packprop.engine.request import SUMMED, Request, Task
+from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
 from packprop.graph.restriction import split_leaves
 from packprop.graph.site import Site
@@ -26,6 +27,18 @@ WORTH_SUMMING = 2**24
 
 Backward = Callable[[Sequence[Tensor] | None], None]
 """Runs the user's own pass; restricted to some leaves if these are given."""
+
+
+def changed_gradient() -> PackpropError:
+    """The error for a hook that changes the gradient where single samples were swept apart from it."""
+    return PackpropError(
+        "Quantities of single samples were asked for.",
+        "a hook on a tensor or a module, which changed the gradient",
+        "they were taken in a pass of their own (backward(inputs=...), parameters that are computed and used "
+        "more than once, or an extension for modules), in which no hook of yours is run: they would be those "
+        "of the unchanged gradient",
+        "remove the hook, or change .grad after the pass; or call backward() without inputs",
+    )
 
 
 class GradientPass:
@@ -60,7 +73,8 @@ class GradientPass:
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         seeds = graph.root_gradients()
         sweep(edges, seeds, graph.uses, collector.visit, SweepOptions(create_graph=self._request.create_graph))
-        self._run_user_pass()
+        with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
+            self._run_user_pass()
         collector.flush()
 
     def _watch(self, tasks: list[Task], backward: Backward) -> None:
@@ -77,7 +91,7 @@ class GradientPass:
                 use.release()
 
         with opened((use.recorded.source for use in graph.uses), self._request.create_graph):
-            watch = Watch(graph.uses, visit, accumulate=True)
+            watch = Watch(graph.uses, visit, accumulate=True, hooks=graph.hooks)
             complete = False
             try:
                 backward(others if summed else None)
@@ -87,7 +101,8 @@ class GradientPass:
         collector.flush()
         gradients = self._results.take_gradients(summed)
         if gradients:
-            torch.autograd.backward([leaf for leaf, _ in gradients], [gradient for _, gradient in gradients])
+            with graph.hooks.heard():
+                torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
 
     def _summed_leaves(self, tasks: list[Task]) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves whose gradient is summed from per-sample ones, and the leaves that are left to autograd.
@@ -96,9 +111,12 @@ class GradientPass:
         The per-sample gradients of a weight that is shared over positions cost as many multiplications as the
         summed gradient. Where they are formed anyway, autograd is kept from computing the sum again: its pass
         is restricted to the other leaves. These leaves are given their sums at the end, through their own
-        nodes, so that hooks on them run.
+        nodes, so that hooks on them run. Hooks of the user's own on what lies between, and processes that
+        exchange gradients when a pass ends, would see that some are missing: then nothing is restricted.
         """
         graph = self._request.graph
+        if graph.hooks.are_inside:
+            return [], []
         if self._request.create_graph or graph.checkpoints:  # a reentrant checkpoint refuses a restricted pass
             return [], []
         statistics = [task.row.statistic for task in tasks if task.extension.subsampling is None]

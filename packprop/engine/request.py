@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from packprop.algebra.formation import is_for_real_numbers
 from packprop.algebra.statistics import summed_grad
+from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
@@ -22,12 +23,14 @@ class Request:
         extensions: The quantities to compute.
         chunk_sizes: How much is taken at once.
         create_graph: Whether results shall be differentiable.
+        drawn: Columns that were drawn for this pass already, by seed; the pass takes them, and draws no others.
     """
 
     graph: Graph
     extensions: Sequence[Extension]
     chunk_sizes: ChunkSizes
     create_graph: bool = False
+    drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from packprop.types import ENTRYWISE, Extension, Row
 class SqrtGGNExact(Extension):
     """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
 
+    They come in the order of the entries of what the loss is given: under cross entropy of ``[n, c, *t]`` class
+    by class, and for each class position by position.
+
     Sums over positions are taken in at least float32; columns are rounded to the parameter's precision once.
 
     Args:

@@ -22,11 +22,11 @@ class SavedTensor:
     """An input of a function, which must not change before it is needed in the backward pass."""
 
     def __init__(self, tensor: Tensor, function_name: str) -> None:
-        self._tensor, self._version, self._function_name = tensor, version(tensor), function_name
+        self._tensor, self._version_before, self._function_name = tensor, version(tensor), function_name
 
     def __call__(self) -> Tensor:
         """The tensor; raises if it was changed."""
-        if version(self._tensor) != self._version:
+        if version(self._tensor) != self._version_before:
             raise changed_since(self._function_name, self._tensor)
         return self._tensor
 

@@ -7,8 +7,8 @@ elementwise, which costs time but is always right.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -32,7 +32,7 @@ LINEAR = _names(
     UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
     UpsampleTrilinear3D Cumsum MaskedFill Where Repeat Roll Flip Diagonal PixelShuffle PixelUnshuffle
     ChannelShuffle Unfold Im2Col Col2Im Trace Tril Triu NativeDropout IndexAdd Scatter ScatterAdd
-    SelectScatter SliceScatter
+    SelectScatter SliceScatter HandedOn
     """
 )
 """Linear in all inputs together."""
@@ -76,7 +76,11 @@ ENTRYWISE = ELEMENTWISE | _names(
 """Functions of one input, entry by entry, smooth or not."""
 
 
-RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias")
+MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+"""Functions, entry by entry, whose values may keep an entry from its inputs."""
+
+
+RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """The same entries in the same order."""
 
 
@@ -84,9 +88,36 @@ NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNor
 """Linear in the first input if they take their statistics from buffers, nonlinear otherwise."""
 
 
+IDENTITIES = {
+    "BackwardHookFunctionBackward": "torch.nn.modules._functions.BackwardHookFunction",
+    "_DDPSinkBackward": "torch.nn.parallel.distributed._DDPSink",
+}
+"""Nodes of PyTorch's own, written in Python, that hand gradients on as they are, and the functions behind them.
+
+The first stands at the inputs and outputs of modules with full backward hooks, which run after it. The second
+stands at the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient that comes through
+it starts the exchange between processes. Both are private, and known here alone by name: they are neither
+nonlinear nor a user's own, and nothing public tells them apart from those.
+"""
+
+
+DOERS: dict[str, Callable[..., Any]] = {"_DDPSinkBackward": lambda *cotangents: (None, *cotangents)}
+"""Those that do something else besides, each with what hands gradients on in its place."""
+
+
+def is_identity(node: Node) -> bool:
+    """Whether a node is one of ``IDENTITIES``, and no user's own of the same name."""
+    if node.name() not in IDENTITIES or not isinstance(node, BackwardCFunction):
+        return False
+    function: Any = type(node)._forward_cls
+    return f"{function.__module__}.{function.__qualname__}" == IDENTITIES[node.name()]
+
+
 def name_of_node(node: Node) -> str:
     """The name of a node as in the tables; a user's own function, which may have any name, is marked as own."""
     if isinstance(node, BackwardCFunction):
+        if is_identity(node):
+            return "HandedOn"
         return f"own {node.name()}"
     return re.sub(r"Backward\d+$", "", node.name())
 
@@ -144,9 +175,9 @@ def is_wrong_in_second_order(node: Node) -> bool:
 def bias_without_weight(node: Node) -> Node | None:
     """Where the bias of a normalisation without a weight comes from; ``None`` for any other node.
 
-    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: it is zero,
-    without any error, or an error about an undefined tensor. A weight that is not trained has no edge either;
-    the one that the node has saved has no public name.
+    Seen on torch 2.13: the second derivative of such a node loses what comes through the bias: zero without any
+    error, or an error about an undefined tensor. A weight that is not trained has no edge either; the one that
+    the node has saved has no public name.
     """
     if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm"}):
         return None

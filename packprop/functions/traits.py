@@ -1,4 +1,4 @@
-"""Functions that mix samples or reorder rows, that only expand a parameter, or that take metadata alone."""
+"""Functions that mix samples, reorder rows, only expand a parameter, or use metadata of a tensor alone."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
@@ -19,7 +21,11 @@ from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
 from packprop.recording.reentrant import refused
+from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
+
+FSDP = "torch.distributed.fsdp"
+"""The Python module of PyTorch that shards parameters."""
 
 
 def require_alive(graph: Graph) -> None:
@@ -135,6 +141,34 @@ def _pulled_through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
         return pulled_samplewise(edges, leaf, cotangents, where, samples)
 
     return structure_of
+
+
+def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
+    """Raise if parameters are sharded between processes: what is used is not what the model holds.
+
+    Args:
+        modules: The modules that were called.
+        hooks: Those on what the pass goes through: a wrapper around these modules shows in its own.
+    """
+    sharding = sys.modules.get(FSDP)  # without it, nothing is sharded, and modules need not be looked at
+    if sharding is None or not torch.distributed.is_initialized():
+        return
+    kinds: dict[str, Any] = {
+        "fully_shard (FSDP2)": getattr(sharding, "FSDPModule", ()),
+        "FullyShardedDataParallel (FSDP1)": sharding.FullyShardedDataParallel,
+    }
+    inside = [child for module in modules for child in module.modules()]
+    found = [name for name, kind in kinds.items() if any(isinstance(child, kind) for child in inside)]
+    if not found and any(home.startswith(FSDP) for home in hooks.homes()):
+        found = [" or ".join(kinds)]
+    if found:
+        raise PackpropError(
+            "A quantity beyond the gradient was asked for.",
+            f"parameters that {found[0]} has sharded between processes",
+            "a function is given them put together for the moment; the model holds shards, to which neither "
+            "values nor gradients of single samples can be attached. Neither FSDP2 nor FSDP1 is supported yet",
+            "use DistributedDataParallel, whose processes hold whole parameters, or one process",
+        )
 
 
 def require_differentiable(graph: Graph) -> None:

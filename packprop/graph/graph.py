@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.entry import Entry
 from packprop.graph.site import Site
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
+from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
 
 WHOLE = Layout(None, 1)
@@ -116,7 +117,9 @@ class Graph:
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
         checkpoints: Reentrant checkpoints that the pass goes through.
+        hooks: The user's hooks on what the pass goes through, known after the walk.
         kept: Whether there may be another pass through the same graph.
+        structure: Equal for passes of equal structure.
         signature: Equal for passes of equal structure and shapes.
         samples: Number of samples; set when samples are located.
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
@@ -132,7 +135,9 @@ class Graph:
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)
     checkpoints: list[ReentrantCheckpoint] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
     kept: bool = True
+    structure: int = 0
     signature: int = 0
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.separation import ModelOutput, admitted_layouts, model_outputs, separate
+from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
+from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -35,8 +37,32 @@ class _SampleLocations:
     is_lasting: bool
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[int, _SampleLocations]] = weakref.WeakKeyDictionary()
-"""Locations in passes through a module, by the signature of the pass."""
+@dataclass
+class _Memory:
+    """What earlier passes have shown.
+
+    Args:
+        locations: Where the samples are, by the signature of the pass, where this holds for all values.
+        examined: Signatures of passes that were looked at for mixing that values hide.
+        structures: Structures that were looked at so, at some shapes, for any two samples.
+    """
+
+    locations: dict[int, _SampleLocations] = field(default_factory=dict)
+    examined: set[int] = field(default_factory=set)
+    structures: set[int] = field(default_factory=set)
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What passes have shown, by the module that was called first; without a module, by the first leaf."""
+
+
+def _memory_of(graph: Graph) -> _Memory:
+    modules = graph.modules
+    key = modules[0] if modules else graph.leaves()[0]
+    memory = _KNOWN.get(key)
+    if memory is None:
+        memory = _KNOWN[key] = _Memory()
+    return cast(_Memory, memory)
 
 
 def check_graph(graph: Graph) -> None:
@@ -60,17 +86,17 @@ def locate_samples(graph: Graph) -> None:
     Raises:
         PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
     """
-    modules = graph.modules
-    known = _KNOWN.setdefault(modules[0], {}) if modules else {}
-    locations = known.get(graph.signature)
+    memory = _memory_of(graph)
+    locations = memory.locations.get(graph.signature)
     if locations is None and is_dry_run():
         locations = _usual_locations(graph)
         if locations.samples > 1:
             _sweep_once(graph)
     if locations is None:
-        locations = _find_locations(graph)
+        with graph.hooks.quiet():
+            locations = _find_locations(graph, memory)
         if locations.is_lasting and not any(forward.reordered for forward in graph.forwards):
-            known[graph.signature] = locations
+            memory.locations[graph.signature] = locations
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
     for loss, layout in zip(graph.losses, locations.sources if graph.losses else [], strict=True):
@@ -81,7 +107,9 @@ def locate_samples(graph: Graph) -> None:
 
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
     """Take over for the copy of a module what passes through the original have shown."""
-    _KNOWN[copy] = dict(_KNOWN.get(original, {}))
+    memory = _KNOWN.get(original)
+    if memory is not None:
+        _KNOWN[copy] = _Memory(dict(memory.locations), set(memory.examined), set(memory.structures))
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:
@@ -107,25 +135,83 @@ def _sweep_once(graph: Graph) -> None:
     sweep(edges, seeds, graph.uses, lambda *_: None, ONE_COLUMN_WITHOUT_INPUTS)
 
 
-def _find_locations(graph: Graph) -> _SampleLocations:
-    """Try numbers of samples, and layouts at the model's outputs, until one keeps the samples apart."""
+@dataclass(frozen=True)
+class _Candidate:
+    """A number of samples, and places at the model's outputs, that keep the samples of this pass apart.
+
+    Args:
+        chosen: Where the outputs hold the samples.
+        found: What random numbers have shown.
+        shown: What NaN has shown; ``None`` where it was not fed in.
+    """
+
+    samples: int
+    chosen: list[Layout]
+    found: Separation
+    shown: Dependence | None
+
+    def locations(self) -> _SampleLocations:
+        """The places, as far as they are known."""
+        fitting = self.found.fitting if self.shown is None else self.shown.fitting
+        assert fitting is not None
+        uses = [[layouts[0] for layouts in places] for places in fitting.values()]
+        lasting = self.samples == 1 or (
+            self.shown is not None and self.shown.is_conclusive and not self.shown.on_values
+        )
+        return _SampleLocations(self.samples, self.chosen, uses, lasting)
+
+
+def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
+    """Try numbers of samples, and layouts at the model's outputs, until one keeps the samples apart.
+
+    Where numbers that came back show nothing, as behind a head of zeros, one that keeps them apart for all
+    values is looked for, too.
+    """
     outputs = model_outputs(graph)
     _require_samples(outputs)
+    first: _Candidate | None = None
     mixing: ReachedUse | None = None
-    for samples, leading in _sample_counts(graph, outputs):
-        layouts = [_layouts_of(output, samples, leading) for output in outputs]
-        for choice in range(max(map(len, layouts), default=0)):
-            chosen = [layout[min(choice, len(layout) - 1)] for layout in layouts if layout]
-            if len(chosen) < len(layouts):
-                break
-            found = separate(graph, outputs, chosen, samples)
-            if found.layouts is not None:
-                return _SampleLocations(samples, chosen, found.layouts, found.is_conclusive)
+    examine = graph.signature not in memory.examined
+    for samples, chosen in _choices(graph, outputs):
+        if first is not None and samples == 1:
+            break
+        found = separate(graph, outputs, chosen, samples)
+        if found.fitting is None:
             mixing = mixing or found.mixing
-    if mixing is None:
+            continue
+        shown = None
+        if examine and samples > 1:
+            every = graph.structure not in memory.structures
+            shown = dependence(graph, outputs, chosen, found.fitting, every)
+        candidate = _Candidate(samples, chosen, found, shown)
+        if shown is None or not shown.on_values:
+            first = candidate
+            break
+        first = first or candidate
+        if first.found.is_conclusive:
+            break
+    if first is None:
+        if mixing is not None:
+            raise _mixed(graph, mixing)
         shapes = [shape for forward in graph.forwards for shape in forward.sizes]
         raise _disagreement([output.samples for output in outputs], shapes)
-    raise _mixed(graph, mixing)
+    if first.shown is not None:
+        if first.shown.on_values:
+            hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
+            if hidden is not None:
+                raise _mixed(graph, *hidden)
+        memory.examined.add(graph.signature)
+        memory.structures.add(graph.structure)
+    return first.locations()
+
+
+def _choices(graph: Graph, outputs: Sequence[ModelOutput]) -> Iterator[tuple[int, list[Layout]]]:
+    """Numbers of samples, and for each the layouts at the model's outputs that may be, the usual ones first."""
+    for samples, leading in _sample_counts(graph, outputs):
+        layouts = [_layouts_of(output, samples, leading) for output in outputs]
+        if all(layouts):
+            for choice in range(max(map(len, layouts), default=0)):
+                yield samples, [layout[min(choice, len(layout) - 1)] for layout in layouts]
 
 
 def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout]:
@@ -185,12 +271,22 @@ def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError
     )
 
 
-def _mixed(graph: Graph, mixing: ReachedUse) -> PackpropError:
+def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
     place = graph.uses.index(mixing)
     after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
+    where = f"between {graph.label(mixing)}{after}"
+    if hiding is not None:
+        name = graph.name(hiding)
+        return PackpropError(
+            "Quantities of single samples were asked for.",
+            where,
+            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
+            f"sample depends on the inputs of others as soon as {name!r} changes",
+            "keep the samples independent of each other, or set requires_grad=False on that parameter",
+        )
     return PackpropError(
         "Quantities of single samples were asked for.",
-        f"between {graph.label(mixing)}{after}",
+        where,
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
         f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
         "keep the samples on one axis and independent of each other (no statistics over the batch), or set "

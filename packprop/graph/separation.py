@@ -7,8 +7,8 @@ n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^
 separate, the rows of each sample come back multiplied by just that, exactly so in floating point. What leaks
 from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. An
 output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
-samples are mixed between the use and the loss. The check costs two sweeps. Its result is kept for passes of the
-same structure and shapes, unless nothing came back at a use, or data decide on the order of rows.
+samples are mixed between the use and the loss. The check costs two sweeps. It holds for the values of this
+pass; whether it holds for all, so that its result may be kept, is told by NOTE [Hidden mixing].
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses.description import describe
 from packprop.functions.losses.rules import number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
-from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
+from packprop.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -72,14 +72,25 @@ class Separation(NamedTuple):
     """Whether the samples stay apart, for one choice of layouts at the model's outputs.
 
     Args:
-        layouts: Where the outputs of each use hold the samples; ``None`` if they are mixed.
+        fitting: For the outputs of each use all layouts that keep the samples apart; ``None`` if there is none.
         mixing: The use nearest to the loss that none of its layouts fits.
         is_conclusive: Whether something came back at every use: zeros tell nothing, as behind a head of zeros.
     """
 
-    layouts: list[list[Layout]] | None
+    fitting: Fitting | None
     mixing: ReachedUse | None
     is_conclusive: bool
+
+    @property
+    def layouts(self) -> list[list[Layout]] | None:
+        """For each use the layouts of its outputs; ``None`` if the samples are mixed."""
+        if self.fitting is None:
+            return None
+        return [[layouts[0] for layouts in outputs] for outputs in self.fitting.values()]
+
+
+Fitting = dict[ReachedUse, list[list[Layout]]]
+"""For a use and each of its outputs: where the samples may be, the usual place first."""
 
 
 Sizes = dict[tuple[ReachedUse, int, Layout], Tensor]
@@ -98,21 +109,19 @@ def separate(
         samples: Number of samples.
     """
     if samples == 1:
-        return Separation([[Layout(None, 1)] * len(use.recorded.shapes) for use in graph.uses], None, True)
+        return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
     fitting = {
         use: [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes] for use in graph.uses
     }
     generator = torch.Generator().manual_seed(samples)
     noise = [torch.randn(output.shape, generator=generator) for output in outputs]
+    edges = [output.edge for output in outputs]
     powers = _powers(samples, min(torch.finfo(output.dtype).max for output in outputs), generator)
 
     def scaled_by(exponents: Tensor) -> Sizes:
-        seeds = []
-        for output, layout, random in zip(outputs, chosen, noise, strict=True):
-            factors = torch.exp2(exponents)[layout.sample_of(exponents.device)]
-            form = [-1 if axis == layout.axis else 1 for axis in range(random.dim())]
-            seeds.append((random * factors.view(form)).to(output.device, output.dtype))
-        return _sizes_of_rows(graph, [output.edge for output in outputs], seeds, fitting, exponents)
+        seeds = by_sample(outputs, chosen, noise, torch.exp2(exponents))
+        sizes = sizes_of_rows(graph, edges, seeds, fitting)
+        return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
     first, second = scaled_by(powers), scaled_by(-powers)
     tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
@@ -125,18 +134,29 @@ def separate(
         if not all(fitting[use]):
             return Separation(None, use, False)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
-    layouts = [[layouts[0] for layouts in fitting[use]] for use in graph.uses]
-    return Separation(layouts, None, len(reached) == len(graph.uses))
+    return Separation(fitting, None, len(reached) == len(graph.uses))
 
 
-def _sizes_of_rows(
+def by_sample(
+    outputs: Sequence[ModelOutput], chosen: Sequence[Layout], noise: Sequence[Tensor], factors: Tensor
+) -> list[Tensor]:
+    """Numbers for each output of the model, those of each sample times a factor of its own ``[n]``."""
+    seeds = []
+    for output, layout, random in zip(outputs, chosen, noise, strict=True):
+        form = [-1 if axis == layout.axis else 1 for axis in range(random.dim())]
+        own = factors[layout.sample_of(factors.device)].view(form)
+        seeds.append((random * own).to(output.device, output.dtype))
+    return seeds
+
+
+def sizes_of_rows(
     graph: Graph,
     edges: Sequence[GradientEdge],
     seeds: Sequence[Tensor],
-    fitting: dict[ReachedUse, list[list[Layout]]],
-    exponents: Tensor,
+    fitting: Fitting,
+    options: SweepOptions = ONE_COLUMN_WITHOUT_INPUTS,
 ) -> Sizes:
-    """Sweep the seeds and measure the rows of each sample; the powers of two are taken out again."""
+    """Sweep the seeds and measure the rows of each sample ``[n]``, for each layout that may be."""
     sizes: Sizes = {}
 
     def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
@@ -147,9 +167,9 @@ def _sizes_of_rows(
                 rows = layout.to_front(cotangent, 1)[0].unsqueeze(-1)
                 rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
                 sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
-                sizes[use, index, layout] = sums.to("cpu", torch.float64) * torch.exp2(-exponents)
+                sizes[use, index, layout] = sums.to("cpu", torch.float64)
 
-    sweep(edges, seeds, graph.uses, visit, ONE_COLUMN_WITHOUT_INPUTS)
+    sweep(edges, seeds, graph.uses, visit, options)
     return sizes
 
 
@@ -199,10 +219,10 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             layouts[place] = usual[0]
     elif stand_ins:
         unknown = replace(graph, uses=list(stand_ins.values()))
-        found = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
-        if found.layouts is None:
-            return next(place for place, use in stand_ins.items() if use is found.mixing)
-        for place, (layout,) in zip(stand_ins, found.layouts, strict=True):
+        separation = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+        if separation.layouts is None:
+            return next(place for place, use in stand_ins.items() if use is separation.mixing)
+        for place, (layout,) in zip(stand_ins, separation.layouts, strict=True):
             layouts[place] = layout
     return [layout for layout in layouts if layout is not None]
 
@@ -220,5 +240,7 @@ def _is_admitted(use: ReachedUse, layout: Layout) -> bool:
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, in random order."""
     reach = 24 if largest > 1e30 else 4
-    spread = torch.arange(samples, dtype=torch.float64) % (2 * reach + 1) - reach
+    steps = min(samples, 2 * reach + 1)
+    spread = torch.linspace(-reach, reach, steps, dtype=torch.float64).round()
+    spread = spread[torch.arange(samples) % steps]
     return spread[torch.randperm(samples, generator=generator)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from packprop.functions.nodes import MASKS, name_of_node
 from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.graph.pull import pull_columns
+from packprop.graph.search import nodes_above
 from packprop.recording.regions import opened
+from packprop.tensors.hooks import Hooks
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
 """Called with a use and the cotangents at its outputs ``[v, *y]``; ``None`` where nothing arrived."""
@@ -30,16 +34,18 @@ class SweepOptions:
         batched: Whether all columns are pulled back in one vectorised pass, which holds all cotangents at once.
         create_graph: Whether the cotangents shall be differentiable.
         needs_inputs: Whether visits need the inputs of uses.
-        unhooked: Whether there is one output only, and the user has put no hook on it.
+        unmasked: Whether functions that drop entries by their values pass all of them on; see
+            NOTE [Hidden mixing]. What arrives is no cotangent then.
     """
 
     batched: bool = False
     create_graph: bool = False
     needs_inputs: bool = True
-    unhooked: bool = False
+    unmasked: bool = False
 
 
 ONE_COLUMN = SweepOptions()
+NO_HOOKS = Hooks()
 ONE_COLUMN_WITHOUT_INPUTS = SweepOptions(needs_inputs=False)
 
 
@@ -56,12 +62,22 @@ class Watch:
         visit: Called with a use and the cotangents at its outputs ``[1, *y]``, as soon as all have arrived.
         needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are computed again.
         accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
+        hooks: Hooks of the user that are heard in this pass, but not by what is differentiated in visits.
+        unmasked: As in ``SweepOptions``, for what lies inside of reentrant checkpoints.
     """
 
     def __init__(
-        self, uses: Sequence[ReachedUse], visit: Visit, needs_inputs: bool = True, accumulate: bool = False
+        self,
+        uses: Sequence[ReachedUse],
+        visit: Visit,
+        needs_inputs: bool = True,
+        accumulate: bool = False,
+        hooks: Hooks = NO_HOOKS,
+        unmasked: bool = False,
     ) -> None:
+        self._hooks = hooks
         self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
+        self._unmasked = unmasked
         self._late: dict[ReachedUse, list[Tensor | None]] = {}  # all cotangents are there, inputs are not
         self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing,
         self._missing: dict[ReachedUse, int] = {}  # and so many
@@ -132,9 +148,9 @@ class Watch:
             gradients = [leaf.grad for leaf in leaves]
         else:
             edges = [get_gradient_edge(value) for value in outputs]
-            gradients = sweep(
-                edges, seeds, graph.uses, visit, SweepOptions(needs_inputs=self._needs_inputs), leaves
-            )
+            options = SweepOptions(needs_inputs=self._needs_inputs, unmasked=self._unmasked)
+            with graph.hooks.quiet():
+                gradients = sweep(edges, seeds, graph.uses, visit, options, leaves)
         graph.drop_checkpoint_uses()
         return rerun.gradients(dict(zip(map(id, leaves), gradients, strict=True)))
 
@@ -144,7 +160,7 @@ class Watch:
         """Run a pass through a checkpoint's graph that accumulates gradients, and watch the uses in it."""
         graph.hold(False)
         with opened((use.recorded.source for use in graph.uses), False):
-            watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True)
+            watch = Watch(graph.uses, visit, self._needs_inputs, accumulate=True, hooks=graph.hooks)
             complete = False
             try:
                 torch.autograd.backward(outputs, seeds)
@@ -180,7 +196,8 @@ class Watch:
     def _call(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         self._visiting = True
         try:
-            self._visit(use, cotangents)
+            with self._hooks.quiet():
+                self._visit(use, cotangents)
         finally:
             self._visiting = False
 
@@ -227,11 +244,12 @@ def sweep(
         above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
         wanted = [*(edge for _, _, edge in ends), *above_checkpoints, *map(get_gradient_edge, leaves)]
         gradients: Sequence[Tensor | None]
-        watch = Watch(watched, visit, options.needs_inputs)
+        watch = Watch(watched, visit, options.needs_inputs, unmasked=options.unmasked)
+        unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
         complete = False
-        with torch.set_grad_enabled(create_graph):
+        with torch.set_grad_enabled(create_graph), unmasking:
             try:
-                if options.unhooked and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
+                if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
                     gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
                 else:
                     gradients = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)
@@ -243,6 +261,28 @@ def sweep(
             finally:
                 watch.close(complete)
         return gradients[len(ends) + len(above_checkpoints) :]
+
+
+@contextlib.contextmanager
+def unmasked(outputs: Sequence[GradientEdge]) -> Iterator[None]:
+    """Inside, functions that drop entries by their values pass back all of them."""
+
+    def pass_on(products: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Any:
+        (cotangent,) = given
+        if cotangent is None:
+            return None
+        return tuple(
+            None if product is None else cotangent.sum_to_size(product.shape).to(product.dtype)
+            for product in products
+        )
+
+    masks = [node for node in nodes_above(edge.node for edge in outputs) if name_of_node(node) in MASKS]
+    handles = [node.register_hook(pass_on) for node in masks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _edge_above(checkpoint: ReentrantCheckpoint) -> GradientEdge:

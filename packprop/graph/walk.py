@@ -21,8 +21,10 @@ from packprop.graph.completeness import (
     find_missing,
     reached_without_loss,
     require_alive,
+    require_unsharded,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
+from packprop.graph.hooks import hooks_on, is_of_interest
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.traversal import depth_first, upstream_of
@@ -40,6 +42,7 @@ class _Trail:
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
         consumed: Leaves that are met outside of all uses, and the nodes that consume them.
+        of_interest: Nodes that hooks may be on.
         checkpoint_places: For each reentrant checkpoint, how many uses were met before it.
     """
 
@@ -48,6 +51,7 @@ class _Trail:
     order: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
+    of_interest: list[Node] = field(default_factory=list)
     checkpoint_places: list[int] = field(default_factory=list)
 
 
@@ -70,7 +74,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     trail.names += [use.recorded.name for checkpoint in graph.checkpoints for use in checkpoint.uses]
     graph.uses = list(trail.uses.values())
     require_alive(graph)
-    _find_sites(graph, wanted)
+    _find_sites(graph, wanted, trail)
     find_missing(graph, trail.consumed, wanted)
     without_loss = reached_without_loss(graph, starts, trail.neighbours)
     adopt_missing(graph, without_loss, trail.uses)
@@ -79,7 +83,10 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     ]
     _mark_ends(trail)
     find_after_loss(graph, trail.order, trail.neighbours)
-    graph.signature = _signature(graph, trail.names)
+    tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
+    graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
+    require_unsharded(graph.modules, graph.hooks)
+    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail.names)
     return graph
 
 
@@ -91,8 +98,10 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         if done:
             trail.order.append(node)
             continue
-        trail.names.append(node.name())
-        marks = marks_of(node)
+        name, marks = node.name(), marks_of(node)
+        trail.names.append(name)
+        if is_of_interest(name, marks):
+            trail.of_interest.append(node)
         if LOSS in marks:
             call, output = marks[LOSS]
             graph.losses.append(ReachedLoss(call, node, output))
@@ -161,7 +170,7 @@ def _mark_ends(trail: _Trail) -> None:
         use.is_end = use.checkpoint is None and not any(use_upstream[node] for node in use.anchors)
 
 
-def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
+def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None, trail: _Trail) -> None:
     """Trace the parameters of every use to the leaves that they are computed from."""
     chosen = None if wanted is None else {id(leaf) for leaf in wanted}
     leaves: dict[int, list[Tensor]] = {}
@@ -169,7 +178,7 @@ def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
         for entry in use.recorded.entries or ():
             parameter = entry.parameter
             if id(parameter) not in leaves:
-                leaves[id(parameter)] = _leaves_of(parameter)
+                leaves[id(parameter)] = _leaves_of(parameter, trail)
             for leaf in leaves[id(parameter)]:
                 if chosen is None or id(leaf) in chosen:
                     use.sites.append(Site(entry, leaf))
@@ -183,7 +192,7 @@ def _find_sites(graph: Graph, wanted: Sequence[Tensor] | None) -> None:
                 )
 
 
-def _leaves_of(parameter: Tensor) -> list[Tensor]:
+def _leaves_of(parameter: Tensor, trail: _Trail) -> list[Tensor]:
     if parameter.grad_fn is None:
         return [parameter]
     leaves: dict[int, Tensor] = {}
@@ -191,7 +200,10 @@ def _leaves_of(parameter: Tensor) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves[id(leaf)] = leaf
-        if USE in marks_of(node):
+        marks = marks_of(node)
+        if is_of_interest(node.name(), marks):
+            trail.of_interest.append(node)
+        if USE in marks:
             raise PackpropError(
                 "A quantity beyond the gradient was asked for.",
                 f"a tensor of shape {list(parameter.shape)} that is used like a parameter",
@@ -199,6 +211,12 @@ def _leaves_of(parameter: Tensor) -> list[Tensor]:
                 "register the function with packprop.register_use, or call it through torch functions",
             )
     return list(leaves.values())
+
+
+def _structure(graph: Graph, names: list[str]) -> int:
+    """A number that is equal for passes of equal structure."""
+    functions = tuple(loss.call.function for loss in graph.losses)
+    return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, names: list[str]) -> int:

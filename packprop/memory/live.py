@@ -19,6 +19,7 @@ class LiveBytes(TorchDispatchMode):
     It counts tensors that are made while it is on, and those given to ``own``. Other arguments of operations
     were there before. What a kernel allocates inside of itself is not seen.
 
+    >>> import torch
     >>> before = torch.zeros(1000)
     >>> with LiveBytes() as live:
     ...     x = before.view(10, 100) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,8 +14,11 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.entry import Entry
 from packprop.functions.losses.description import input_of
 from packprop.recording.inputs import InputSource
+from packprop.tensors.hooks import dictionary_of
 
-USE, LOSS, OUTPUT, MIXES = (f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes"))
+USE, LOSS, OUTPUT, MIXES, HOOKS, HOOKED = (
+    f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes", "hooks", "hooked")
+)
 """Keys of the marks in the ``metadata`` of a node."""
 
 
@@ -37,6 +40,7 @@ class ForwardCall:
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         reordered: Whether data may have decided the order of rows.
         arguments: What went in, tensors without their data.
+        made: The tensors that came up while it was recorded, as far as they are still there.
     """
 
     module: Callable[[], nn.Module | None]
@@ -44,6 +48,7 @@ class ForwardCall:
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
     reordered: bool = False
     arguments: list[Any] = field(default_factory=list)
+    made: Callable[[], Iterable[Tensor]] = tuple
 
     @property
     def has_parameters(self) -> bool:
@@ -121,6 +126,18 @@ class RecordedLoss:
 def marks_of(node: Node) -> dict[str, Any]:
     """The dictionary of marks of a node (torch types this property as a method)."""
     return cast(dict[str, Any], node.metadata)
+
+
+def note_hooks(tensor: Tensor) -> None:
+    """Leave a tensor's hooks on the node that made it: they run even if nobody holds the tensor any more."""
+    if tensor.grad_fn is None:
+        return
+    hooks = dictionary_of(tensor)
+    if hooks is None:
+        return
+    noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
+    if not any(hooks is known for known in noted):
+        noted.append(hooks)
 
 
 def nodes_upstream(start: Node, end: Node | None = None) -> Iterator[Node]:

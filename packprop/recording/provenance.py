@@ -10,7 +10,7 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -42,12 +42,24 @@ class TensorSet:
             for tensor in tensors_in(value):
                 self.add(tensor)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """The tensors that are still there."""
+        for reference in list(self._references.values()):
+            tensor = reference()
+            if tensor is not None:
+                yield tensor
+
 
 class Provenance:
     """Which tensors of a forward pass depend on the samples, and which are made of parameters alone."""
 
     def __init__(self) -> None:
         self.from_samples, self.from_parameters = TensorSet(), TensorSet()
+
+    def alive(self) -> Iterator[Tensor]:
+        """All of these tensors that are still there."""
+        yield from self.from_samples
+        yield from self.from_parameters
 
     def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Arguments that depend on samples, and trainable ones that do not."""

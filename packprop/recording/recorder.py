@@ -17,14 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
+from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, ForwardCall, RecordedLoss, RecordedUse, marks_of
+from packprop.recording.marks import (
+    LOSS,
+    MIXES,
+    OUTPUT,
+    USE,
+    ForwardCall,
+    RecordedLoss,
+    RecordedUse,
+    marks_of,
+    note_hooks,
+)
 from packprop.recording.provenance import Expansions, Provenance
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
@@ -46,7 +56,7 @@ current = _Current()
 """The recorder of this thread, and whether recording is switched off in it."""
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(OwnMode):
     """Sees every torch function of one outermost call, and records uses and losses.
 
     Args:
@@ -56,20 +66,37 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
         super().__init__()
-        reference = weakref.ref(module) if module is not None else (lambda: None)
-        self.forward = ForwardCall(reference)
+        self._provenance, self._expansions = Provenance(), Expansions()
+        self.begin(module)
         self.owner = owner
         self.depth = 0
         """How many extended modules are being called, one inside the other."""
-        self._provenance, self._expansions = Provenance(), Expansions()
+
+    def begin(self, module: nn.Module | None) -> None:
+        """Begin an outermost call."""
+        reference = weakref.ref(module) if module is not None else (lambda: None)
+        self.forward = ForwardCall(reference, made=self._provenance.alive)
 
     @property
     def stale(self) -> bool:
         """Whether the call that began this recording was left without its closing hook (an interrupt)."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self.owner:
-            frame = frame.f_back
-        return self.owner is not None and frame is None
+        return self.owner is not None and not is_running(self.owner)
+
+    def open(self, module: nn.Module, inputs: Any) -> None:
+        """Begin the call of an outermost module inside ``record()``."""
+        if self.owner is None:
+            self.begin(module)
+        self.feed(inputs)
+
+    def takes(self, module: nn.Module, inputs: Any) -> bool:
+        """Whether the inputs of a module that is not recorded depend on the samples."""
+        if self.depth == 0:
+            self.open(module, inputs)
+        return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
+
+    def take_as_data(self, outputs: Any) -> None:
+        """Take what a module that is not recorded returned: it depends on the samples."""
+        self._provenance.from_samples.add_all(outputs)
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
@@ -119,6 +146,8 @@ class Recorder(TorchFunctionMode):
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, samples, parameters, hooks)
         out = func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            note_hooks(args[0])
         if out is None:
             if samples and func is Tensor.__setitem__:
                 provenance.from_samples.add(args[0])

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from packprop.errors import PackpropError
 from packprop.functions.entry import Entry, name_of
+from packprop.recording.aside import OwnMode
 from packprop.recording.inputs import CallTemplate, InputSource
 from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
@@ -232,7 +232,7 @@ def region_under(hooks: Hooks) -> Region | None:
     return region
 
 
-class Replay(TorchFunctionMode):
+class Replay(OwnMode):
     """Sees the torch functions of a region that is run again, and collects the inputs of its uses."""
 
     def __init__(self, region: Region) -> None:

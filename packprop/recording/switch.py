@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
-from packprop.recording.marks import EXTENDED, HANDLES, LOSS, ForwardCall, marks_of, nodes_upstream
+from packprop.recording import aside
+from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_upstream
 from packprop.recording.recorder import Recorder, current, record_loss
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
+from packprop.tensors.nesting import tensors_in
 
 
 def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) -> nn.Module:
@@ -25,6 +27,12 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
     Extending twice changes nothing; ``restore`` undoes it. The forward pass does not change: the module, its
     parameters, its ``state_dict`` and its outputs stay what they are. Submodules may be called by themselves. A
     copy (``deepcopy``, pickle) is extended, too.
+
+    PyTorch's attention in evaluation mode has kernels of its own where nothing is differentiated. What it
+    chooses for a frozen encoder is not changed; but an encoder layer does not take its one kernel where there
+    are hooks on it, such as packprop's: its outputs are then the same up to rounding. A frozen encoder that is
+    called inside ``with backpack(...)`` must be extended, too. One whose own weights are frozen and that holds
+    other parameters that are trained (adapters) is recorded, by PyTorch's slow path.
 
     Args:
         module: Any module, as its author wrote it, or a loss module.
@@ -70,26 +78,39 @@ def is_extended(module: nn.Module) -> bool:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     drop_stale_recording()
+    if aside.current.absence is not None:
+        aside.current.absence.depth += 1
+        return
+    recorder = current.recorder
+    if aside.chooses_freely(module, (args, kwargs)):
+        aside.step_aside(sys._getframe(1), recorder is not None and recorder.takes(module, (args, kwargs)))
+        return
     if (replay := current_replay()) is not None:
         replay.begin()
         return
-    recorder = current.recorder
     if recorder is None:
         if current.disabled or not torch.is_grad_enabled():
             return
         recorder = _start(module, sys._getframe(1), (args, kwargs))
     elif recorder.depth == 0:  # the outermost module inside record()
-        if recorder.owner is None:
-            recorder.forward = ForwardCall(weakref.ref(module))
-        recorder.feed((args, kwargs))
+        recorder.open(module, (args, kwargs))
     recorder.depth += 1
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if module._backward_hooks or _global_backward_hooks:
+        _mark_hooked(output)
+    recorder = current.recorder
+    if (absence := aside.current.absence) is not None:
+        if recorder is not None and absence.from_samples:
+            recorder.take_as_data(output)
+        absence.depth -= 1
+        if absence.depth == 0:
+            aside.step_back()
+        return
     if (replay := current_replay()) is not None:
         replay.end()
         return
-    recorder = current.recorder
     if recorder is None or recorder.depth == 0:
         return
     recorder.depth -= 1
@@ -100,6 +121,17 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if output is not None:
         _record_own_loss(recorder, module, args, kwargs, output)
         recorder.finish(output)
+
+
+def _mark_hooked(output: Any) -> None:
+    """Mark the nodes that made a module's outputs: hooks of the older kind are put on one of them.
+
+    ``Module._backward_hooks`` and ``_global_backward_hooks`` are private, and used here alone: nothing public
+    tells that ``register_backward_hook`` was called. Full backward hooks have nodes of their own.
+    """
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            marks_of(tensor.grad_fn)[HOOKED] = True
 
 
 def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -156,6 +188,7 @@ def _stop(recorder: Recorder) -> None:
 
 def drop_stale_recording() -> None:
     """End a recording whose call was interrupted, so that its closing hook did not run."""
+    aside.end_stale_absence()
     recorder = current.recorder
     if recorder is not None and recorder.stale:
         _stop(recorder)

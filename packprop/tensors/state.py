@@ -1,4 +1,4 @@
-"""The state of a tensor: whether it was changed, who else refers to it, whether it has hooks."""
+"""The state of a tensor: whether it was changed, who else refers to it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,3 @@ def _reference_counts(holder: list[Tensor]) -> tuple[int, ...]:
         sys.getrefcount(storage),
         torch._C._storage_Use_Count(storage._cdata),
     )
-
-
-def is_hooked(tensor: Tensor) -> bool:
-    """Whether hooks of the user see, and may change, the gradient that is fed in at a tensor.
-
-    ``Tensor._backward_hooks`` is private: nothing public tells whether there are any.
-    """
-    return bool(tensor._backward_hooks)

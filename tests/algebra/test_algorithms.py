@@ -12,6 +12,7 @@ import packprop
 from packprop import extensions
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput
+from packprop.functions.rules import convolution
 from packprop.tensors.nesting import tensors_in
 from tests.memory.steps import data, network, step
 
@@ -77,7 +78,7 @@ def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
         raise AssertionError("inputs were unfolded")
 
     step(network(), data(), extensions.BatchGrad())
-    monkeypatch.setattr(packprop.rules, "patches", refused)
+    monkeypatch.setattr(convolution, "patches", refused)
     with packprop.algorithms(convolutions="patches"), pytest.raises(AssertionError, match="unfolded"):
         step(network(), data(), extensions.BatchGrad())
     monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(0, 0, held=0))
@@ -88,7 +89,7 @@ def test_a_forced_algorithm_is_the_one_that_runs(monkeypatch: Any) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("patches by shifts were used")
 
-    monkeypatch.setattr(packprop.rules, "patch_moment", refused)
+    monkeypatch.setattr(convolution, "patch_moment", refused)
     with packprop.algorithms(factors="patches"):
         step(network(), data(), extensions.KFAC())
     with pytest.raises(AssertionError, match="by shifts"), packprop.algorithms(factors="shifts"):
@@ -104,10 +105,10 @@ def test_algorithms_that_do_not_exist(names: dict[str, str]) -> None:
 def test_the_older_switch_forces_convolutions_by_groups() -> None:
     from packprop.core.derivatives.convnd import weight_jac_t_save_memory
 
-    from packprop.algebra.algorithms import forced
+    from packprop.algebra.algorithms import forced_algorithm
 
     with weight_jac_t_save_memory(save_memory=True):
-        assert forced("convolutions") == "groups"
+        assert forced_algorithm("convolutions") == "groups"
         with weight_jac_t_save_memory(save_memory=False):
             assert not weight_jac_t_save_memory.is_saving()
-    assert forced("convolutions") is None
+    assert forced_algorithm("convolutions") is None

@@ -9,19 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.cases.building import (
-    FLATTENED,
-    SMOKE,
-    classes,
-    labels,
-    net,
-    regression,
-    tokens,
-)
+from tests.cases.building import FLATTENED, SMOKE, classes, labels, net, regression, tokens
 from tests.cases.case import Case, Data, Functional, along, call
-from tests.cases.models.attention import (
-    Attention,
-)
+from tests.cases.models.attention import Attention
 from tests.cases.models.language import LanguageModel, LanguageModelWithLoss
 from tests.cases.models.wrapping import Apply
 

@@ -36,6 +36,7 @@ def cases() -> Iterator[Case]:
     yield raw("divide", lambda m, x: x / (2 + m.w), (3,), 3, W3)
     yield raw("divide-direct", lambda m, x: x / m.w, (3,), 3, W3)
     yield raw("divide-reversed", lambda m, x: m.w / (2 + x.square()), (3,), 3, W3)
+    yield raw("divide-numerator", lambda m, x: m.w / (2 + x.square()), (2, 3), 6, {"w": (2, 1)})
     yield raw("power", lambda m, x: (1 + x.square()) ** m.w, (3,), 3, W3)
     yield raw("affine", lambda m, x: x * m.w + m.b, (3,), 3, {"w": (3,), "b": (3,)})
     yield raw("addcmul", lambda m, x: torch.addcmul(m.b, x, m.w), (3,), 3, {"w": (3,), "b": (3,)})

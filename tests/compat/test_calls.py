@@ -12,9 +12,7 @@ from torch import nn
 
 import packprop
 from packprop import compat
-from packprop.compat.own import (
-    BackpropExtension,
-)
+from packprop.compat.own import BackpropExtension
 from packprop.errors import PackpropError
 from tests.compat.module_extensions import Fourth, run
 from tests.compat.programs import installed, mlp, near, vectors

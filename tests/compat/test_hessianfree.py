@@ -82,7 +82,7 @@ def test_hessian(name: str, given: bool) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generalized_gauss_newton(name: str) -> None:
-    """Of the whole batch: where samples are mixed, too."""
+    """The product is that of the whole batch, also if samples are mixed."""
     model, output, loss, _, parameters = problem(name)
     jacobian = rows(output, parameters)
     slope = torch.autograd.grad(loss, output, create_graph=True)[0]

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
-from packprop.compat.own import (
-    ModuleExtension,
-    SecondOrderBackpropExtension,
-)
+from packprop.compat.own import ModuleExtension, SecondOrderBackpropExtension
 from tests.compat.module_extensions import Fourth, Gate, GateGradients, fourth_powers, gradient, run
 from tests.compat.programs import dense_ggn, flat, installed, mlp, near, softmax_hessian, vectors
 
@@ -110,7 +107,7 @@ def test_columns_at_a_module() -> None:
     expected = dense_ggn(model, x, softmax_hessian).diagonal() / 5
     near(flat(p.diag_ggn_exact for p in model.parameters()), expected)
     near(model[1].weight.own_diagonal, model[1].weight.diag_ggn_exact)
-    assert shapes == [torch.Size([2, 5, 4])] * 2  # of three classes: the root has one column less
+    assert shapes == [torch.Size([3, 5, 4])] * 2
 
 
 @installed

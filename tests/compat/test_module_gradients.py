@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packprop.compat.custom_module.branching import Parallel, SumModule
-from packprop.compat.own import (
-    BackpropExtension,
-    ModuleExtension,
-)
+from packprop.compat.own import BackpropExtension, ModuleExtension
 from packprop.errors import PackpropError
 from tests.compat.module_extensions import Fourth, run
 from tests.compat.programs import installed, mlp, near, vectors

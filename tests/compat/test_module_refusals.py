@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from packprop.compat.own import (
-    BackpropExtension,
-    ModuleExtension,
-)
+from packprop.compat.own import BackpropExtension, ModuleExtension
 from packprop.errors import PackpropError
 from tests.compat.module_extensions import Fourth, LinearSquares, Propagated, run
 from tests.compat.programs import installed, mlp, vectors
@@ -129,7 +126,7 @@ def test_an_extension_that_is_called_itself() -> None:
 
 @installed
 def test_a_loss_that_is_gone() -> None:
-    """The last one may be made in the line that calls it; an earlier one is missed where it is needed."""
+    """The last loss module may be a temporary; an earlier one that is gone is an error where needed."""
     from backpack import backpack, extend
 
     model, (x, y) = extend(mlp()), vectors()

@@ -17,7 +17,7 @@ from tests.compat.programs import PAGE, installed
 
 
 def test_the_names_that_programs_are_known_to_use() -> None:
-    """The paths that tutorials and libraries import from."""
+    """Names under the paths that tutorials and libraries import them from."""
     assert {
         *("backpack.backpack", "backpack.extend", "backpack.disable", "backpack.memory_cleanup"),
         *("backpack.convert_module_to_backpack", "backpack.context.CTX", "backpack.extensions.HMP"),

@@ -58,7 +58,7 @@ def block(problem: Problem, name: str) -> Tensor:
 
 
 def symmetric(hessian: Tensor) -> Tensor:
-    """A Hessian, which is one only if it is symmetric: not all second derivatives of PyTorch are right."""
+    """Check that a Hessian is symmetric, since not all second derivatives of PyTorch are right; return it."""
     assert_near(hessian, hessian.T, "the transposed Hessian", 1e-9)
     return hessian
 

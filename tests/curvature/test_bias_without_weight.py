@@ -1,4 +1,4 @@
-"""Normalisations with a bias and no weight: PyTorch's second derivative is wrong; right numbers, or refused."""
+"""Normalisations with a bias and no weight: PyTorch's second derivative is wrong there."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
 from packprop import extensions
-from packprop.curvature import routes
+from packprop.curvature import linearity, routes
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.shared_rows import SharedRows
 from packprop.engine import column_sweeps, hessian
@@ -90,9 +90,9 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 @pytest.mark.parametrize("case", [*SMOKE, *AFFINE], ids=lambda case: case.name)
 @pytest.mark.parametrize("way", ["output", "parameter"])
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is taken for known, the way that needs to know nothing gives the same."""
+    """Whatever a route takes for known, the route that takes nothing for known gives the same numbers."""
     if way == "output":
-        monkeypatch.setattr(routes, "kind_of", lambda node, dependent: "nonlinear")
+        monkeypatch.setattr(linearity, "kind_of", lambda node, dependent: "nonlinear")
     else:
         monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
     went, choose = set(), routes.choose_routes

@@ -108,7 +108,7 @@ def test_a_branch_that_was_summed_is_refused() -> None:
 
 
 def test_the_second_derivative_of_normalised_weights_is_wrong_in_pytorch() -> None:
-    """Should this fail, `is_wrong_in_second_order` has nothing left to refuse."""
+    """If this fails, PyTorch has been mended, and `is_wrong_in_second_order` can go."""
     v, g = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
     x = torch.randn(5, 3, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Hessian diagonals where samples meet in unusual ways."""
+"""Hessian diagonals of models and losses that couple samples or entries in unusual ways."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ COUPLINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_whatever_is_made_of_the_loss(name: str) -> None:
-    """The diagonal is that of the root; where samples are coupled there, they have none of their own."""
+    """The diagonal is that of the final scalar; if it couples samples, there are none for single samples."""
     torch.manual_seed(0)
     model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double())
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1])

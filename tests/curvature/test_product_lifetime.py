@@ -66,7 +66,7 @@ def test_values_that_were_put_elsewhere_are_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
 def test_a_step_through_data_is_refused(make: Any) -> None:
-    """As programs for the older library update parameters: PyTorch does not count such changes."""
+    """Programs for the older library step through ``parameter.data``: PyTorch counts no change then."""
     problem = BY_NAME["linear-deep"].problem(3)
     backward(problem, make())
     weight = problem.parameters["0.weight"]

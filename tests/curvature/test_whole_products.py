@@ -33,7 +33,7 @@ def dense_hessian(loss: Tensor, parameters: list[Tensor]) -> Tensor:
 
 
 class Normed(nn.Module):
-    """Everything that forward over reverse gets wrong, and attention that is fused."""
+    """A model of layers that forward-over-reverse differentiation gets wrong, and fused attention."""
 
     def __init__(self) -> None:
         super().__init__()

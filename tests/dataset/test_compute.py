@@ -37,7 +37,7 @@ def test_there_are_cases_of_every_loss() -> None:
 
 @pytest.mark.parametrize("cuts", [[7], [2, 5], [1] * 7], ids=str)
 def test_kronecker_factors_over_batches(cuts: list[int]) -> None:
-    """Without draws: the B of expectations cannot be seen, but A, and the scale of B, can."""
+    """B is known in expectation only, so its trace is compared; A is compared entry by entry."""
     model, (x, y) = small()
     data = list(zip(x.split(cuts), y.split(cuts), strict=True))
     source = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_losses_without_a_rule_for_curvature(loss: type[nn.Module], reduction: s
 
 @pytest.mark.filterwarnings("error")
 def test_a_batch_without_terms_counts_for_nothing() -> None:
-    """Its own mean is 0/0; that of the data set is not."""
+    """The mean over such a batch alone is 0/0; the mean over the data set is defined."""
     model, (x, y) = small()
     y[3:5] = -100
     asked = [make() for make in EXACT]

@@ -109,7 +109,7 @@ def test_no_progress_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture
 
 
 class Sometimes(nn.Module):
-    """Uses one of its layers only where the first input is positive."""
+    """A model that uses one of its layers only if the first input is positive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("first", [1.0, -1.0])
 def test_a_parameter_that_some_batches_do_not_use(first: float) -> None:
-    """Sums are right all the same; rows that cannot be put in order are refused."""
+    """Sums over samples stay right; rows for single samples are refused, since their order is not known."""
     model, (x, y) = Sometimes(), (torch.randn(4, 3).double(), torch.randint(2, (4,)))
     x[0, 0], x[2, 0] = first, -first
     data = [(x[:2], y[:2]), (x[2:], y[2:])]

@@ -1,4 +1,4 @@
-"""The same on a GPU."""
+"""`eager_backward` on a GPU."""
 
 from __future__ import annotations
 

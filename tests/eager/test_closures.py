@@ -114,7 +114,7 @@ def test_a_tensor_of_another_thread_is_told_apart() -> None:
 
 
 def gradient_penalty(critic: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Pulls the norm of a critic's gradient towards 1: a function that differentiates in turn."""
+    """A gradient penalty: pulls the norm of a critic's gradient towards 1, so it differentiates by itself."""
 
     def penalty(x: Tensor) -> Tensor:
         x = x if x.requires_grad else x.requires_grad_()

@@ -1,4 +1,4 @@
-"""The guide runs."""
+"""The code in the guide to `eager_backward` runs."""
 
 from __future__ import annotations
 

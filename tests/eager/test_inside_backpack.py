@@ -1,4 +1,4 @@
-"""Eager branches inside `with backpack(...)`: they count like any other part of the loss, or say that not."""
+"""Eager branches inside `with backpack(...)`: they count like any other part of the loss, or are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.references.running import assert_near
 
 
 class Penalised(nn.Module):
-    """Two layers; a penalty on what lies between them, taken at once."""
+    """Two layers, and a penalty on the activation between them whose backward pass runs at once."""
 
     def __init__(self, penalty: Callable[[Penalised, Tensor], Tensor]) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from tests.eager.branches import KEEPS, WEIGHT, D, N, assert_same, gradients, ke
 
 
 class Witness(torch.autograd.Function):
-    """Multiplies by 2 and notes when what it saved is gone."""
+    """An autograd function that multiplies by 2, and notes when its saved tensor is freed."""
 
     saved: ClassVar[list[weakref.ref]] = []
 
@@ -33,7 +33,7 @@ class Witness(torch.autograd.Function):
 
 @pytest.fixture
 def no_collector() -> Any:
-    """Whatever is freed is freed by reference counts alone."""
+    """Switch the garbage collector off: what is freed is freed by reference counts alone."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,4 @@
-"""What is refused, by an error that says why."""
+"""What `eager_backward` refuses, by an error that says why."""
 
 from __future__ import annotations
 

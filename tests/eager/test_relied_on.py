@@ -1,4 +1,4 @@
-"""What the implementation relies on in PyTorch is still so."""
+"""The private behaviour of PyTorch that `eager_backward` relies on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from packprop.eager import eager_backward, pieces, reach
 from packprop.recording import saved_hooks
+from packprop.tensors import hooks
 from tests.eager.branches import WEIGHT, needs_question, network, scalar
 
 
 def test_what_eager_backward_relies_on_in_private() -> None:
-    """Each line is a private part of PyTorch; `packprop.eager` says at its use what it is for."""
+    """Each line checks one private part of PyTorch; comments in `packprop.eager` say what it is used for."""
     leaf = torch.ones(2, requires_grad=True)
     first, second = leaf * 2, leaf * 3
     assert reach.clock() < reach.clock()  # Node._sequence_nr
@@ -26,7 +27,7 @@ def test_what_eager_backward_relies_on_in_private() -> None:
     assert pieces.version(leaf) == before + 1
     calls: list[int] = []
     leaf.register_hook(lambda g: calls.append(1))
-    with reach.undisturbed([leaf]):  # Tensor._backward_hooks
+    with hooks.undisturbed([leaf]):  # Tensor._backward_hooks
         torch.autograd.grad((leaf * 2).sum(), leaf)
     assert calls == []
     torch.autograd.grad((leaf * 2).sum(), leaf)

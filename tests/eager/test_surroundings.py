@@ -1,4 +1,4 @@
-"""Inside of what else PyTorch does: autocast, checkpoints, offloading, fake tensors, `torch.compile`."""
+"""`eager_backward` together with autocast, checkpoints, offloading, fake tensors and `torch.compile`."""
 
 from __future__ import annotations
 

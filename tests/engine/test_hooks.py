@@ -12,15 +12,7 @@ import packprop
 from packprop import extensions
 from tests.cases import BY_NAME, Case
 from tests.references.law_cases import SIZE, each_case, each_row
-from tests.references.running import (
-    ROWS,
-    Row,
-    assert_near,
-    backward,
-    forward,
-    make_all,
-    results,
-)
+from tests.references.running import ROWS, Row, assert_near, backward, forward, make_all, results
 
 
 def own_modules(model: nn.Module) -> list[nn.Module]:
@@ -69,7 +61,7 @@ def test_hook_may_free_what_it_has_read(row: Row) -> None:
 
 
 def test_trace_by_hook_equals_the_sum_of_the_diagonal() -> None:
-    """The use that the hook is for: reduce each module's result and let it go."""
+    """What the hook is meant for: reduce each module's result, then free it."""
     problem, other = (BY_NAME["conv2d-deep"].problem(SIZE) for _ in range(2))
     trace = torch.zeros((), dtype=torch.float64)
 

@@ -16,12 +16,7 @@ import packprop
 from packprop import extensions
 from tests.cases.models.convolutional import ResNet
 from tests.references.per_sample import batch, images, network
-from tests.references.running import (
-    FIRST_ORDER,
-    ROWS,
-    Row,
-    make_all,
-)
+from tests.references.running import FIRST_ORDER, ROWS, Row, make_all
 
 
 def living_tensors() -> int:
@@ -73,7 +68,7 @@ def test_a_training_loop_does_not_grow(
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("rows", [FIRST_ORDER, ROWS], ids=["first-order", "all"])
 def test_a_loop_that_differentiates_again_does_not_grow(rows: list[Row]) -> None:
-    """With ``create_graph`` the gradients are part of a graph that the user drops, as ever."""
+    """With ``create_graph`` gradients are part of a graph, which goes when the user lets go of it."""
     model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
     counts = []
     steps = 200 if rows is FIRST_ORDER else 40
@@ -124,7 +119,7 @@ def test_activations_die_with_the_graph(mode: str) -> None:
 
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_inputs_of_layers_are_freed_by_the_backward_pass() -> None:
-    """As plain autograd does: after backward, a loss that is still held keeps no activation."""
+    """After the backward pass a loss that is still held keeps no activation alive, as in plain autograd."""
     model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
     x, y = batch()
     hidden: list[weakref.ref[Tensor]] = []

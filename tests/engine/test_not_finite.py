@@ -17,7 +17,7 @@ from tests.references.running import ROWS, Row, as_tensors
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_signals_that_are_not_finite(bad: float, reduction: str) -> None:
-    """Computed, with one warning that names the first parameter."""
+    """Results are computed, and one warning names the first parameter whose cotangents are not finite."""
     model = packprop.extend(network())
     x, y = batch()
     x[1, 0] = bad
@@ -51,7 +51,7 @@ def test_finite_signals_warn_about_nothing() -> None:
 @each_row
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "infinite"])
 def test_every_extension_warns_once_of_signals_that_are_not_finite(row: Row, bad: float) -> None:
-    """They are computed, and one warning names the first parameter that they were seen at."""
+    """Each extension computes its result, and one warning names the first parameter concerned."""
     model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     x, y = batch()
     x[0, 0] = bad

@@ -135,7 +135,7 @@ def alike(dtype: torch.dtype) -> nn.Linear:
 )
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_sums_are_accumulated_in_single_precision(dtype: torch.dtype, name: str, expected: float) -> None:
-    """Added up in bfloat16, equal terms would stop to count after 256 of them; in float16 after 2048."""
+    """A sum of equal terms stops growing after 256 of them in bfloat16, after 2048 in float16."""
     model, loss = packprop.extend(alike(dtype)), packprop.extend(nn.MSELoss(reduction="sum"))
     x = torch.full((SAMPLES, FEATURES), 0.5, dtype=dtype)
     y = torch.tensor([0.0, 4.0], dtype=dtype).repeat(SAMPLES // 2).unsqueeze(1)
@@ -199,7 +199,7 @@ DEGREES = {
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
 def test_a_scalers_factor_is_carried(row: Row, mixed: bool) -> None:
-    """Results are those of the scaled loss, which is what its gradient is: a power of two scales exactly."""
+    """Results belong to the scaled loss, as its gradient does; the factor is a power of two, so it is exact."""
     scale = 2.0**16
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
@@ -221,7 +221,7 @@ def test_a_scalers_factor_is_carried(row: Row, mixed: bool) -> None:
 
 
 def test_a_scaler_saves_what_half_precision_would_lose() -> None:
-    """Squares of small gradients vanish in float16; scaled, they are there."""
+    """Squares of small gradients underflow in float16; those of scaled gradients do not."""
 
     def run(factor: float) -> Tensor:
         model = packprop.extend(nn.Linear(4, 1, bias=False).half())

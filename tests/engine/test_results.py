@@ -122,7 +122,7 @@ def test_sums_over_many_samples_in_low_precision() -> None:
 
 
 def test_variance_of_equal_samples_is_zero_and_never_negative() -> None:
-    """The difference of large squares would be negative or far too large."""
+    """Computed as a difference of large squares, it would be negative or far too large."""
     model = packprop.extend(nn.Linear(3, 2))
     loss_function = packprop.extend(nn.MSELoss())
     x = torch.randn(1, 3).expand(7, 3) * 1e3
@@ -135,7 +135,7 @@ def test_variance_of_equal_samples_is_zero_and_never_negative() -> None:
 
 
 def test_result_of_one_sample_and_of_many_agree() -> None:
-    """Rows of a sum do not depend on who else is in the batch."""
+    """Per-sample results of a summed loss do not depend on the rest of the batch."""
     case = BY_NAME["vision-transformer-hand-written"]
     many = case.problem(SIZE, "sum")
     backward(many, extensions.BatchGrad(), extensions.BatchDiagGGNExact())
@@ -163,7 +163,7 @@ def test_result_of_one_sample_and_of_many_agree() -> None:
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_what_happens_to_the_loss_afterwards(change: Callable[[Tensor], Tensor], reduction: str) -> None:
-    """Everything scales with the loss, second order too."""
+    """First and second order quantities scale with the factor that the loss is multiplied by."""
     plain, changed = (BY_NAME["conv2d-deep"].problem(SIZE, reduction) for _ in range(2))
     asked = ROWS
     one, zero = torch.ones(()).double(), torch.zeros(()).double()

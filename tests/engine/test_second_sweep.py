@@ -95,7 +95,7 @@ def test_groups_are_mixed_in_chunks() -> None:
 
 
 def test_gradients_of_eigenvalues_hold_the_eigenvectors_fixed() -> None:
-    """The trace does not depend on them: its gradient is exact."""
+    """The trace does not depend on the eigenvectors, so its gradient is exact."""
     problem, other = BY_NAME["linear-deep"].problem(2), BY_NAME["linear-deep"].problem(2)
     oracle = Oracle(other, create_graph=True)
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ def one_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that one chunk brings whole are the chunk's own."""
+    """Chunks so small that results are put together of several; one that comes whole is the chunk itself."""
     monkeypatch.setattr(packprop.context, "default_chunk_sizes", lambda device: ChunkSizes(2**12, 2**12))
 
 

@@ -96,7 +96,7 @@ STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("
 @pytest.mark.parametrize("names", STREAMED, ids=lambda names: "+".join(names))
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
-    """Each is formed once and given to all that was asked for, in chunks of two samples."""
+    """Each gradient is formed once and given to everything asked for, in chunks of two samples."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "SHORT", 0)
@@ -107,7 +107,7 @@ def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...],
         taken.append(len(left))
         return kernels.products_one_by_one(left, right)
 
-    monkeypatch.setattr(one_by_one, "products_in_turn", noted)
+    monkeypatch.setattr(one_by_one, "products_one_by_one", noted)
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)
     if case.name == "linear-3d" and names != ("batch_l2",):  # norms are those of few positions
         assert taken[:2] == [2, 1]

@@ -97,7 +97,7 @@ def test_many_draws_come_near_the_expected_kronecker_factors() -> None:
 
 @pytest.mark.parametrize("name", ["linear-deep", "ce-map-interacting", "ce-sequence"])
 def test_every_categorical_draw_is_the_gradient_at_some_label(name: str) -> None:
-    """A drawn column is ``J^T u``, ``u = sqrt(scale) (p - e_y)``: solved for, it gives a label."""
+    """A drawn column is ``J^T u`` with ``u = sqrt(scale) (p - e_y)``; solving for ``u`` gives ``y``."""
     draws, size = 40, 2
     problem = BY_NAME[name].problem(size)
     backward(problem, extensions.SqrtGGNMC(mc_samples=draws, generator=generator()))

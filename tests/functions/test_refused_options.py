@@ -25,14 +25,14 @@ def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
 @each_row
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
 def test_max_norm_is_refused(row: Row, kind: type[nn.Module]) -> None:
-    """It rewrites the weight in place during the forward pass, by which samples share rows."""
+    """max_norm rewrites the weight in place during the forward pass, so that samples share rows."""
     model, loss = embedded(kind(4, 2, max_norm=0.5))
     check(refused(loss, row(), model=model), "max_norm", "layer.weight")
 
 
 @each_row
 def test_scale_grad_by_freq_is_refused(row: Row) -> None:
-    """It divides by how often an index stands in the whole batch."""
+    """scale_grad_by_freq divides by how often an index occurs in the whole batch."""
     model, loss = embedded(nn.Embedding(4, 2, scale_grad_by_freq=True))
     check(refused(loss, row(), model=model), "scale_grad_by_freq", "layer.weight")
 
@@ -58,7 +58,7 @@ def test_sparse_gradients_are_right(row: Row) -> None:
 
 @each_row
 def test_an_input_changed_in_place_after_its_use(row: Row) -> None:
-    """Autograd itself refuses where the weight is trained; never a number from changed inputs."""
+    """Autograd refuses if the weight is trained; in no case do changed inputs give a number."""
 
     def change(m: nn.Module, x: Tensor) -> Tensor:
         x = x * 1.0

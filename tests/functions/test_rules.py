@@ -38,6 +38,8 @@ EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
     (Tensor.__radd__, lambda n: (R(n, 3), p(3))),
     (torch.sub, lambda n: (R(n, 2, 3), p(2, 1))),
     (torch.mul, lambda n: (R(2, n, 3), p(2, 1, 3))),
+    (torch.div, lambda n: (R(n, 2, 3), p(2, 1))),
+    (Tensor.__truediv__, lambda n: (p(3), R(n, 3))),
     (F.prelu, lambda n: (R(n, 3, 2), p(3))),
     (F.batch_norm, lambda n: (R(n, 3, 2), R(3), R(3).abs() + 1, p(3), p(3))),
     (F.layer_norm, lambda n: (R(n, 2, 3), (3,), p(3), p(3))),
@@ -48,7 +50,7 @@ EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
 FALLBACKS: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
     (torch.logaddexp, lambda n: (R(n, 3), p(3))),
     (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
-    (torch.div, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
+    (torch.hypot, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
 ]
 
 

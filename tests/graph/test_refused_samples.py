@@ -107,7 +107,7 @@ def test_a_loss_that_is_no_scalar(row: Row) -> None:
 
 @pytest.mark.parametrize("row", SECOND_ORDER, ids=lambda row: row.name)
 def test_a_loss_that_is_subtracted(row: Row) -> None:
-    """A loss that counts negatively curves the wrong way: it has no real square root."""
+    """The Hessian of a negated loss is negative: it has no real square root."""
     model = packprop.extend(network())
     x, y = batch()
     loss = -packprop.extend(nn.CrossEntropyLoss())(model(x), y)

@@ -74,7 +74,8 @@ CATALOGUE = {name: CATALOGUE[name] for name in sorted(CATALOGUE, key=place_of)}
 def plain(name: str) -> str:
     """The name of a function without spellings of the same one."""
     name = name.removesuffix("_")
-    return {"multiply": "mul", "subtract": "sub", "concat": "cat", "concatenate": "cat"}.get(name, name)
+    same = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "truediv": "div"}
+    return (same | {"concat": "cat", "concatenate": "cat"}).get(name, name)
 
 
 # Every function that has a rule, by name; operators are seen under the name of their function.

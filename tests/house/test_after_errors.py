@@ -39,7 +39,7 @@ def test_results_of_an_earlier_pass_do_not_outlive_an_error() -> None:
 
 
 def test_errors_pickle() -> None:
-    """They cross process borders, in data loaders and test runners."""
+    """Errors are sent between processes, by data loaders and test runners."""
     import pickle
 
     with pytest.raises(PackpropError) as caught:

@@ -42,7 +42,7 @@ def _without_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _without_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No torchvision, no files, nothing decided yet."""
+    """Without torchvision and without files, and no data set chosen yet."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     monkeypatch.chdir(tmp_path)
@@ -148,7 +148,7 @@ def test_neither_mnist_nor_digits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchvision_brings_it(
     mnist: tuple[Path, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where it is installed and can be reached: a module of its interface stands in for it."""
+    """torchvision is used where it can be imported; a module with the same interface stands in for it."""
     _, images, labels = mnist
     asked = []
 

@@ -7,25 +7,29 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house.test_floors import FLOORS
+
 PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 
 # Private name -> the files that may mention it. Each says beside it why nothing public will do.
 PRIVATE = {
-    "_get_current_graph_task_keep_graph": {"tape.py"},
-    "_input_metadata": {"graph.py"},
+    "_get_current_graph_task_keep_graph": {"recording/marks.py"},
+    "_input_metadata": {"graph/traversal.py"},
     "_sequence_nr": {"eager/reach.py"},
-    "_backward_hooks": {"eager/reach.py", "memory.py"},
-    "_saved_training": {"nodes.py"},
-    "_saved_weight": {"nodes.py"},
-    "_forward_cls": {"nodes.py"},
-    "_version": {"memory.py"},
-    "_use_count": {"memory.py"},
-    "_storage_Use_Count": {"memory.py"},
-    "_cdata": {"memory.py"},
+    "_backward_hooks": {"recording/switch.py", "tensors/hooks.py"},
+    "_global_backward_hooks": {"recording/switch.py"},
+    "_saved_training": {"functions/nodes.py"},
+    "_saved_weight": {"functions/nodes.py"},
+    "_forward_cls": {"functions/nodes.py"},
+    "_get_current_function_mode_stack": {"recording/aside.py"},
+    "_version": {"tensors/state.py"},
+    "_use_count": {"tensors/state.py"},
+    "_storage_Use_Count": {"tensors/state.py"},
+    "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
-    "_linear_pointwise": {"kernels.py"},
-    "_subclasses": {"plan.py"},
-    "_python_dispatch": {"memory.py"},
+    "_linear_pointwise": {"algebra/kernels.py"},
+    "_subclasses": {"memory/dry_run.py"},
+    "_python_dispatch": {"memory/live.py"},
 }
 # The modules on the way to them, and one function of Python's own.
 ON_THE_WAY = {"_C", "_autograd", "_getframe"}
@@ -106,11 +110,22 @@ def test_the_design_page_lists_notes() -> None:
     assert listed == written
 
 
-def test_the_design_page_lists_files() -> None:
-    house = DESIGN.split("packprop/\n")[1].split("```")[0]
-    listed = set(re.findall(r"\w+\.py|\w+/", house))
-    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
-    folders = {f"{file.parts[0]}/" for file in files if len(file.parts) > 1}
-    on_top = {file.name for file in files if len(file.parts) == 1}
-    rows = {file.name for file in files if file.parts[0] == "extensions"} - {"__init__.py"}
-    assert listed == folders | on_top | rows
+def test_the_design_page_lists_rooms() -> None:
+    """In the order of the floors, each with one line."""
+    listed = re.findall(r"^\| `(\w+)(?:\.py|/)` \| [^|]+ \|$", DESIGN, re.MULTILINE)
+    places = [place for floor in FLOORS for place in floor if place != "__init__"]
+    assert sorted(listed) == sorted(places)
+    floors = [next(number for number, floor in enumerate(FLOORS) if place in floor) for place in listed]
+    assert floors == sorted(floors)
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    """Files that the design page and the contributing page speak of."""
+    root = PACKAGE.parent
+    contributing = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", DESIGN + contributing))
+    assert len(named) > 20
+    missing = {
+        name for name in named if not any((base / name).exists() for base in (root, PACKAGE, root / "docs"))
+    }
+    assert missing == set()

@@ -14,17 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import packprop
 from packprop.algebra import kernels
-from packprop.functions.nodes import is_once_differentiable
+from packprop.functions.nodes import is_identity, is_once_differentiable
+from packprop.recording.aside import OwnMode
 from packprop.recording.marks import RecordedUse
+from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import is_sole, version
 from tests.cases.models.functions import Cube
 
 
 def kept(**options: Any) -> list[bool]:
-    """What it says inside a hook on a node."""
+    """What torch._C._autograd._get_current_graph_task_keep_graph says inside a hook on a node."""
     with torch.enable_grad():  # also inside a hook, where it is off
         x = torch.ones(2, requires_grad=True)
         y = (x * x).sum()
@@ -53,7 +56,7 @@ def test_whether_the_running_pass_keeps_its_graph(options: dict[str, bool], keep
 
 
 def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
-    """What a hook asks within a nested pass is about the nested one."""
+    """Inside a backward pass that a hook starts, the answer is about that inner pass."""
     inner: list[list[bool]] = []
     x = torch.ones(2, requires_grad=True)
     y = (x * x).sum()
@@ -69,7 +72,7 @@ def test_a_pass_inside_a_pass_speaks_for_itself() -> None:
 
 
 def inputs_alive(**options: Any) -> tuple[bool, Tensor]:
-    """Whether a recorded input outlives a backward pass without packprop, as long as the loss does."""
+    """Whether recorded inputs still live after a plain backward pass, while the loss is held."""
     model = packprop.extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     x = torch.randn(4, 3)
     alive = weakref.ref(x)
@@ -254,6 +257,66 @@ def test_hooks_of_a_tensor_are_a_dictionary() -> None:
     assert len(x._backward_hooks) == 0
 
 
+def test_a_handle_knows_the_dictionary_of_a_node() -> None:
+    """Hooks on one node share it, on nodes in C++ and in Python; a stand-in in it is called instead."""
+    module = nn.Linear(3, 2)
+    called: list[str] = []
+    module.register_full_backward_hook(lambda *_: called.append("module"))
+    x = torch.ones(1, 3, requires_grad=True)
+    y = module(x)
+    z = torch.sin(y)
+    for node in (y.grad_fn, z.grad_fn):
+        assert node is not None
+        first = node.register_hook(lambda *_: called.append("node"))
+        hooks = dictionary_of_node(node)
+        assert first.id in hooks
+        for number in hooks:
+            hooks[number] = lambda *_: called.append("stand-in")
+    z.sum().backward()
+    assert "node" not in called
+    assert "stand-in" in called
+
+
+def test_nodes_that_hand_gradients_on_are_known_by_name() -> None:
+    from torch.nn.modules._functions import BackwardHookFunction
+    from torch.nn.parallel.distributed import _DDPSink
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    x = torch.ones(3, requires_grad=True)
+    Own.__name__ = Own.__qualname__ = "BackwardHookFunction"
+    (y,), own = BackwardHookFunction.apply(x, x)[:1], Own.apply(x)
+    assert is_identity(y.grad_fn)
+    assert not is_identity(own.grad_fn)
+    wrapper = nn.Linear(1, 1)
+    wrapper._ddp_sink_clone = True
+    (z,) = _DDPSink.apply(weakref.ref(wrapper), x)
+    assert is_identity(z.grad_fn)
+    z.grad_fn.apply = lambda gradient: (None, 3 * gradient)  # what the engine calls
+    z.sum().backward()
+    assert torch.equal(x.grad, 3 * torch.ones(3))
+
+
+def test_modules_say_whether_they_have_backward_hooks() -> None:
+    from torch.nn.modules.module import _global_backward_hooks
+
+    module = nn.Linear(3, 2)
+    assert not module._backward_hooks
+    module.register_full_backward_hook(lambda *_: None)
+    assert module._backward_hooks
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert _global_backward_hooks
+    handle.remove()
+    assert not _global_backward_hooks
+
+
 def test_containers_are_taken_apart_and_put_together() -> None:
     from torch.utils import _pytree
 
@@ -362,3 +425,15 @@ def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     del node.apply
     y.sum().backward()
     assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+
+
+def test_the_stack_of_modes_names_the_outermost_first() -> None:
+    """Leaving a mode takes the innermost off, whichever it is called on."""
+    outer, inner, tensor = OwnMode(), OwnMode(), torch.ones(1)
+    with outer, inner:
+        assert torch.overrides._get_current_function_mode_stack() == [outer, inner]
+        assert torch.overrides.has_torch_function((tensor,))
+        TorchFunctionMode.__exit__(outer, None, None, None)
+        assert torch.overrides._get_current_function_mode_stack() == [outer]
+        TorchFunctionMode.__enter__(inner)
+    assert not torch.overrides.has_torch_function((tensor,))

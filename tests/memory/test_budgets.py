@@ -18,17 +18,12 @@ from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
-from tests.references.running import (
-    ROWS,
-    Row,
-    as_tensors,
-    assert_all_near,
-)
+from tests.references.running import ROWS, Row, as_tensors, assert_all_near
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
-    """Down to the least that is possible, in steps."""
+    """Budgets from ample down to the smallest that is possible, in steps."""
     loss = nn.CrossEntropyLoss()
     free = packprop.plan(network(), loss, data(), [row(torch.Generator())])
     with pytest.raises(BadInput) as caught:

@@ -33,7 +33,7 @@ class Slicing(nn.Module):
 
 
 def auto_encoder() -> nn.Sequential:
-    """Convolutions down to a bottleneck, transposed ones up to 64 outputs, flattened."""
+    """An auto-encoder: convolutions down to a bottleneck, transposed ones up to 64 outputs, flattened."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, stride=2, padding=1),
@@ -129,7 +129,7 @@ LARGE = [row for row in ROWS if row.attribute in ("grad_batch", "diag_ggn_mc_bat
 
 @pytest.mark.parametrize("row", LARGE, ids=lambda row: row.name)
 def test_an_extension_hook_that_frees_lowers_the_peak(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of size N times the parameters are there one layer at a time."""
+    """With a hook that frees them, per-sample results exist for one layer at a time."""
     monkeypatch.setattr(chunks, "SCRATCH", 2**18)
     sums: dict[nn.Module, list[Tensor]] = {}
 

@@ -16,9 +16,7 @@ from packprop.memory.live import LiveBytes
 from packprop.memory.plan import BudgetTooSmall
 from tests.cases.models.wrapping import Checkpointed
 from tests.memory.steps import step
-from tests.references.running import (
-    assert_all_near,
-)
+from tests.references.running import assert_all_near
 
 
 def wide_layers() -> nn.Module:
@@ -27,7 +25,7 @@ def wide_layers() -> nn.Module:
 
 
 def freed_step(memory: Any) -> tuple[int, list[Tensor]]:
-    """Tracked peak of a pass whose results a hook sums and frees, and the sums."""
+    """The tracked peak of a pass whose results a hook sums and frees; and these sums."""
     model, sums = wide_layers(), []
 
     def reduce(module: nn.Module) -> None:
@@ -49,7 +47,7 @@ def freed_step(memory: Any) -> tuple[int, list[Tensor]]:
 
 
 def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> None:
-    """Results of all layers wait for the last column; swept for a layer at a time they do not."""
+    """In one sweep the results of all layers wait for the last column; swept layer by layer they do not."""
     asked = [extensions.BatchDiagGGNExact()]
     batch = torch.randn(32, 64), torch.randint(64, (32,))
     results = 8 * 32 * 65 * 64 * 4

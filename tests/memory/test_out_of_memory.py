@@ -14,12 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.engine import chunks
 from packprop.errors import PackpropWarning
-from tests.references.running import (
-    ROWS,
-    Row,
-    as_tensors,
-    assert_all_near,
-)
+from tests.references.running import ROWS, Row, as_tensors, assert_all_near
 
 
 class Scarce(TorchDispatchMode):

@@ -22,14 +22,7 @@ from packprop.tensors.nesting import tensors_in
 from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem
-from tests.references.running import (
-    ROWS,
-    Row,
-    backward,
-    forward,
-    make_all,
-    rows_for,
-)
+from tests.references.running import ROWS, Row, backward, forward, make_all, rows_for
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -43,7 +36,7 @@ def test_the_peak_is_what_was_predicted(row: Row) -> None:
 
 @pytest.mark.parametrize("given", ["plan", "budget"])
 def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -> None:
-    """It is the user's: a layer that crops its input saves nothing of it, and yet it is not freed."""
+    """The user holds the batch: it is not freed, even if the first layer crops it and saves nothing of it."""
     layers = nn.ZeroPad2d(-2), nn.Flatten(), nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 6)
     model, batch = nn.Sequential(*layers), data()
     plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.BatchL2Grad()])
@@ -67,7 +60,7 @@ class LastState(nn.Module):
 
 
 def test_a_workspace_of_unknown_size_is_warned_of() -> None:
-    """oneDNN's is empty without data; without oneDNN there is none."""
+    """Without data oneDNN reports an empty workspace; without oneDNN there is none."""
     model, loss, asked = LastState(), nn.CrossEntropyLoss(), extensions.BatchGrad()
     batch = torch.randn(8, 10, 16), torch.randint(6, (8,))
     if torch.backends.mkldnn.is_available():
@@ -89,7 +82,7 @@ SHORT = {
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_peak_of_every_case(case: Case) -> None:
-    """All extensions at once, on every model and loss of the list, but those whose null spaces data decide."""
+    """All extensions at once, on every case, except where the size of a null space depends on the data."""
     peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" not in row.name])
     if case.name in SHORT:
         assert peak == pytest.approx(plan.peak, rel=SHORT[case.name])
@@ -101,7 +94,7 @@ def test_the_peak_of_every_case(case: Case) -> None:
 
 @pytest.mark.parametrize("case", PLANNED[::16], ids=lambda case: case.name)
 def test_eigenvectors_take_no_more_than_planned(case: Case) -> None:
-    """Without data the largest null space is taken, which costs another decomposition."""
+    """Without data a plan assumes the largest null space, which costs another decomposition."""
     peak, plan = planned_and_measured(case, [row for row in rows_for(case) if "EKFAC" in row.name])
     assert peak <= 1.05 * plan.peak + 256
 

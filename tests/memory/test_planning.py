@@ -1,4 +1,4 @@
-"""When plans are made anew, and that making them changes nothing."""
+"""When plans are made anew, and that making one changes nothing of the user's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from packprop.memory.live import LiveBytes
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.planning import plan_again
 from tests.memory.steps import MIB, PLANNED, data, network, step
-from tests.references.running import (
-    assert_all_near,
-    backward,
-    forward,
-    results,
-)
+from tests.references.running import assert_all_near, backward, forward, results
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def test_a_budget_is_planned_anew_for_what_changes_it_and_not_for_other_samples(
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_gradients_that_are_there_when_a_step_begins(accumulated: bool) -> None:
-    """Of several passes that are added up: a budget counts them, a plan does if it is told, or warns."""
+    """Gradients of earlier passes: a budget counts them; a plan counts them if it is told to, or warns."""
     asked, loss = extensions.BatchL2Grad(), packprop.extend(nn.CrossEntropyLoss())
     model = packprop.extend(
         nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 6))
@@ -87,7 +82,7 @@ def test_gradients_that_are_there_when_a_step_begins(accumulated: bool) -> None:
 
 
 def test_a_model_without_data() -> None:
-    """A transformer of a size that is not materialised."""
+    """A large transformer is planned on the meta device, without memory for its tensors."""
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(4096, 32, 11008, dropout=0.0, batch_first=True, norm_first=True)
         model = nn.Sequential(nn.Embedding(32000, 4096), layer, layer, nn.Linear(4096, 32000))
@@ -163,7 +158,7 @@ def test_bytes_are_written_to_three_digits() -> None:
 
 
 def test_options_of_an_extension_have_plans_of_their_own(made: list[packprop.Plan]) -> None:
-    """And the same options share one."""
+    """Other options get another plan, and the same options share one."""
     model, batch = network(), data(8)
     for approximation in ("mixed", "expand", "mixed", "expand"):
         model.zero_grad()

@@ -16,9 +16,7 @@ from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from tests.memory.steps import data, network, step
-from tests.references.running import (
-    assert_all_near,
-)
+from tests.references.running import assert_all_near
 
 
 def test_a_plan_for_a_device_that_is_not_there_takes_its_algorithms() -> None:
@@ -126,7 +124,7 @@ def test_a_plan_is_good_for_what_it_was_made_for() -> None:
 
 
 def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
-    """Outputs of all uses are alike, and what they take is not."""
+    """The outputs of all uses have the shapes that were planned, but the memory that is taken differs."""
     loss, few = nn.CrossEntropyLoss(), extensions.KFAC(mc_samples=1)
     plan = packprop.plan(network(), loss, data(), [few], memory="8MiB")
     step(network(), data(), extensions.KFAC(mc_samples=1, generator=torch.Generator()), memory=plan)

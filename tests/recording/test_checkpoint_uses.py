@@ -101,7 +101,7 @@ def test_in_sequence() -> None:
 
 
 def test_a_function_that_does_not_do_the_same_again() -> None:
-    """A clear error, whatever is saved: never a number of the wrong function."""
+    """A function that differs when it runs again is an error, whatever was saved; never a wrong number."""
     calls: list[int] = []
 
     class Fickle(nn.Module):
@@ -125,7 +125,7 @@ def test_a_function_that_does_not_do_the_same_again() -> None:
 
 @contextmanager
 def unlike() -> Iterator[None]:
-    """A checkpoint of which the parts that are relied on cannot be found."""
+    """A checkpoint without the private parts that packprop looks for, as another version might have it."""
     before = regions.frame_of
     regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]
     try:

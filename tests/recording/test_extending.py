@@ -15,14 +15,7 @@ import packprop
 from packprop import extensions
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
-from tests.references.running import (
-    ROWS,
-    assert_near,
-    backward,
-    extend,
-    make_all,
-    right_or_refused,
-)
+from tests.references.running import ROWS, assert_near, backward, extend, make_all, right_or_refused
 
 
 def test_extend_returns_the_module_and_can_be_repeated() -> None:
@@ -137,7 +130,7 @@ def test_nested_extended_models() -> None:
 
 
 def test_only_a_part_extended() -> None:
-    """No number for what was not recorded; the right one, or an error, for what is extended."""
+    """What was not recorded gets no result; what is extended gets the right one, or an error."""
     model = network()
     packprop.extend(model[2])
     x, y = batch()

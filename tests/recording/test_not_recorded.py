@@ -98,7 +98,7 @@ def test_a_backward_pass_outside_the_context_saves_nothing() -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["inside-record", "outside"])
 @each_row
 def test_weight_decay_in_the_loss(row: Row, penalty: Any, inside: bool) -> None:
-    """A term that belongs to no sample: rows could not sum to the gradient any more."""
+    """Such a term belongs to no sample, so per-sample gradients would no longer sum to the gradient."""
     model = packprop.extend(network())
     x, y = batch()
     loss_function = packprop.extend(nn.CrossEntropyLoss())

@@ -13,11 +13,7 @@ from torch import nn
 import packprop
 from packprop import extensions
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
-from tests.references.running import (
-    ROWS,
-    assert_near,
-    make_all,
-)
+from tests.references.running import ROWS, assert_near, make_all
 
 
 def test_no_grad_and_evaluation_between() -> None:

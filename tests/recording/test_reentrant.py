@@ -22,7 +22,7 @@ from tests.references.running import ROWS, generator
 
 
 def test_an_input_that_is_data() -> None:
-    """The first block of a model, whose input must require a gradient."""
+    """A reentrant checkpoint as the first block of a model: PyTorch wants its input to require a gradient."""
 
     def go(wrap: Wrap) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_the_node_gets_its_own_backward_pass_back() -> None:
 
 @pytest.mark.parametrize("way", ["checkpoint", "nested", "reentrant", "reentrant twice", "save_on_cpu"])
 def test_a_training_loop_does_not_grow(way: str) -> None:
-    """Without garbage collection: nothing of a pass refers to itself."""
+    """The garbage collector is off, so reference cycles in what a pass leaves behind would be seen."""
 
     def living() -> int:
         return sum(isinstance(obj, (Tensor, RecordedUse)) for obj in gc.get_objects())

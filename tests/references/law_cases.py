@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cases import CASES
-from tests.references.running import (
-    ROWS,
-)
+from tests.references.running import ROWS
 
 # One of each structure, each way of sharing, and the whole models.
 LAW_CASES = [

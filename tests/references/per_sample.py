@@ -10,16 +10,13 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from tests.references.running import (
-    ROWS,
-    assert_near,
-)
+from tests.references.running import ROWS, assert_near
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def network() -> nn.Module:
-    """Layers that pickle: no lambda."""
+    """A small network that can be pickled, so without lambdas."""
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
 
 

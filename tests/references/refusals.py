@@ -26,7 +26,7 @@ def batch(size: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def check(error: BaseException, *parts: str) -> None:
-    """Four parts, none empty, all in the text, and the words that this error owes its reader."""
+    """Check that an error has four parts, none empty, all of them and the given words in its text."""
     assert isinstance(error, PackpropError)
     text = str(error)
     for part in (error.asked, error.where, error.why, error.instead):

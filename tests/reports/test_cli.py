@@ -137,7 +137,7 @@ def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command(tmp_path: Path) -> None:
-    """In a process of its own: streams, status, the current folder, width of a pipe."""
+    """The command in a process of its own: its streams, its status, the current folder, the width of a pipe."""
     (tmp_path / "mine.py").write_text(FACTORIES)
     command = [sys.executable, "-m", "packprop.reports.cli", "profile", "--threads", "1"]
     root = str(Path(packprop.__file__).parents[1])

@@ -117,7 +117,7 @@ def test_batch_size_for_data_in_batches(run: Run) -> None:
 def test_warnings_are_one_line_each(run: Run, tmp_path: Path) -> None:
     status, out, err = run("factories:infinite")
     assert status == 0
-    assert len(re.findall(r"^warning: The signal at parameter '[\w.]+' holds NaN", err, re.M)) == 1
+    assert len(re.findall(r"^warning: The cotangent at parameter '[\w.]+' holds NaN", err, re.M)) == 1
     assert "UserWarning" not in err
     assert "nan" in out
     assert json.loads((tmp_path / "profile" / "profile.json").read_text())["loss"] is None

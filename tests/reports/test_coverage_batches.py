@@ -50,7 +50,7 @@ def test_a_model_that_is_not_initialised() -> None:
 
 
 class Busy(nn.Module):
-    """Counts, remembers, draws, and normalises over the batch."""
+    """A model with state: it counts calls, remembers inputs, draws numbers, and normalises over the batch."""
 
     def __init__(self) -> None:
         super().__init__()

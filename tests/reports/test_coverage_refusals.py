@@ -45,7 +45,7 @@ def test_a_refusal_of_a_rule() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """A function that torch functions know nothing of."""
+    """An autograd function, which torch's function overrides do not see."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def test_tensors_against_loops(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_kronecker_factors_against_their_definition(reduction: str) -> None:
-    """Of B only the expectation is known: with many draws the trace of a bias's is that of its GGN."""
+    """B is known in expectation only: with many draws, the trace of a bias's B is that of its GGN."""
     model, (x, y) = network()
     loss = nn.CrossEntropyLoss(reduction=reduction)
     found = quiet(model, loss, (x, y), mc_samples=400, batch_size=5)

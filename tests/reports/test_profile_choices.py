@@ -88,7 +88,7 @@ def test_frozen_unused_and_tied_parameters() -> None:
 
 
 def test_nothing_of_the_users_is_changed() -> None:
-    """Evaluation mode is lent to each module, and batch normalisation does not see the data."""
+    """Modules are in evaluation mode for a while only, and batch normalisation does not see the data."""
     model, data = network()
     model.norm.eval()
     state = {key: value.clone() for key, value in model.state_dict().items()}

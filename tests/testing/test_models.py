@@ -75,7 +75,7 @@ def test_models_with_arguments_functions_and_other_axes() -> None:
 
 
 def test_samples_that_are_taken_for_something_else_are_caught() -> None:
-    """Where positions are as separate as samples, the leading axis counts."""
+    """If positions are as independent as samples, the leading axis is taken for the samples."""
     inputs, targets = {"x": R(4, 3, 2), "shift": R(2)}, torch.randint(3, (4, 3))
     with pytest.raises(CheckFailed, match="takes them for 4 samples"):
         check_model(TimeFirst(interacts=False), scaled_sum, inputs, targets, axis=1)

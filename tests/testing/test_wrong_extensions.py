@@ -29,7 +29,7 @@ def counts_passes(self: Extension, values: list[Any], samples: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Forgetful(Extension):
-    """Divides by another number where samples are chosen."""
+    """An extension that divides by the wrong number if samples are chosen."""
 
     subsampling: list[int] | None = None
     savefield = "forgetful"
@@ -166,7 +166,7 @@ def test_values_that_accumulate_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_batches_that_are_merged_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of means in place of a mean."""
+    """Merging that sums means instead of averaging them is caught."""
     monkeypatch.setattr(state, "rescale", lambda value, factor, degree: value)
     with pytest.raises(CheckFailed, match="batches of a data set"):
         check_extension(made(absolute))

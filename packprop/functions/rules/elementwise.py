@@ -54,6 +54,20 @@ def _mul(call: Call, input: Any, other: Any) -> list[Entry] | None:
     return [scaled(call, parameter, SavedTensor(factor, "mul"))]
 
 
+@register_use(*_family("div", "divide", "true_divide", "truediv"))
+def _div(call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Entry] | None:
+    reversed_operands = call.function in (Tensor.__rdiv__, Tensor.__rtruediv__)
+    if (operands := _operands(call, input, other)) is None or rounding_mode is not None or reversed_operands:
+        return None
+    parameter, value, is_numerator = operands
+    if not isinstance(value, Tensor):
+        return None
+    saved, divisor = SavedTensor(value, "div"), SavedTensor(parameter, "div")
+    if is_numerator:
+        return [scaled(call, parameter, lambda: saved().reciprocal(), linear=True)]
+    return [scaled(call, parameter, lambda: -saved() / divisor().square())]
+
+
 @register_use(torch.cat, torch.concat, torch.concatenate)
 def _cat(call: Call, tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> list[Entry] | None:
     axis = dim % len(call.shape)

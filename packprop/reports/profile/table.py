@@ -31,7 +31,7 @@ def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
         "GGN tr\nexact",
         "GGN tr\nMC",
         "KFAC cond\nA (inputs)",
-        "KFAC cond\nB (signals)",
+        "KFAC cond\nB (outputs)",
     ]
     rows = [_cells(layer, layer.name) for layer in layers]
     last_row = [*_cells(total, "total")[:-2], "", ""]

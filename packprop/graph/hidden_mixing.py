@@ -1,0 +1,169 @@
+"""Whether it is the values of a pass that keep the samples apart.
+
+# NOTE [Hidden mixing]
+A gate that is zero keeps samples apart that are mixed in the next step, when it is not. Numbers do not show
+that: ``0 * x`` is zero. But ``0 * nan`` is NaN. So NaN is fed in at the loss in the rows of some samples, and
+zeros in the others: what comes back as NaN depends on those samples for some values of all that multiplies it.
+Functions that drop entries by their values (a rectifier, ``where``) would hide NaN, too; for these sweeps they
+pass on every entry. If no row of another sample comes back as NaN, the samples are separate by what the
+functions are, and this is kept for passes of the same structure and shapes. Each sample is fed NaN in half of
+the sweeps, no two in the same ones, so that any sample is fed once without any other: k sweeps are enough for
+as many samples as there are ways to choose k / 2 of k (Sperner 1928), 4 sweeps for 6 samples, 7 for 32, 10 for
+128. At other shapes of a structure that was looked at, two random halves are enough. What is left are functions
+that take some entries and no others by their values, such as a maximum over an axis.
+
+If NaN comes back in another sample's row, values keep the samples apart, and are looked at in every pass. Where
+it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for one
+sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
+it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.separation import Fitting, ModelOutput, by_sample, sizes_of_rows
+from packprop.graph.sweep import SweepOptions, Visit, sweep
+from packprop.tensors.layout import Layout
+
+_UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
+_DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """What NaN has shown of a graph.
+
+    Args:
+        fitting: For the outputs of each use the layouts that keep the samples apart: for all values if there
+            are any, else for those of this pass.
+        on_values: Whether the values of this pass keep the samples apart at some use.
+        is_conclusive: Whether NaN came back at every use.
+    """
+
+    fitting: Fitting
+    on_values: bool
+    is_conclusive: bool
+
+
+def parts(samples: int, every: bool) -> list[Tensor]:
+    """Some samples for each sweep ``[n]``.
+
+    Args:
+        samples: Number of samples.
+        every: Whether any sample shall be among them once without any other; else two random halves will do.
+    """
+    if not every:
+        half = torch.randperm(samples, generator=torch.Generator().manual_seed(samples)) < samples // 2
+        return [half, ~half]
+    sweeps = 2
+    while math.comb(sweeps, sweeps // 2) < samples:
+        sweeps += 1
+    fed = torch.zeros(sweeps, samples, dtype=torch.bool)
+    for sample, own in zip(range(samples), itertools.combinations(range(sweeps), sweeps // 2), strict=False):
+        fed[list(own), sample] = True
+    return list(fed)
+
+
+def dependence(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting, every: bool
+) -> Dependence:
+    """Feed NaN in at some samples' rows, and see at which others' it comes back.
+
+    Args:
+        graph: What the pass goes through.
+        outputs: The model's outputs, where NaN is fed in.
+        chosen: Where each of them holds the samples.
+        fitting: Layouts at the uses that keep the samples apart in this pass.
+        every: Whether any two samples are told apart.
+    """
+    samples = next(layout.samples for layout in chosen)
+    edges = [output.edge for output in outputs]
+    ones = [torch.ones(output.shape) for output in outputs]
+    lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
+    reached: set[ReachedUse] = set()
+    for fed in parts(samples, every):
+        seeds = by_sample(outputs, chosen, ones, torch.where(fed, torch.nan, 0.0))
+        try:
+            with torch.autograd.set_detect_anomaly(False):
+                sizes = sizes_of_rows(graph, edges, seeds, lasting, _UNMASKED)
+        except Exception:  # a user's function that refuses NaN
+            return Dependence(fitting, True, False)
+        for (use, index, layout), rows in sizes.items():
+            if bool(rows[fed].isnan().any()):
+                reached.add(use)
+            if bool(rows[~fed].isnan().any()):
+                lasting[use][index].remove(layout)
+        if not all(all(places) for places in lasting.values()):
+            kept = {
+                use: [own or fitting[use][index] for index, own in enumerate(places)]
+                for use, places in lasting.items()
+            }
+            return Dependence(kept, True, False)
+    return Dependence(lasting, False, len(reached) == len(graph.uses))
+
+
+def find_hidden(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], fitting: Fitting
+) -> tuple[ReachedUse, Tensor | None] | None:
+    """A use where samples are mixed although random numbers came back apart.
+
+    Returns:
+        The use, and the trainable leaf that hides the mixing, if one does; ``None`` if samples are not mixed
+        for any values of the leaves near to theirs.
+    """
+    samples = next(layout.samples for layout in chosen)
+    generator = torch.Generator().manual_seed(samples)
+    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
+    edges = [output.edge for output in outputs]
+    tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    for fed in parts(samples, every=True):
+        leaks: list[tuple[ReachedUse, Tensor]] = []
+        seeds = by_sample(outputs, chosen, noise, fed.double())
+        try:
+            sweep(edges, seeds, graph.uses, _note_leaks(leaks, fitting, fed, tolerance), _DIFFERENTIABLE)
+            for use, leak in leaks:
+                if not leak.requires_grad:
+                    return use, None
+                leaf = _leaf_that_moves(leak, graph.leaves(), generator)
+                if leaf is not None:
+                    return use, leaf
+        except (RuntimeError, NotImplementedError):  # it cannot be differentiated twice
+            continue
+    return None
+
+
+def _note_leaks(
+    leaks: list[tuple[ReachedUse, Tensor]], fitting: Fitting, fed: Tensor, tolerance: float
+) -> Visit:
+    """Note rows of samples that were fed zeros: without a graph if they are not zero, else with theirs."""
+
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for layouts, cotangent in zip(fitting[use], cotangents, strict=True):
+            if cotangent is None:
+                continue
+            rows = layouts[0].to_front(cotangent, 1)[0]
+            other = rows[~fed.to(rows.device)]
+            if bool(other.detach().abs().amax() > tolerance * rows.detach().abs().amax()):
+                leaks.append((use, other.detach()))
+            elif other.requires_grad:
+                leaks.append((use, other))
+
+    return visit
+
+
+def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
+    """The first leaf that numbers, which are zero, have a derivative in."""
+    weights = torch.randn(leak.shape, generator=generator).to(leak.device, leak.dtype)
+    slopes = torch.autograd.grad(leak, leaves, weights, retain_graph=True, allow_unused=True)
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        if slope is not None and bool((slope.nan_to_num(0.0, 0.0, 0.0) != 0).any()):
+            return leaf
+    return None

@@ -1,0 +1,103 @@
+"""Calls of modules that ask whether a torch-function mode is in force, during which none of packprop's is.
+
+# NOTE [Stepping aside]
+Attention modules compute otherwise where nothing is differentiated and no torch-function mode is in force: an
+encoder then leaves padded positions out, and returns zeros there. Recording is such a mode, so it would change
+what a frozen encoder computes. There is nothing to record in such a call. So packprop takes its modes off for
+as long as it lasts; if the inputs depend on the samples, so do the outputs, of the modules inside, too. Where
+there is another mode, PyTorch takes the slow path without packprop, too, and the modes stay.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from packprop.tensors.nesting import tensors_in
+
+CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules of PyTorch that compute otherwise under a torch-function mode."""
+
+
+class OwnMode(TorchFunctionMode):
+    """A torch-function mode of packprop's, which can be taken off for a while."""
+
+
+@dataclass
+class Absence:
+    """A call of a module during which the modes are off.
+
+    Args:
+        owner: The Python frame of the call.
+        modes: What was taken off, the outermost first.
+        from_samples: Whether the inputs depend on the samples.
+        depth: How many extended modules are being called, one inside the other.
+    """
+
+    owner: FrameType
+    modes: list[OwnMode]
+    from_samples: bool
+    depth: int = 1
+
+
+class _Current(threading.local):
+    absence: Absence | None = None
+
+
+current = _Current()
+"""The call in this thread during which the modes are off."""
+
+
+def chooses_freely(module: nn.Module, inputs: Any) -> bool:
+    """Whether what a module computes would depend on packprop's modes, and on no other one."""
+    if not isinstance(module, CHOOSERS):
+        return False
+    tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(isinstance(mode, OwnMode) for mode in _modes_in_force())
+
+
+def step_aside(owner: FrameType, from_samples: bool) -> None:
+    """Take the modes off, until ``step_back``."""
+    modes = _modes_in_force()
+    for mode in reversed(modes):
+        TorchFunctionMode.__exit__(mode, None, None, None)
+    current.absence = Absence(owner, modes, from_samples)
+
+
+def step_back() -> None:
+    """Put the modes back."""
+    absence, current.absence = current.absence, None
+    for mode in absence.modes if absence is not None else ():
+        TorchFunctionMode.__enter__(mode)
+
+
+def end_stale_absence() -> None:
+    """Put the modes back if the call that they are off for was interrupted: its closing hook did not run."""
+    if current.absence is not None and not is_running(current.absence.owner):
+        step_back()
+
+
+def is_running(owner: FrameType) -> bool:
+    """Whether a Python frame is among those that are running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not owner:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _modes_in_force() -> list[Any]:
+    """The torch-function modes of this thread, the outermost first.
+
+    Asks a private function: nothing public tells whose modes are in force.
+    """
+    return list(torch.overrides._get_current_function_mode_stack())

@@ -1,0 +1,269 @@
+"""Samples that are mixed by values which happen to be zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from packprop.graph import samples as located
+from packprop.graph.hidden_mixing import parts
+from tests.cases.models.wrapping import Apply
+from tests.graph.one_by_one import check, double
+
+
+class Gated(nn.Module):
+    """``h + k * mix(h)`` between two layers, with ``k`` in a buffer."""
+
+    k: Tensor
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.register_buffer("k", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.head(h + self.k * self.mix(h))
+
+
+def refused(model: nn.Module, x: Tensor, *named: str) -> None:
+    """A pass is refused, and nothing is saved."""
+    for parameter in model.parameters():
+        vars(parameter).pop("grad_batch", None)
+    loss = packprop.extend(nn.MSELoss())(packprop.extend(model)(x), torch.zeros(len(x), 2).to(x))
+    with pytest.raises(PackpropError, match="sample") as caught, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for name in named:
+        assert name in str(caught.value)
+    assert not any(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+HIDEABLE = [
+    pytest.param(lambda h: h - h.mean(0), id="mean"),
+    pytest.param(lambda h: h @ h.T @ h, id="gram"),
+    pytest.param(lambda h: h.softmax(0), id="softmax"),
+    pytest.param(lambda h: h.cumsum(0), id="cumulative"),
+    pytest.param(lambda h: torch.roll(h, 1, 0), id="roll"),
+    pytest.param(lambda h: torch.cat([h[:-1], h[-1:] + h[-2:-1]]), id="last-pair"),
+    pytest.param(lambda h: h.max(0).values, id="maximum"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 9])
+@pytest.mark.parametrize("mix", HIDEABLE)
+def test_a_gate_in_a_buffer_that_opens_later(mix: Callable[[Tensor], Tensor], size: int) -> None:
+    """Closed, numbers are right; opened, the pass is refused; closed, they are right again."""
+    model = double(Gated(mix))
+    x = torch.randn(size, 3).double()
+    for k in (0.0, 1.0, 0.0, 1e-3):
+        model.k.fill_(k)
+        if k:
+            refused(model, x)
+        else:
+            check(model, x)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        pytest.param(lambda h, m, k: torch.where(k > 0, h + m, h), id="where"),
+        pytest.param(lambda h, m, k: h + torch.relu(k - 0.5) * m, id="relu"),
+        pytest.param(lambda h, m, k: h + torch.relu(m + 100 * (k - 0.5)), id="open-relu"),
+        pytest.param(lambda h, m, k: torch.maximum(h, m + 100 * (k - 0.5)), id="maximum"),
+        pytest.param(lambda h, m, k: h + m.masked_fill(k < 0.5, 0.0), id="masked"),
+        pytest.param(lambda h, m, k: torch.lerp(h, m.expand_as(h), k), id="lerp"),
+        pytest.param(lambda h, m, k: h + m.clamp(min=100 * (0.5 - k)), id="clamp"),
+        pytest.param(lambda h, m, k: torch.addcmul(h, m.expand_as(h), k), id="addcmul"),
+    ],
+)
+def test_a_gate_that_depends_on_the_data(hide: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Every batch is looked at by itself: one that opens the gate is refused, one that does not is right."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        return m.head(hide(h, h.mean(0), (x[0, 0] > 0).to(x.dtype)))
+
+    model = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    for sign in (-1.0, 1.0, -1.0, 1.0):
+        x = torch.randn(4, 3).double()
+        x[0, 0] = sign
+        if sign > 0:
+            refused(model, x)
+        else:
+            check(model, x)
+
+
+def test_a_number_as_a_gate() -> None:
+    gate = [0.0]
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        return m.head(h + gate[0] * (h - h.mean(0)))
+
+    model = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    x = torch.randn(4, 3).double()
+    check(model, x)
+    gate[0] = 1.0
+    refused(model, x)
+
+
+def test_a_leak_that_is_small() -> None:
+    """Two samples, a thousandth of a thousandth of a mean, in single precision."""
+    model = Gated(lambda h: h.mean(0))
+    model.k.fill_(1e-6)
+    refused(model, torch.randn(2, 3))
+
+
+def test_a_trainable_gate_of_zero_on_the_mean_of_the_batch() -> None:
+    """The gate's own gradient for one sample depends on the others: refused by its name in the first pass."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.gate = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.head(h + self.gate * h.mean(0).expand_as(h))
+
+    refused(double(Mean()), torch.randn(4, 3).double(), "'gate'")
+
+
+def test_a_trainable_matrix_of_zeros_over_samples() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        return m.head(h + m.over.weight @ h)
+
+    model = Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), over=nn.Linear(4, 4, bias=False))
+    nn.init.zeros_(model.over.weight)
+    refused(double(model), torch.randn(4, 3).double(), "over.weight")
+
+
+def kept(model: nn.Module) -> int:
+    """For how many kinds of passes the places of the samples are known."""
+    return len(located._KNOWN[model].locations)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), id="mlp"),
+        pytest.param(
+            lambda: nn.Sequential(
+                nn.Unflatten(1, (1, 3)),
+                nn.Conv1d(1, 3, 2),
+                nn.ReLU(),
+                nn.MaxPool1d(2),
+                nn.Flatten(),
+                nn.Linear(3, 2),
+            ),
+            id="convolution",
+        ),
+        pytest.param(
+            lambda: nn.Sequential(
+                nn.Linear(3, 8),
+                nn.Unflatten(1, (2, 4)),
+                nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
+                nn.Flatten(),
+                nn.Linear(8, 2),
+            ),
+            id="attention",
+        ),
+        pytest.param(lambda: Zeros("b"), id="low-rank-adapter"),
+        pytest.param(lambda: Zeros("gamma"), id="residual-scale"),
+        pytest.param(lambda: Zeros("head"), id="head-of-zeros"),
+    ],
+)
+def test_separate_models_are_looked_at_once(model: Callable[[], nn.Module]) -> None:
+    """Zeros in parameters hide nothing where nothing mixes samples: accepted, and never looked at again."""
+    made = double(model()).eval()
+    x = torch.randn(4, 3).double()
+    check(made, x)
+    assert kept(made) == 1
+
+
+class Zeros(nn.Module):
+    """An adapter and a residual branch, one part of which is zero at first."""
+
+    def __init__(self, zero: str) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(1, 3)
+        self.head = nn.Linear(3, 2)
+        self.gamma = nn.Parameter(torch.ones(3))
+        parts = dict(self.named_parameters())
+        with torch.no_grad():
+            for name in (zero, f"{zero}.weight"):
+                if name in parts:
+                    parts[name].zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.head(h + self.gamma * self.b(torch.relu(self.a(h))))
+
+
+def test_a_batched_graph_is_looked_at_in_every_pass() -> None:
+    """A block-diagonal matrix keeps the samples apart by its values: right, until another matrix comes."""
+
+    def forward(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        h = torch.tanh(batch["matrix"] @ m.first(batch["x"]))
+        return m.head(h).view(3, 2, 2).mean(1)
+
+    model = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    x = torch.randn(6, 3).double()
+    blocks = torch.block_diag(*[torch.rand(2, 2) for _ in range(3)]).double()
+    packprop.extend(model)
+
+    def run(matrix: Tensor) -> None:
+        with packprop.backpack(extensions.BatchGrad()):
+            packprop.extend(nn.MSELoss())(
+                model({"matrix": matrix, "x": x}), torch.zeros(3, 2).double()
+            ).backward()
+
+    for _ in range(2):
+        run(blocks)
+        assert model.first.weight.grad_batch.shape == (3, 3, 3)
+        with pytest.raises(PackpropError, match="sample"):
+            run(blocks + 0.1)
+
+
+def test_anomaly_mode_and_users_hooks_do_not_meet_what_is_fed_in() -> None:
+    """PyTorch's search for NaN says nothing about a right model; nor does a function that refuses NaN."""
+
+    class Strict(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            if gradients[0].isnan().any():
+                raise ValueError("NaN")
+            return gradients[0]
+
+    model = double(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x = torch.randn(4, 3).double()
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        check(model, x)
+    strict = Apply(
+        lambda m, x: m.head(Strict.apply(torch.tanh(m.first(x)))), first=nn.Linear(3, 3), head=nn.Linear(3, 2)
+    )
+    check(double(strict), x)
+    check(strict, x)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 6, 7, 20, 21, 128, 300])
+def test_any_sample_is_fed_once_without_any_other(samples: int) -> None:
+    fed = torch.stack(parts(samples, every=True)).double()
+    alone = fed.T @ (1 - fed)  # [i, j]: in how many sweeps i is fed and j is not
+    assert bool((alone + torch.eye(samples).double() > 0).all())
+    some = parts(samples, every=False)
+    assert torch.equal(some[0], ~some[1])
+    assert all(bool(half.any()) for half in some)

@@ -68,7 +68,11 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
-    """From inner products between pairs of positions, where these are few (Goodfellow 2015)."""
+    """From inner products between pairs of positions, where these are few (Goodfellow 2015).
+
+    Positions may cancel. The products are formed in a wider precision, where there is one: its rounding is no
+    more than what gradients rounded to their own precision would add to their squares.
+    """
     cotangent = structure.cotangent
     assert cotangent is not None
     positions = cotangent.shape[2]
@@ -77,9 +81,11 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     x = structure.x
     if positions == 1:
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
-    inputs = torch.einsum("nsgi,ntgi->ngst", x, x)
-    cotangents = torch.einsum("vnsgo,vntgo->ngst", cotangent, cotangent)
-    return torch.einsum("ngst,ngst->n", inputs, cotangents)
+    wide = wider_dtype(cotangent.dtype, device_kind(cotangent)) or cotangent.dtype
+    left, right = cotangent.to(wide), x.to(wide)
+    inputs = torch.einsum("nsgi,ntgi->ngst", right, right)
+    cotangents = torch.einsum("vnsgo,vntgo->ngst", left, left)
+    return torch.einsum("ngst,ngst->n", inputs, cotangents).clamp(min=0).to(cotangent.dtype)
 
 
 @fast_cell("moments", Outer)
@@ -121,12 +127,13 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Lookup)
 def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
-    """Only positions that looked up the same row contribute; no sample needs a table of its own."""
+    """Cotangents are added up at the first position that looked up the same row; no sample needs a table."""
     cotangent = structure.cotangent
     assert cotangent is not None
     same = structure.index[:, :, None] == structure.index[:, None, :]
-    products = torch.einsum("vnso,vnto->nst", cotangent, cotangent)
-    return (products * same).sum((1, 2))
+    first = same.byte().argmax(2)  # the first of several
+    summed = torch.zeros_like(cotangent).scatter_add(2, first[None, :, :, None].expand_as(cotangent), cotangent)
+    return square_norms(summed.flatten(2)).sum(0)
 
 
 def _blocks(count: int, width: int) -> list[slice]:

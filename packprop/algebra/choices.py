@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from packprop.algebra.algorithms import choose_algorithm
+from packprop.tensors.precision import wider_dtype
 
 
 class Extents(NamedTuple):
@@ -53,9 +54,11 @@ def norms_by_products(extents: Extents) -> bool:
     few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
     inputs = 0 if convolved_by_groups(extents) else extents.unfolded
     size = extents.dtype.itemsize
+    wide = (wider_dtype(extents.dtype, extents.device) or extents.dtype).itemsize
+    widened = positions * groups * (fan_in + fan_out) if wide > size else 0
     holds = {
         "gradients": size * (groups * fan_in * fan_out + inputs),
-        "products": size * (2 * groups * positions**2 + extents.unfolded),
+        "products": wide * (2 * groups * positions**2 + widened) + size * extents.unfolded,
     }
     return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
 

@@ -70,6 +70,6 @@ def _can_be_overwritten(holder: list[Any]) -> bool:
 
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result in a parameter's precision; autograd must not take it for a view of a hidden tensor."""
-    value = value.to(dtype)
+    """A result in a parameter's precision, without gaps; to autograd it must not be a view of a hidden one."""
+    value = value.to(dtype).contiguous()
     return value if value.requires_grad else value.data

@@ -103,8 +103,8 @@ def pulled_samplewise(
         for output, cotangent, layout in zip(outputs, cotangents, layouts, strict=False)
         if cotangent is not None and not (isinstance(output, Tensor) and not output.requires_grad)
     ]
-    if not reached:
-        return Dense(None)
+    if not reached:  # an output of several, which does not depend on the parameter
+        return _zero_rows(parameter, cotangents, layouts, samples)
     count = reached[0][2].samples
     gradients = [
         pulled(
@@ -116,6 +116,18 @@ def pulled_samplewise(
     ]
     rows = torch.stack(gradients, 1)
     return Dense(rows.to(accumulation_dtype(rows.dtype)))
+
+
+def _zero_rows(
+    parameter: Tensor, cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples
+) -> Structure:
+    """Gradients of zero, if a cotangent has arrived at all."""
+    arrived = next((cotangent for cotangent in cotangents if cotangent is not None), None)
+    if arrived is None:
+        return Dense(None)
+    count = len(_sample_numbers(samples, layouts[0].samples))
+    dtype = accumulation_dtype(parameter.dtype)
+    return Dense(parameter.new_zeros(len(arrived), count, *parameter.shape, dtype=dtype))
 
 
 def _sample_numbers(samples: Samples, count: int) -> Sequence[int]:

@@ -172,7 +172,9 @@ class DryRun:
     def _save(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Save the results of a leaf as the real pass does, and delete them where a hook will."""
         for extension, values in results.items():
-            value = map_tensors(lambda t: t.to(leaf.dtype), extension.finish(values, graph.samples))
+            value = map_tensors(
+                lambda t: t.to(leaf.dtype).contiguous(), extension.finish(values, graph.samples)
+            )
             self._peaks.own_result(value)
             setattr(leaf, extension.savefield, value)
         if not self._step.freed:

@@ -15,6 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.errors import PackpropError
+from packprop.tensors.nesting import tensors_in
 from tests.cases import BY_NAME, Case
 from tests.references.oracle import Oracle, Problem
 
@@ -120,7 +121,10 @@ def results(problem: Problem, attribute: str) -> dict[str, Any]:
     """What was saved under an attribute, by parameter name; every parameter must have it."""
     missing = [k for k, p in problem.parameters.items() if not hasattr(p, attribute)]
     assert not missing, f"{attribute} is missing on {missing}"
-    return {k: getattr(p, attribute) for k, p in problem.parameters.items()}
+    found = {k: getattr(p, attribute) for k, p in problem.parameters.items()}
+    gaps = [k for k, value in found.items() for tensor in tensors_in(value) if not tensor.is_contiguous()]
+    assert not gaps, f"{attribute} is not contiguous on {gaps}"
+    return found
 
 
 @contextmanager

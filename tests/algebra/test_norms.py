@@ -1,0 +1,53 @@
+"""Norms of gradients whose positions cancel: never negative, and not wrong by their own size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packprop.algebra.algorithms import algorithms
+from packprop.algebra.order import fold_to
+from packprop.algebra.statistics import sq_norm
+from packprop.algebra.structures import Lookup, Outer
+
+
+def cancelling(*shape: int) -> torch.Tensor:
+    """Cotangents ``[1, n, s, o]`` that nearly add up to zero over positions."""
+    cotangent = 1000 * torch.randn(shape)
+    return cotangent - cotangent.mean(2, keepdim=True) + 1e-4 * torch.randn(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_affine_use(dtype: torch.dtype) -> None:
+    """All positions have nearly the same input, and cotangents of sum zero."""
+    x = (1 + 1e-5 * torch.randn(64, 6, 1, 40)).to(dtype).float()
+    cotangent = cancelling(1, 64, 6, 30).unsqueeze(3).to(dtype).float()
+    structure = Outer(x, cotangent, fold_to(torch.Size([30, 40])))
+    right = torch.einsum("vnsgo,nsgi->noi", cotangent.double(), x.double()).flatten(1).square().sum(1)
+    with algorithms(norms="products"):
+        norms = sq_norm(structure)
+    assert norms.dtype == torch.float32
+    assert (norms >= 0).all()
+    torch.testing.assert_close(norms.double(), right, rtol=1e-4, atol=0.0)
+
+
+def test_a_table() -> None:
+    """One row is looked up at all positions of a sample."""
+    cotangent = cancelling(1, 64, 6, 30)
+    index = torch.randint(3, (64, 1)).expand(64, 6)
+    norms = sq_norm(Lookup(index, cotangent, 3, torch.float32))
+    right = cotangent.double().sum(2).square().sum(2)[0]
+    gradients = cotangent.sum(2).square().sum(2)[0]  # as accurate as single precision is
+    assert (norms >= 0).all()
+    assert ((norms - right).abs() <= 2 * (gradients - right).abs().max()).all()
+
+
+def test_a_table_of_repeated_rows() -> None:
+    """Only positions that looked up the same row are added up, in every column."""
+    cotangent, index = torch.randn(2, 5, 7, 4).double(), torch.randint(3, (5, 7))
+    structure = Lookup(index, cotangent, 3, torch.float64)
+    table = torch.zeros(2, 5, 3, 4).double()
+    for sample in range(5):
+        for position in range(7):
+            table[:, sample, index[sample, position]] += cotangent[:, sample, position]
+    torch.testing.assert_close(sq_norm(structure), table.square().sum((0, 2, 3)))

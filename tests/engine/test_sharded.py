@@ -78,8 +78,8 @@ def one_layer_extended() -> nn.Module:
 def test_sharded_parameters_are_refused(build: Callable[[], nn.Module]) -> None:
     model, loss_function = build(), packprop.extend(nn.CrossEntropyLoss())
     loss = loss_function(model(torch.randn(6, 4)), torch.randint(0, 3, (6,)))
-    asked = packprop.backpack(extensions.BatchGrad())
-    with pytest.raises(packprop.PackpropError, match=r"FSDP2[\s\S]*DistributedDataParallel"), asked:
+    named = r"FSDP2[\s\S]*DistributedDataParallel"
+    with pytest.raises(packprop.PackpropError, match=named), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     loss.backward()  # the refused pass has changed nothing
     assert all(parameter.grad is not None for parameter in packprop.restore(model).parameters())

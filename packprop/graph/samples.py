@@ -14,6 +14,7 @@ from packprop.graph.completeness import require_complete
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import ModelOutput, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
+from packprop.recording.compiled import UNCOMPILED
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
 
@@ -42,12 +43,14 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[int, _SampleLocations]] = weak
 def check_graph(graph: Graph) -> None:
     """Check all that must hold before any work: every use was recorded, and the samples are separate."""
     if not graph.uses:
+        missing = [repr(graph.name(leaf)) for leaf, _ in graph.missing[:3]]
         raise PackpropError(
             "A backward pass with extensions was started.",
-            "the tensor that backward() was called on",
+            "the tensor that backward() was called on" + (f", made of {', '.join(missing)}" if missing else ""),
             "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            "extended, under packprop.disable(), or before extend() was called",
-            "call packprop.extend(model) first, then run the forward pass again, outside of disable()",
+            "extended, that torch.compile compiled, under packprop.disable(), or before extend() was called",
+            "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
+            f"if the model was compiled, {UNCOMPILED}",
         )
     require_complete(graph)
     if graph.leaves():

@@ -124,6 +124,8 @@ class Backpack(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         call = None
         if func is Tensor.register_hook and not self._running:

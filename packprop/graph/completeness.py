@@ -19,6 +19,8 @@ from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
+from packprop.recording.compiled import is_compiled_region
+from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
 from packprop.recording.reentrant import refused
 from packprop.tensors.hooks import Hooks
@@ -118,7 +120,7 @@ def adopt_missing(graph: Graph, without_loss: set[Node], uses: dict[RecordedUse,
     kept = []
     for leaf, node in graph.missing:
         alone = times[id(leaf)] == 1 and id(leaf) not in used
-        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER
+        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER and not is_compiled_region(node)
         foreign |= node.name().endswith("CopySlices")
         if not (alone and foreign and graph.losses) or node in without_loss:
             kept.append((leaf, node))
@@ -193,13 +195,15 @@ def require_complete(graph: Graph) -> None:
     if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif is_compiled_region(consumer):
+        raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     else:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in an assignment), where it may meet samples, or in a term that is not "
-            "simply added to the loss"
+            "pass, under disable(), in what torch.compile compiled, in an assignment), where it may meet samples, "
+            "or in a term that is not simply added to the loss"
         )
         instead = (
             "run that function inside the extended module or inside `with packprop.record():`; add penalties "

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from packprop.functions.traits import EXPANSIONS
+from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import USE, marks_of, nodes_upstream
 from packprop.tensors.nesting import tensors_in
 
@@ -89,7 +90,7 @@ class Provenance:
         """Whether a tensor that no torch function was seen to make depends on the samples, by its graph."""
         assert tensor.grad_fn is not None
         for node in nodes_upstream(tensor.grad_fn):
-            if USE in marks_of(node):
+            if USE in marks_of(node) or is_compiled_region(node):
                 return True
             leaf = getattr(node, "variable", None)
             if leaf is not None and leaf in self.from_samples:

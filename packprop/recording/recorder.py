@@ -142,6 +142,8 @@ class Recorder(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         hooks = hooks_in_force()
         region = None if hooks is None else region_under(hooks)

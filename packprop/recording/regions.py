@@ -267,6 +267,8 @@ class Replay(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         region = self._region
         recorded = self._depth > 0 or not region.has_recordings

@@ -14,6 +14,7 @@ from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
 from packprop.recording import aside
+from packprop.recording.compiled import is_compiled, warn_of_compiled
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_upstream
 from packprop.recording.recorder import Recorder, current, record_loss
 from packprop.recording.regions import current_replay, region_under
@@ -77,12 +78,15 @@ def is_extended(module: nn.Module) -> bool:
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        warn_of_compiled()
+        return
     drop_stale_recording()
     if aside.current.absence is not None:
         aside.current.absence.depth += 1
         return
     recorder = current.recorder
-    if aside.chooses_freely(module, (args, kwargs)):
+    if is_compiled(module) or aside.chooses_freely(module, (args, kwargs)):
         aside.step_aside(sys._getframe(1), recorder is not None and recorder.takes(module, (args, kwargs)))
         return
     if (replay := current_replay()) is not None:
@@ -98,6 +102,8 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     if module._backward_hooks or _global_backward_hooks:
         _mark_hooked(output)
     recorder = current.recorder

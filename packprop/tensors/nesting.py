@@ -8,12 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types that hold no tensors: most arguments. To ask whether they are dataclasses is slow."""
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
     stack = [value]
     while stack:
         item = stack.pop()
+        if type(item) in PLAIN:
+            continue
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, (tuple, list)):

@@ -23,6 +23,7 @@ PRIVATE = {
     "_forward_cls": {"functions/nodes.py"},
     "_top_saved_tensors_default_hooks": {"recording/saved_hooks.py"},
     "_get_current_function_mode_stack": {"recording/aside.py"},
+    "_dynamo_marked_constant": {"recording/compiled.py"},
     "_version": {"tensors/state.py"},
     "_use_count": {"tensors/state.py"},
     "_storage_Use_Count": {"tensors/state.py"},

@@ -1,0 +1,54 @@
+"""What ``torch.compile`` compiles is not recorded: what recording does beside it, and how it says so."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from packprop.errors import PackpropError, PackpropWarning
+
+UNCOMPILED = "call the model without torch.compile (the module itself: compiled_model._orig_mod)"
+"""What to do instead, in messages."""
+
+
+class _Said:
+    warning = False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returned (its class has no public name)."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def is_compiled_region(node: Node) -> bool:
+    """Whether a node is a compiled region, with all the functions and parameters in it."""
+    return node.name().startswith("CompiledFunction")
+
+
+def warn_of_compiled() -> None:
+    """Say once that compiled regions are not recorded."""
+    if not _Said.warning:
+        _Said.warning = True
+        warnings.warn(
+            "packprop does not record what torch.compile compiles: outputs and .grad are right, but a backward "
+            f"pass inside backpack(...) refuses the parameters in it. For more than the gradient {UNCOMPILED}.",
+            PackpropWarning,
+            stacklevel=2,
+        )
+
+
+# The compiler calls it while it traces, and takes its result for a constant. The public decorator for this,
+# torch.compiler.assume_constant_result, sets the same attribute, but imports the compiler, which takes seconds.
+warn_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refused(what: str) -> PackpropError:
+    """The error for a pass that would have to go through a compiled region."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        what,
+        "it is used in what torch.compile compiled, and compiled regions are not recorded",
+        UNCOMPILED,
+    )

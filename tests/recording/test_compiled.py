@@ -1,0 +1,203 @@
+"""What ``torch.compile`` compiles is right, is not recorded, and is refused by name where more is asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.recording import compiled
+from tests.references.per_sample import batch, network, rows_by_loop
+from tests.references.running import assert_near
+
+Made = tuple[nn.Module, nn.Module]
+BACKENDS = ("eager", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled._Said, "warning", False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def before(backend: str) -> Made:
+    model = network()
+    return packprop.extend(torch.compile(model, backend=backend)), model
+
+
+def after(backend: str) -> Made:
+    model = packprop.extend(network())
+    return torch.compile(model, backend=backend), model
+
+
+def whole(backend: str) -> Made:
+    """The compiler may not leave anything out."""
+    model = packprop.extend(network())
+    return torch.compile(model, backend=backend, fullgraph=True), model
+
+
+def in_place_before(backend: str) -> Made:
+    model = network()
+    model.compile(backend=backend)
+    return packprop.extend(model), model
+
+
+def in_place_after(backend: str) -> Made:
+    model = packprop.extend(network())
+    model.compile(backend=backend)
+    return model, model
+
+
+def submodule(backend: str) -> Made:
+    model = network()
+    model[0] = torch.compile(model[0], backend=backend)
+    return packprop.extend(model), model
+
+
+def submodule_in_place(backend: str) -> Made:
+    model = packprop.extend(network())
+    model[0].compile(backend=backend, fullgraph=True)
+    return model, model
+
+
+WAYS = (before, after, whole, in_place_before, in_place_after, submodule, submodule_in_place)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+def test_training_is_what_it_is_without_packprop(make: Callable[[str], Made], backend: str) -> None:
+    called, model = make(backend)
+    plain, (x, y) = network(), batch()
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            loss = loss_function(called(x), y)
+            loss.backward()
+    expected = nn.functional.cross_entropy(plain(x), y)
+    expected.backward()
+    assert_near(loss.detach(), expected.detach(), "loss")
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_near(found.grad, wanted.grad, "grad")
+    own = [warning for warning in seen if issubclass(warning.category, packprop.PackpropWarning)]
+    assert len(own) == 1
+    assert "_orig_mod" in str(own[0].message)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore:packprop does not record")
+def test_more_than_the_gradient_is_refused(make: Callable[[str], Made], backend: str, inside: bool) -> None:
+    if make is submodule_in_place and backend == "eager":
+        pytest.skip("is recorded: see below")
+    called, _ = make(backend)
+    x, y = batch()
+    loss_function = packprop.extend(nn.CrossEntropyLoss())
+    out = None if inside else called(x)
+    with (
+        pytest.raises(packprop.PackpropError, match=r"0\.(_orig_mod\.)?weight") as error,
+        packprop.backpack(extensions.BatchGrad()),
+    ):
+        loss_function(called(x) if out is None else out, y).backward()
+    assert "torch.compile" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:packprop does not record")
+def test_a_backend_that_calls_torch_functions_is_recorded() -> None:
+    """As ``backend="eager"`` does, where a recording is under way around the compiled part."""
+    called, model = submodule_in_place("eager")
+    x, y = batch()
+    for _ in range(2):
+        with packprop.backpack(extensions.BatchGrad()):
+            packprop.extend(nn.CrossEntropyLoss())(called(x), y).backward()
+        plain = network()
+        plain.load_state_dict(model.state_dict())
+        for name, expected in rows_by_loop(plain, x, y).items():
+            assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_that_is_not_extended(backend: str) -> None:
+    model = torch.compile(network(), backend=backend)
+    x, y = batch()
+    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
+    with pytest.raises(packprop.PackpropError, match="_orig_mod"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:packprop does not record")
+def test_the_way_out() -> None:
+    """The same model, called without the compiler."""
+    fast, model = after("aot_eager")
+    x, y = batch()
+    fast(x)
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.CrossEntropyLoss())(fast._orig_mod(x), y).backward()
+    for name, expected in rows_by_loop(model, x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:packprop does not record")
+def test_a_compiled_part_that_is_frozen(backend: str) -> None:
+    """What lies behind it is recorded."""
+    model = network()
+    model[0].requires_grad_(False)
+    model[0] = torch.compile(model[0], backend=backend)
+    packprop.extend(model)
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    plain = network()
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
+    assert_near(model[2].weight.grad_batch, rows_by_loop(plain, x, y)["2.weight"], "2.weight")
+
+
+class WithFunction(nn.Module):
+    """A compiled function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(3, 4), nn.Linear(4, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_without_parameters(backend: str) -> None:
+    """A pass goes through it."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.tanh() * 2
+
+    model = WithFunction(torch.compile(function, backend=backend, fullgraph=True)).double()
+    packprop.extend(model)
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    model.function = function
+    for name, expected in rows_by_loop(packprop.restore(model), x, y).items():
+        assert_near(model.get_parameter(name).grad_batch, expected, name)
+
+
+def test_a_compiled_optimizer() -> None:
+    model = packprop.extend(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    x, y = batch()
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
+        weight = model[0].weight.detach().clone()
+        step()
+    assert_near(model[0].weight.detach(), weight - 0.1 * model[0].weight.grad, "weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +15,7 @@ from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
+from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
@@ -45,11 +47,13 @@ class _Memory:
         locations: Where the samples are, by the signature of the pass, where this holds for all values.
         examined: Signatures of passes that were looked at for mixing that values hide.
         structures: Structures that were looked at so, at some shapes, for any two samples.
+        separate_losses: Signatures of passes whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
     examined: set[int] = field(default_factory=set)
     structures: set[int] = field(default_factory=set)
+    separate_losses: set[int] = field(default_factory=set)
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -104,11 +108,24 @@ def locate_samples(graph: Graph) -> None:
         use.layouts = layouts
 
 
+def require_terms(graph: Graph) -> None:
+    """Refuse losses that are no sum of one term for each sample; the graph's samples have been located.
+
+    Raises:
+        PackpropError: If a loss mixes samples.
+    """
+    memory = _memory_of(graph)
+    if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
+        return
+    if require_separate_losses(graph, model_outputs(graph), graph.source_layouts):
+        memory.separate_losses.add(graph.signature)
+
+
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
     """Take over for the copy of a module what passes through the original have shown."""
     memory = _KNOWN.get(original)
     if memory is not None:
-        _KNOWN[copy] = _Memory(dict(memory.locations), set(memory.examined), set(memory.structures))
+        _KNOWN[copy] = deepcopy(memory)
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:
@@ -222,8 +239,11 @@ def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout
     layouts = [
         layout
         for layout in possible_layouts(output.shape, samples)
-        if layout.axis is None or layout.axis != output.class_axis
+        if layout.axis is None or layout.axis != output.loss.class_axis
     ]
+    known = output.loss.sample_axis
+    if known is not None:
+        return [layout for layout in layouts if layout.axis in (None, known) and layout.parts == 1]
     if leading:
         return [layout for layout in layouts if layout.axis is None or (layout.axis == 0 and layout.major)]
     return sorted(layouts, key=lambda layout: layout.axis == 0 and layout.parts > 1 and layout.major)
@@ -236,6 +256,8 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
     """
     extents = [output.samples for output in outputs]
     rows = extents[0]
+    if any(output.loss.sample_axis is not None for output in outputs) and len(set(extents)) == 1:
+        return [(rows, False)]  # the loss knows
     calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
     leading_by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
@@ -254,7 +276,7 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
     counts = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
     second = {shape[1] for shape in shapes if len(shape) > 1}
     counts += [(size, False) for size in sorted(second, reverse=True) if size > 0 and rows % size == 0]
-    counts += [(1, True)] * any(output.unbatched for output in outputs)
+    counts += [(1, True)] * any(output.loss.one_sample for output in outputs)
     if not counts:
         raise _disagreement(extents, shapes)
     return counts

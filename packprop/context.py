@@ -134,6 +134,8 @@ class Backpack(TorchFunctionMode):
         if not self.extensions or call.is_refused_by_torch:
             return backward()
         graph = walk(call.roots, call.gradients, call.leaves)
+        names = ", ".join(extension.name for extension in self.extensions)
+        graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         check_graph(graph)
         if call.create_graph:
             require_differentiable(graph)

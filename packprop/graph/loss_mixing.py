@@ -40,7 +40,8 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     if not graph.losses:
         roots = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         seeds = graph.root_gradients()
-        return _is_separate("what was computed from the model's output", roots, seeds, outputs, chosen)
+        name = "what was computed from the model's output"
+        return _is_separate(graph.asked, name, roots, seeds, outputs, chosen)
     lasting = True
     for loss, output, layout in zip(graph.losses, outputs, chosen, strict=True):
         function = loss.call.function
@@ -49,11 +50,12 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
         name = f"the loss {getattr(function, '__name__', function)}"
         value = GradientEdge(loss.node, loss.output)
         one = torch.ones((), dtype=output.dtype, device=output.device)
-        lasting &= _is_separate(name, [value], [one], [output], [layout])
+        lasting &= _is_separate(graph.asked, name, [value], [one], [output], [layout])
     return lasting
 
 
 def _is_separate(
+    asked: str,
     name: str,
     roots: Sequence[GradientEdge],
     seeds: Sequence[Tensor],
@@ -90,13 +92,13 @@ def _is_separate(
                 if bool(other.isnan().any()):
                     lasting = False
                 elif bool(other.amax() > 16 * torch.finfo(other.dtype).eps * own.nan_to_num(0.0).amax()):
-                    raise _mixed(name)
+                    raise _mixed(asked, name)
     return lasting
 
 
-def _mixed(name: str) -> PackpropError:
+def _mixed(asked: str, name: str) -> PackpropError:
     return PackpropError(
-        "Quantities of single samples were asked for.",
+        asked,
         name,
         "it mixes the samples: the gradient in the output of one sample depends on the outputs of others, so "
         "that no row belongs to one sample",

@@ -131,7 +131,7 @@ def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
 def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
-    _require_samples(outputs)
+    _require_samples(graph, outputs)
     samples, leading = next(iter(_sample_counts(graph, outputs)))
     chosen = [(_layouts_of(output, samples, leading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
@@ -184,7 +184,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     values is looked for, too.
     """
     outputs = model_outputs(graph)
-    _require_samples(outputs)
+    _require_samples(graph, outputs)
     first: _Candidate | None = None
     mixing: ReachedUse | None = None
     examine = graph.signature not in memory.examined
@@ -210,7 +210,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if mixing is not None:
             raise _mixed(graph, mixing)
         shapes = [shape for forward in graph.forwards for shape in forward.sizes]
-        raise _disagreement([output.samples for output in outputs], shapes)
+        raise _disagreement(graph, [output.samples for output in outputs], shapes)
     if first.shown is not None:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
@@ -278,13 +278,13 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
     counts += [(size, False) for size in sorted(second, reverse=True) if size > 0 and rows % size == 0]
     counts += [(1, True)] * any(output.loss.one_sample for output in outputs)
     if not counts:
-        raise _disagreement(extents, shapes)
+        raise _disagreement(graph, extents, shapes)
     return counts
 
 
-def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError:
+def _disagreement(graph: Graph, extents: list[int], shapes: list[torch.Size]) -> PackpropError:
     return PackpropError(
-        "Quantities of single samples were asked for.",
+        graph.asked,
         f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
         f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: no number of "
         "samples fits the leading axes of both",
@@ -299,14 +299,14 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
     if hiding is not None:
         name = graph.name(hiding)
         return PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             where,
             f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
             f"sample depends on the inputs of others as soon as {name!r} changes",
             "keep the samples independent of each other, or set requires_grad=False on that parameter",
         )
     return PackpropError(
-        "Quantities of single samples were asked for.",
+        graph.asked,
         where,
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
         f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
@@ -315,17 +315,17 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
     )
 
 
-def _require_samples(outputs: Sequence[ModelOutput]) -> None:
+def _require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
     if not outputs:
         raise PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             "the tensor that backward() was called on",
             "neither a recorded loss nor the output of an extended module lies between it and the parameters",
             "extend the loss module, or compute the loss inside `with packprop.record():`",
         )
     if any(output.samples == 0 for output in outputs):
         raise PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             f"the model's output, of shape {list(outputs[0].shape)}",
             "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss "
             "made",

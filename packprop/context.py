@@ -156,6 +156,8 @@ class Backpack(OwnMode):
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()
+        names = ", ".join(extension.name for extension in self.extensions)
+        graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         check_graph(graph, not all(extension.of_batch for extension in self.extensions))
         if call.create_graph:
             require_differentiable(graph)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from packprop.errors import PackpropError
-from packprop.functions.losses.description import Root, input_of
+from packprop.functions.losses.description import INPUT_NAMES, Root, input_of
 from packprop.functions.losses.roots import matrix_root
 from packprop.functions.nodes import is_once_differentiable
 from packprop.graph.graph import Graph, ReachedLoss
@@ -138,7 +138,7 @@ def evaluated_again(
         outputs = original.view_as(original) if differentiable else original.detach()
         outputs.requires_grad_(True)
         own_args = (outputs, *args[1:]) if args else ()
-        own_kwargs = kwargs if args else {**kwargs, "input": outputs}
+        own_kwargs = kwargs if args else {**kwargs, INPUT_NAMES.get(function, "input"): outputs}
         return outputs, (function(*own_args, **own_kwargs) * factor).sum()
 
 

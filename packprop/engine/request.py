@@ -11,6 +11,7 @@ from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
+from packprop.graph.samples import require_terms
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
 
@@ -78,12 +79,15 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
 
     Raises:
         BadInput: For a sample that is not in the batch, or a row of a second pass that does not fit.
-        PackpropError: For second derivatives through a reentrant checkpoint, or products of gradients of a
-            complex parameter.
+        PackpropError: For a loss that mixes samples; for second derivatives through a reentrant checkpoint, or
+            products of gradients of a complex parameter.
     """
     _require_samples(request.extensions, request.graph.samples)
     _require_second_passes(request.extensions)
     _require_real_numbers(request)
+    seeds = list(seeds)
+    if any(seed.kind in ("gradient", "ggn", "empirical", "hessian") for seed in seeds):
+        require_terms(request.graph)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(
             "Second derivatives were asked for.",

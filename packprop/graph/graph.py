@@ -126,6 +126,7 @@ class Graph:
         samples: Number of samples; set when samples are located.
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
             samples; set when samples are located.
+        asked: What errors about samples say was asked for.
     """
 
     roots: Sequence[Tensor]
@@ -145,6 +146,7 @@ class Graph:
     signature: int = 0
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)
+    asked: str = "Quantities of single samples were asked for."
 
     @property
     def forwards(self) -> list[ForwardCall]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +15,7 @@ from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete, require_separable
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
+from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.recording.compiled import UNCOMPILED
@@ -46,11 +48,13 @@ class _Memory:
         locations: Where the samples are, by the signature of the pass, where this holds for all values.
         examined: Signatures of passes that were looked at for mixing that values hide.
         structures: Structures that were looked at so, at some shapes, for any two samples.
+        separate_losses: Signatures of passes whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
     examined: set[int] = field(default_factory=set)
     structures: set[int] = field(default_factory=set)
+    separate_losses: set[int] = field(default_factory=set)
 
 
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -119,17 +123,30 @@ def locate_samples(graph: Graph) -> None:
         use.layouts = layouts
 
 
+def require_terms(graph: Graph) -> None:
+    """Refuse losses that are no sum of one term for each sample; the graph's samples have been located.
+
+    Raises:
+        PackpropError: If a loss mixes samples.
+    """
+    memory = _memory_of(graph)
+    if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
+        return
+    if require_separate_losses(graph, model_outputs(graph), graph.source_layouts):
+        memory.separate_losses.add(graph.signature)
+
+
 def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
     """Take over for the copy of a module what passes through the original have shown."""
     memory = _KNOWN.get(original)
     if memory is not None:
-        _KNOWN[copy] = _Memory(dict(memory.locations), set(memory.examined), set(memory.structures))
+        _KNOWN[copy] = deepcopy(memory)
 
 
 def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
-    _require_samples(outputs)
+    _require_samples(graph, outputs)
     samples, leading = next(iter(_sample_counts(graph, outputs)))
     chosen = [(_layouts_of(output, samples, leading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
@@ -182,7 +199,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     values is looked for, too.
     """
     outputs = model_outputs(graph)
-    _require_samples(outputs)
+    _require_samples(graph, outputs)
     first: _Candidate | None = None
     mixing: ReachedUse | None = None
     examine = graph.signature not in memory.examined
@@ -208,7 +225,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if mixing is not None:
             raise _mixed(graph, mixing)
         shapes = [shape for forward in graph.forwards for shape in forward.sizes]
-        raise _disagreement([output.samples for output in outputs], shapes)
+        raise _disagreement(graph, [output.samples for output in outputs], shapes)
     if first.shown is not None:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
@@ -237,8 +254,11 @@ def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout
     layouts = [
         layout
         for layout in possible_layouts(output.shape, samples)
-        if layout.axis is None or layout.axis != output.class_axis
+        if layout.axis is None or layout.axis != output.loss.class_axis
     ]
+    known = output.loss.sample_axis
+    if known is not None:
+        return [layout for layout in layouts if layout.axis in (None, known) and layout.parts == 1]
     if leading:
         return [layout for layout in layouts if layout.axis is None or (layout.axis == 0 and layout.major)]
     return sorted(layouts, key=lambda layout: layout.axis == 0 and layout.parts > 1 and layout.major)
@@ -251,6 +271,8 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
     """
     extents = [output.samples for output in outputs]
     rows = extents[0]
+    if any(output.loss.sample_axis is not None for output in outputs) and len(set(extents)) == 1:
+        return [(rows, False)]  # the loss knows
     calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
     leading_by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
@@ -269,15 +291,15 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
     counts = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
     second = {shape[1] for shape in shapes if len(shape) > 1}
     counts += [(size, False) for size in sorted(second, reverse=True) if size > 0 and rows % size == 0]
-    counts += [(1, True)] * any(output.unbatched for output in outputs)
+    counts += [(1, True)] * any(output.loss.one_sample for output in outputs)
     if not counts:
-        raise _disagreement(extents, shapes)
+        raise _disagreement(graph, extents, shapes)
     return counts
 
 
-def _disagreement(extents: list[int], shapes: list[torch.Size]) -> PackpropError:
+def _disagreement(graph: Graph, extents: list[int], shapes: list[torch.Size]) -> PackpropError:
     return PackpropError(
-        "Quantities of single samples were asked for.",
+        graph.asked,
         f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
         f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: no number of "
         "samples fits the leading axes of both",
@@ -292,14 +314,14 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
     if hiding is not None:
         name = graph.name(hiding)
         return PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             where,
             f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
             f"sample depends on the inputs of others as soon as {name!r} changes",
             "keep the samples independent of each other, or set requires_grad=False on that parameter",
         )
     return PackpropError(
-        "Quantities of single samples were asked for.",
+        graph.asked,
         where,
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
         f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
@@ -308,17 +330,17 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
     )
 
 
-def _require_samples(outputs: Sequence[ModelOutput]) -> None:
+def _require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
     if not outputs:
         raise PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             "the tensor that backward() was called on",
             "neither a recorded loss nor the output of an extended module lies between it and the parameters",
             "extend the loss module, or compute the loss inside `with packprop.record():`",
         )
     if any(output.samples == 0 for output in outputs):
         raise PackpropError(
-            "Quantities of single samples were asked for.",
+            graph.asked,
             f"the model's output, of shape {list(outputs[0].shape)}",
             "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss "
             "made",

@@ -14,15 +14,14 @@ pass; whether it holds for all, so that its result may be kept, is told by NOTE 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.losses.description import describe
-from packprop.functions.losses.rules import number_of_samples
+from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
@@ -34,19 +33,23 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """An output of the model where samples can be fed in."""
+    """An output of the model where samples can be fed in.
+
+    Args:
+        edge: Where it came from.
+        shape: Its shape.
+        samples: Extent of the axis that holds the samples, perhaps times positions.
+        dtype: Its type.
+        device: Its device.
+        loss: What is known of the loss that took it.
+    """
 
     edge: GradientEdge
     shape: torch.Size
     samples: int
-    class_axis: int | None
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def unbatched(self) -> bool:
-        """Whether the loss took its input for one sample."""
-        return len(self.shape) == 1 and self.class_axis == 0
+    loss: Loss = field(default_factory=lambda: Loss(None, 1.0, None, None))
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
@@ -56,13 +59,13 @@ def model_outputs(graph: Graph) -> list[ModelOutput]:
         for loss in graph.losses:
             call = loss.call
             given = call.input
-            axis = describe(call.function, call.args, call.kwargs).class_axis
-            count = number_of_samples(call.function, call.args, call.kwargs)
-            outputs.append(ModelOutput(call.edge, given.shape, count, axis, given.dtype, given.device))
+            rule = describe(call.function, call.args, call.kwargs)
+            count = number_of_samples(rule, given)
+            outputs.append(ModelOutput(call.edge, given.shape, count, given.dtype, given.device, rule))
         return outputs
     leaf = graph.leaves()[0]
     return [
-        ModelOutput(edge, shape, shape[0] if shape else 0, None, leaf.dtype, leaf.device)
+        ModelOutput(edge, shape, shape[0] if shape else 0, leaf.dtype, leaf.device)
         for edge, forward, shape in graph.outputs
         if forward.has_parameters
     ]

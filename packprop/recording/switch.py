@@ -154,11 +154,17 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
 
 
 class _UnrecordedLoss:
-    """A loss module that can be evaluated again without being recorded."""
+    """A loss module that can be evaluated again without being recorded; equal for every call of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.__name__ = type(module).__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _UnrecordedLoss) and other.module is self.module
+
+    def __hash__(self) -> int:
+        return hash(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with disable():

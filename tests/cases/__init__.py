@@ -60,6 +60,7 @@ ONE_OF_EACH: list[Case] = [
         *("weight-norm", "tied-transpose", "module-twice", "checkpoint"),
         *("ce-plain", "linear-alone", "bce-vector", "l1", "smooth-l1", "huber", "nll", "bce-of-probabilities"),
         *("gaussian-nll", "poisson", "soft-margin", "multi-margin", "multilabel-margin", "hinge-embedding"),
+        "ctc",
         *("multilabel-soft-margin", "kl-divergence", "own-convex", "function-of-own", "two-losses-one-output"),
     )
 ]

@@ -22,6 +22,7 @@ from tests.cases.building import (
 )
 from tests.cases.case import Case, Data, Functional
 from tests.cases.models.losses import DoubleWell, LogCosh, SoftMaximum
+from tests.cases.models.wrapping import Apply
 
 
 def cases() -> Iterator[Case]:
@@ -178,6 +179,14 @@ def cases() -> Iterator[Case]:
         nn.MultiLabelMarginLoss,
         lambda n: (torch.randn(n, 3), torch.tensor([2, 0, -1]).repeat(n, 1)),
         order=1,
+    )
+    yield Case(
+        "ctc",  # time first, samples second
+        lambda: Apply(lambda m, x: m.a(x).log_softmax(-1).transpose(0, 1), a=nn.Linear(2, 3)),
+        nn.CTCLoss,
+        lambda n: (torch.randn(n, 4, 2), torch.randint(1, 3, (n, 2))),
+        order=1,
+        score=lambda loss, f, y: loss(f, y, f.shape[1] * (4,), f.shape[1] * (2,)),
     )
     yield Case("multilabel-soft-margin", net(2), nn.MultiLabelSoftMarginLoss, labels((3,), (2,)))
     yield Case(

@@ -19,7 +19,7 @@ TWICE = list(
     dict.fromkeys(
         case
         for case in [*SMOKE, *ONE_OF_EACH]
-        if case.name not in ("embedding-bag-sum", "multi-margin", "multilabel-margin")
+        if case.name not in ("embedding-bag-sum", "multi-margin", "multilabel-margin", "ctc")
     )
 )
 NOT_ELEMENTWISE = (

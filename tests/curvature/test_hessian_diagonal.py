@@ -23,6 +23,7 @@ from tests.references.running import assert_all_near, assert_near, backward, res
 # What PyTorch itself has no second derivatives of.
 NOT_TWICE = {
     "cdist": "_cdist_backward",
+    "ctc": "_ctc_loss_backward",
     "multi-margin": "multi_margin_loss_backward",
     "multilabel-margin": "multilabel_margin_loss_backward",
     "checkpoint-reentrant": "use_reentrant=False",

@@ -45,6 +45,17 @@ def test_samples_mixed_after_the_last_parameter(mix: Callable[[Tensor], Tensor])
 
 
 @each_row
+def test_the_error_says_what_was_asked_for(row: Row) -> None:
+    """The extension's own name: someone who asks for Kronecker factors has not heard of single samples."""
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}
+    model = packprop.extend(Apply(lambda m, x: m.b(MIXING[0].values[0](m.a(x))), **layers))
+    x, y = batch()
+    error = refused(packprop.extend(nn.CrossEntropyLoss())(model(x), y), row(), model=model)
+    assert row().name in error.asked
+    assert "single samples" in error.asked
+
+
+@each_row
 def test_a_loss_over_another_batch_axis(row: Row) -> None:
     """The loss sees one sample where the model saw four."""
     model = packprop.extend(network())

@@ -1,8 +1,16 @@
 """Loss -> square root of its Hessian, Monte Carlo draws, number of terms."""
 
-from packprop.functions.losses.description import LOSSES, Loss, Root, describe, input_of, register_loss
+from packprop.functions.losses import rules
+from packprop.functions.losses.description import (
+    LOSSES,
+    Loss,
+    Root,
+    describe,
+    input_of,
+    number_of_samples,
+    register_loss,
+)
 from packprop.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
-from packprop.functions.losses.rules import number_of_samples
 
 __all__ = [
     "LOSSES",
@@ -15,5 +23,6 @@ __all__ = [
     "matrix_root",
     "number_of_samples",
     "register_loss",
+    "rules",
     "softmax_root",
 ]

@@ -47,6 +47,9 @@ class Loss:
         root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
             ``None`` if the loss is described by its own derivatives alone.
         refusal: Why the loss has no useful curvature, and what to use instead.
+        sample_axis: The axis of the input that holds the samples and nothing else; ``None`` for the leading
+            axis, which may hold positions, too.
+        one_sample: Whether the input has no axis of samples.
     """
 
     class_axis: int | None
@@ -54,6 +57,8 @@ class Loss:
     divisor: Tensor | float | None
     root: Callable[[Tensor, Tensor], Root] | None
     refusal: tuple[str, str] | None = None
+    sample_axis: int | None = None
+    one_sample: bool = False
 
 
 Rule = Callable[..., Loss]
@@ -64,16 +69,26 @@ LOSSES: dict[Callable[..., Any], Rule] = {}
 """Loss function -> rule."""
 
 
-def register_loss(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+INPUT_NAMES: dict[Callable[..., Any], str] = {}
+"""Loss function -> name of its first argument, where that is not ``input``."""
+
+
+def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
     """Say how a loss function curves.
 
     The decorated rule has the signature of the loss function and returns a ``Loss``. With ``root=None`` the
     Hessian of each sample is computed by double backward and factorised: right for any twice differentiable
     convex loss, slow for many outputs.
+
+    Args:
+        functions: The loss functions.
+        input_name: Name of their first argument, which the model's output goes into.
     """
 
     def register(rule: Rule) -> Rule:
         LOSSES.update(dict.fromkeys(functions, rule))
+        if input_name != "input":
+            INPUT_NAMES.update(dict.fromkeys(functions, input_name))
         return rule
 
     return register
@@ -109,8 +124,15 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
 
 
 def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument that the model's output went into: the first, or the one named ``input``."""
-    return args[0] if args else kwargs.get("input")
+    """The argument that the model's output went into: the first, by place or by name."""
+    return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
+
+
+def number_of_samples(loss: Loss, given: Any) -> int:
+    """Extent of the axis of a loss's input that holds the samples, or samples times positions."""
+    if not isinstance(given, Tensor) or given.dim() == 0 or loss.one_sample:
+        return 1
+    return given.shape[loss.sample_axis or 0]
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.functions.losses.description import Loss, Root, input_of, register_loss
+from packprop.functions.losses.description import Loss, Root, register_loss
 from packprop.functions.losses.roots import bernoulli_root, gaussian_root, softmax_root
 from packprop.tensors.precision import accumulation_dtype
 
@@ -34,13 +34,15 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Loss:
     axis = 1 if input.dim() > 1 else 0
+    alone = input.dim() == 1
     classes = input.shape[axis]
     mean = _reduction(reduction, size_average, reduce) == "mean"
     if (
         weight is None and not target.is_floating_point()
     ):  # smoothing keeps the total mass of the classes at one
         counted = target != ignore_index
-        return Loss(axis, counted, torch.count_nonzero(counted) if mean else 1.0, softmax_root)
+        number = torch.count_nonzero(counted) if mean else 1.0
+        return Loss(axis, counted, number, softmax_root, one_sample=alone)
     each = torch.ones(classes, dtype=input.dtype, device=input.device) if weight is None else weight
     if target.is_floating_point():
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
@@ -52,7 +54,7 @@ def _cross_entropy(
         own = each[torch.where(counted, target, 0)] * counted
         mass = (1 - label_smoothing) * own + label_smoothing * each.mean() * counted
         divisor = own.sum(dtype=accumulation_dtype(own.dtype))
-    return Loss(axis, mass, divisor if mean else 1.0, softmax_root)
+    return Loss(axis, mass, divisor if mean else 1.0, softmax_root, one_sample=alone)
 
 
 @register_loss(F.mse_loss)
@@ -151,9 +153,8 @@ def _generic(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return Loss(None, 1.0, None, None)
 
 
-def number_of_samples(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Extent of the leading axis of a loss's input: samples, or samples times positions."""
-    tensor = input_of(function, args, kwargs)
-    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-        return 1
-    return 1 if function is F.cross_entropy and tensor.dim() == 1 else tensor.shape[0]
+@register_loss(F.ctc_loss, input_name="log_probs")
+def _ctc_loss(log_probs: Tensor, *args: Any, **kwargs: Any) -> Loss:
+    """One term for each sample, whose axis comes after that of time."""
+    batched = log_probs.dim() == 3
+    return Loss(None, 1.0, None, None, sample_axis=1 if batched else None, one_sample=not batched)

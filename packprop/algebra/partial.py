@@ -73,6 +73,10 @@ class Partial:
         self._out = self._place(like.expand(size), [(0, columns), (1, samples)])
         return self._out
 
+    def drop_spare(self) -> None:
+        """Let go of the spare tensor before a value is made that will not be written to it."""
+        self._spare = None
+
     def result(self) -> Any:
         """The value, once all chunks have arrived."""
         if self._filled is None:

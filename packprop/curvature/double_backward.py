@@ -21,6 +21,7 @@ from packprop.curvature.second_order import (
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
 from packprop.graph.sweep import SweepOptions, sweep
+from packprop.tensors.dry import chunk_starts
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
 
@@ -56,7 +57,7 @@ def hessian_columns(
     for active, ((use, index), gradient) in enumerate(zip(places, gradients, strict=True)):
         layout = use.layouts[index]
         entries = gradient.numel() // layout.samples
-        for start in range(0, entries, step):
+        for start in chunk_starts(entries, step):
             stop = min(entries, start + step)
             unit = unit_columns(gradient.shape, layout, gradient, start, stop)
             columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
@@ -133,9 +134,12 @@ def diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) ->
     with torch.enable_grad():
         flat = gradient.reshape(samples * entries)
     step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries)))
-    pieces = []
-    for start in range(0, flat.numel(), step):
+    pieces, done = [], 0
+    for start in chunk_starts(flat.numel(), step):
         stop = min(flat.numel(), start + step)
+        if start > done:  # without data not all chunks are run, but all take memory
+            pieces.append(flat.new_zeros(start - done))
+        done = stop
         places = torch.arange(start, stop, device=flat.device)
         unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
         unit[torch.arange(stop - start), places] = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import traceback
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from packprop.errors import BadInput, PackpropError
+from packprop.tensors.calling import LABELS, inputs_and_targets
 from packprop.tensors.nesting import tensors_in
 
 Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
@@ -31,18 +32,19 @@ class Batches:
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
+        whole: Whether the model takes whole batches, and computes the loss itself.
 
     Raises:
         BadInput: For data of another form; while iterating, for a batch of another form.
     """
 
-    def __init__(self, asked: str, data: Any, batch_size: int | None = None) -> None:
-        self.asked, self.count = asked, 0
+    def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
+        self.asked, self.count, self._whole = asked, 0, whole
         self._current: Any = None
-        self._first: list[tuple[Any, Any]] = []
+        self._first: list[Any] = []
         if isinstance(data, (tuple, list)) and data and all(isinstance(x, Tensor) for x in data):
             sizes = {len(x) if x.dim() else 0 for x in data}
-            if len(data) != 2 or len(sizes) != 1:
+            if len(sizes) != 1 or (len(data) != 2 and not whole):
                 raise BadInput(
                     asked,
                     f"data, tensors {shapes(data)}",
@@ -50,11 +52,18 @@ class Batches:
                     "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]",
                 )
             data = TensorDataset(*data)
-        if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        if isinstance(data, TensorDataset) and (whole or len(data.tensors) == 2):
             step = batch_size or BATCH_SIZE
             data = list(zip(*(tensor.split(step) for tensor in data.tensors), strict=True))
         elif isinstance(data, Dataset):
             data = DataLoader(data, batch_size or BATCH_SIZE)
+        elif isinstance(data, Mapping):
+            raise BadInput(
+                asked,
+                f"data {described(data)}",
+                "a mapping is one batch, not data that batches are taken from",
+                "give a list of batches, [batch], a data loader or a Dataset",
+            )
         elif not isinstance(data, Iterable):
             raise BadInput(
                 asked,
@@ -81,24 +90,31 @@ class Batches:
             batch = next(self._rest, None)
             if batch is None:
                 raise BadInput(self.asked, "data", "it held no batch", "give at least one batch")
-            self._first.append(self._checked(batch))
-        return self._first[0]
+            self._first.append(batch)
+        return self._checked(self._first[0])
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in itertools.chain([self.first()], self._rest):
+        self.first()
+        for batch in itertools.chain(self._first, self._rest):
             self.count += 1
             yield self._checked(batch)
             self._current = None
 
     def _checked(self, batch: Any) -> tuple[Any, Any]:
         self._current = batch
-        if isinstance(batch, (tuple, list)) and len(batch) == 2 and _has_tensors(batch[0]):
-            return batch[0], batch[1]
+        split = inputs_and_targets(batch, self._whole)
+        if split is not None and _has_tensors(split[0]):
+            return split
+        where = f"batch {max(self.count, 1)} of the data, {described(batch)}"
+        if self._whole:
+            instead = "let the data yield what the model takes: tensors, by name or in order"
+            raise BadInput(self.asked, where, "it holds no tensors", instead)
         raise BadInput(
             self.asked,
-            f"batch {max(self.count, 1)} of the data, {described(batch)}",
+            where,
             "it is not a pair (inputs, targets) with tensors as inputs",
-            "let the data yield such pairs; inputs may be a tuple or a dictionary of arguments",
+            "let the data yield such pairs; inputs may be a tuple or a mapping of arguments. Or let them yield "
+            f"mappings with the targets as {LABELS!r}; or give loss=None if the model computes the loss",
         )
 
     @contextlib.contextmanager
@@ -114,7 +130,8 @@ class Batches:
             raise
         except Exception as error:
             where = f"batch {max(self.count, 1)} of the data, {described(self._current)}"
-            instead = "see that loss(model(inputs), targets) works for every batch"
+            called = "the model" if self._whole else "loss(model(inputs), targets)"
+            instead = f"see that {called} works for every batch"
             if self._current is None:
                 where = f"the data, after {self.count} batches"
                 instead = "see that the data can be iterated over on their own"

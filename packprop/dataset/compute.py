@@ -27,6 +27,7 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extend, is_extended, record, restore
+from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
 
@@ -35,7 +36,7 @@ ASKED = "compute(...) was called."
 
 def compute(
     model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
+    loss: LossFunction | None,
     data: Data | Batches,
     extensions: Sequence[Extension],
     *,
@@ -54,10 +55,13 @@ def compute(
         model: The model, in the mode (train or eval) that it shall be used in; need not be
             extended.
         loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by
-            mean or sum.
+            mean or sum. ``None`` where the model computes such a loss itself, from the whole batch, and
+            returns it: as entry or attribute ``loss``, first in a tuple, or alone.
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
-            or a dictionary of arguments.
+            or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
+            its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
+            batch goes into the model: a tensor, a tuple or a mapping of arguments.
         extensions: What to compute.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         progress: Show a progress bar on standard error.
@@ -67,13 +71,13 @@ def compute(
             each batch that is larger than those before.
 
     Raises:
-        BadInput: For extensions that need all samples in one batch, or no data.
+        BadInput: For extensions that need all samples in one batch, no data, or no loss.
         PackpropError: For a loss whose number of terms is not known, or a parameter that some
             batches do not use.
     """
     chosen = check_extensions(ASKED, list(extensions))
     _require_mergeable(chosen)
-    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size)
+    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     chunk_sizes = _ChunkSizesByBatch(
         lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
@@ -163,7 +167,7 @@ class _BatchStream:
 
     Args:
         model: The model, extended while batches are added.
-        loss: Called as ``loss(outputs, targets)``.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         device: Where batches are moved to.
         results: What the results of batches are merged into.
     """
@@ -171,7 +175,7 @@ class _BatchStream:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Tensor],
+        loss: LossFunction | None,
         device: torch.device | str,
         results: MergedResults,
     ) -> None:
@@ -183,11 +187,7 @@ class _BatchStream:
         """Add the results of one batch."""
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         with torch.enable_grad(), record():
-            if isinstance(inputs, dict):
-                outputs = self._model(**inputs)
-            else:
-                outputs = self._model(*inputs) if isinstance(inputs, tuple) else self._model(inputs)
-            value = self._loss(outputs, targets)
+            _, value = outputs_and_loss(ASKED, self._model, self._loss, inputs, targets)
         graph = walk([value], [None], None)
         check_graph(graph)
         reduction, divisor = _loss_terms(graph)

@@ -106,6 +106,9 @@ class Accumulator:
                 structure = build(contributions, chunk, self._chunk_sizes.held)
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
+                if columns.whole and extent.whole and getattr(structure, "out", None) is None:
+                    for task in tasks:  # the value is all of the result: it takes no other tensor's memory
+                        self._partial.at(leaf, task).drop_spare()
                 values = self._statistics(leaf, structure, tasks)
             except torch.OutOfMemoryError:
                 if whole or stop - start == 1:

@@ -97,12 +97,6 @@ def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
     return ChunkSizes(min(LARGER * SCRATCH, free // 32), min(LARGER * COTANGENTS, free // 8))
 
 
-def chunk_starts(count: int, step: int) -> list[int]:
-    """Where chunks begin. Without data, two chunks and the last one stand for all: the others are like them."""
-    starts = [*range(0, count, step)]
-    return [*starts[:2], starts[-1]] if is_dry_run() and len(starts) > 3 else starts
-
-
 def start_after(start: int, step: int, count: int) -> int:
     """Where the next chunk begins, as in ``chunk_starts``: for chunks that may become smaller on the way."""
     following = start + step

@@ -11,12 +11,12 @@ from packprop.algebra.partial import Extent
 from packprop.curvature.columns import Columns
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.engine.accumulator import Accumulator
-from packprop.engine.chunks import chunk_starts
 from packprop.engine.collector import Collector
 from packprop.engine.contributions import joint_structure, weighted_squares
 from packprop.engine.request import Request, Task
 from packprop.graph.graph import ReachedUse
 from packprop.graph.sweep import SweepOptions, sweep
+from packprop.tensors.dry import chunk_starts
 from packprop.types import Seed
 
 

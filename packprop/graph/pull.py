@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.tensors.dry import chunk_starts
+
 
 def pull_columns(
     outputs: Sequence[Any],
@@ -51,7 +53,11 @@ def pull_columns(
             return pull(seeds, batched=True)
         except RuntimeError:  # a function without batching rule; any other error is raised again below
             pass
-    columns = [pull([seed[place] for seed in seeds], batched=False) for place in range(count)]
+    columns: list[list[Tensor | None]] = []
+    for place in chunk_starts(count, 1):
+        while len(columns) < place:  # without data few are pulled, but all take memory
+            columns.append([None if piece is None else torch.empty_like(piece) for piece in columns[-1]])
+        columns.append(pull([seed[place] for seed in seeds], batched=False))
     return [
         None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
         for pieces in zip(*columns, strict=True)

@@ -16,10 +16,11 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
-from packprop.memory.plan import Plan, gradients_are_there, leaf_shapes, options_of
+from packprop.memory.plan import ASKED, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.recording.switch import extend, record
+from packprop.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
@@ -27,8 +28,8 @@ from packprop.types import Extension
 
 def plan(
     model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    batch: tuple[Any, Any],
+    loss: LossFunction | None,
+    batch: Any,
     extensions: Sequence[Extension],
     memory: int | str | None = None,
     device: torch.device | str | None = None,
@@ -44,8 +45,10 @@ def plan(
 
     Args:
         model: Any module.
-        loss: Loss module or function, called as ``loss(outputs, targets)``.
-        batch: Inputs (a tensor, a tuple or a dictionary of arguments) and targets; their data do not matter.
+        loss: Loss module or function, called as ``loss(outputs, targets)``; ``None`` where the model computes
+            the loss, as for ``compute``.
+        batch: Inputs (a tensor, a tuple or a mapping of arguments) and targets, or a batch in another form that
+            ``compute`` takes; its data do not matter.
         extensions: Instances from ``packprop.extensions``.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations and results; ``None`` to be told what the default takes.
@@ -63,7 +66,15 @@ def plan(
     parameter = next(model.parameters(), None)
     own_device = parameter.device if parameter is not None else torch.device("cpu")
     target_device = torch.device(device) if device is not None else own_device
-    inputs, targets = batch
+    split = inputs_and_targets(batch, whole=loss is None)
+    if split is None:
+        raise BadInput(
+            ASKED,
+            f"batch of type {type(batch).__name__}",
+            "it is neither a pair (inputs, targets) nor a mapping with labels",
+            f"give such a batch: (inputs, targets), or a mapping with the targets as {LABELS!r}",
+        )
+    inputs, targets = split
 
     def forward(copied: nn.Module, fake: Callable[[Any], Any]) -> Tensor:
         given = fake(map_tensors(TensorSpec.of, inputs))
@@ -71,9 +82,7 @@ def plan(
         extend(copied)
         copied_loss = copy_without_data(loss, fake) if isinstance(loss, nn.Module) else loss
         with record():
-            if isinstance(given, dict):
-                return copied_loss(copied(**given), target)
-            return copied_loss(copied(*given) if isinstance(given, tuple) else copied(given), target)
+            return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
 
     step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated)
     return choose_plan(step, budget)
@@ -81,7 +90,7 @@ def plan(
 
 def chunk_sizes_over_data(
     model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
+    loss: LossFunction | None,
     batch: tuple[Any, Any],
     extensions: Sequence[Extension],
     memory: int | str | None,
@@ -93,11 +102,12 @@ def chunk_sizes_over_data(
         keep_freed_pages()
         return default_chunk_sizes(torch.device(device))
     accumulated = gradients_are_there(model.parameters())
-    unlimited = plan(model, loss, batch, extensions, None, device, gradients=False, accumulated=accumulated)
+    whole = batch[0] if loss is None else batch
+    unlimited = plan(model, loss, whole, extensions, None, device, gradients=False, accumulated=accumulated)
     if unlimited.peak + unlimited.results <= budget:
         return unlimited.chunk_sizes
     left = max(1, budget - unlimited.results)  # the merged results of the batches before are there all the time
-    limited = plan(model, loss, batch, extensions, left, device, gradients=False, accumulated=accumulated)
+    limited = plan(model, loss, whole, extensions, left, device, gradients=False, accumulated=accumulated)
     return limited.chunk_sizes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from packprop.recording.switch import record
 from packprop.reports.coverage_families import families_of
 from packprop.reports.coverage_values import Consumption, Coverage, ParameterCoverage
 from packprop.reports.unchanged import unchanged
+from packprop.tensors.calling import call
 from packprop.tensors.nesting import tensors_in
 from packprop.types import EXACT
 
@@ -58,7 +59,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
     inputs = _inputs_of(batch)
     with unchanged(model, ASKED), torch.enable_grad():
         with record():
-            outputs = _call(model, inputs)
+            outputs = call(model, inputs)
             roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
             losses = [tensor for tensor in roots if tensor.dim() == 0 and _marks([tensor], USE)]
             values = losses or [_stand_in(tensor) for tensor in roots]
@@ -68,7 +69,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
 def _inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0]
-    if isinstance(batch, (Tensor, dict)):
+    if isinstance(batch, (Tensor, Mapping)):
         return batch
     size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
     raise BadInput(
@@ -78,12 +79,6 @@ def _inputs_of(batch: Any) -> Any:
         "give (inputs, targets), or inputs alone: a tensor or a dictionary of arguments; several "
         "positional inputs as ((a, b), targets)",
     )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def _stand_in(output: Tensor) -> Tensor:

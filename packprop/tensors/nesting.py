@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dictionaries and dataclasses, depth first."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses, depth first."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -27,6 +28,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             stack.extend(reversed(item.values()))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             stack.append(vars(item))
+        elif isinstance(item, Mapping):
+            stack.extend(reversed([*item.values()]))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -43,4 +46,9 @@ def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any
     if isinstance(value, (tuple, list)):
         items = [map_instances(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)  # its entries may be its attributes, too
+        for key, item in value.items():
+            made[key] = map_instances(kind, function, item)
+        return made
     return value

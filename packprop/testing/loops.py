@@ -18,8 +18,9 @@ from torch import Tensor
 
 from packprop.errors import BadInput
 from packprop.recording.switch import disable
+from packprop.tensors.calling import call
 from packprop.tensors.layout import Layout, possible_layouts
-from packprop.testing.problem import Problem, call, differentiable
+from packprop.testing.problem import Problem, differentiable
 from packprop.testing.report import CheckFailed, Ledger
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from packprop.errors import BadInput
 from packprop.recording.switch import extend, record
+from packprop.tensors.calling import call
 from packprop.tensors.nesting import map_tensors, tensors_in
 
 Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
@@ -128,13 +129,6 @@ def _narrowed(value: Any, axis: int, samples: int, start: int, stop: int) -> Any
         return tensor.narrow(axis, start, stop - start) if holds_samples else tensor
 
     return map_tensors(narrow, value)
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, or on a tuple or dictionary of arguments."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def differentiable(value: Any) -> list[Tensor]:

@@ -132,3 +132,13 @@ def planned_and_measured(case: Case, rows: Sequence[Row]) -> tuple[int, packprop
 
 def problem_tensors(problem: Problem) -> Iterator[Any]:
     yield from (value for value in vars(problem).values() if not isinstance(value, nn.Module))
+
+
+def test_results_that_are_not_written_over_are_gone_before_their_like_are_made() -> None:
+    """Several columns at once are a tensor of their own: the one of the step before is not held beside it."""
+    torch.manual_seed(0)
+    layers = nn.Linear(20, 64), nn.Sigmoid(), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 5)
+    model, batch = nn.Sequential(*layers), (torch.randn(100, 20), torch.randint(5, (100,)))
+    asked = extensions.SqrtGGNMC(mc_samples=3)
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
+    assert measured(model, batch, asked) == pytest.approx(plan.peak, rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from packprop.reports.profile.quantities import (
     SampleGGNTrace,
 )
 from packprop.reports.profile.result import Profile
+from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import EXACT, Extension
 
@@ -33,7 +34,7 @@ ASKED = "packprop.profile(...) was called."
 
 def profile(
     model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
+    loss: LossFunction | None,
     data: Data,
     *,
     batch_size: int | None = None,
@@ -54,10 +55,9 @@ def profile(
     Args:
         model: Any module; it need not be extended. Batches are moved to where its parameters are.
         loss: ``loss(model(inputs), targets)``: one loss of torch with reduction "mean" or "sum", as
-            a module or a function.
+            a module or a function; ``None`` where the model computes it, as for ``compute``.
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
-            batches ``(inputs, targets)``, such as a ``DataLoader``; inputs of a batch may be a
-            tuple or a dictionary of arguments.
+            batches, such as a ``DataLoader``, in any form that ``compute`` takes.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches. It
             changes memory and time, and which Monte Carlo draws are made, but no other number.
         mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
@@ -77,7 +77,7 @@ def profile(
         PackpropError: For a model or a loss for which the quantities cannot be computed.
     """
     _check(model, loss, batch_size, mc_samples, largest_factor, seed)
-    batches = Batches(ASKED, data, batch_size)
+    batches = Batches(ASKED, data, batch_size, whole=loss is None)
     started = time.perf_counter()
     device = next(p for p in model.parameters() if p.requires_grad).device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -96,7 +96,7 @@ def profile(
             result = compute(model, loss, batches, list(extensions.values()), progress=progress, memory=memory)
     settings = {
         "model": type(model).__name__,
-        "loss": getattr(loss, "__name__", type(loss).__name__),
+        "loss": _name_of(loss),
         "device": str(device),
         "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
         "mode": _mode_of(model) if not evaluation else "evaluation",
@@ -146,7 +146,7 @@ def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_fact
             "none of its parameters requires gradients",
             "set requires_grad=True on those that shall be profiled",
         )
-    if not callable(loss) or isinstance(loss, type):
+    if loss is not None and (not callable(loss) or isinstance(loss, type)):
         raise BadInput(
             ASKED,
             f"loss, {described(loss)}",
@@ -172,20 +172,16 @@ def _instance_of(value: Any) -> str:
 
 
 def _outputs_of_a_sample(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, device: torch.device
+    model: nn.Module, loss: LossFunction | None, batch: Any, device: torch.device
 ) -> int | None:
     """How many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad(), disable():
-        if isinstance(inputs, dict):
-            outputs = model(**inputs)
-        else:
-            outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-        value = loss(outputs, targets)
+        outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise BadInput(
             ASKED,
-            f"the loss, {getattr(loss, '__name__', type(loss).__name__)}",
+            f"the loss, {_name_of(loss)}",
             f"it returned {described(value)} instead of one number",
             "use a loss with reduction='mean' or reduction='sum'",
         )
@@ -193,6 +189,10 @@ def _outputs_of_a_sample(
     if not isinstance(outputs, Tensor) or not samples or samples[0] == 0:
         return None
     return outputs.numel() // samples[0]
+
+
+def _name_of(loss: LossFunction | None) -> str:
+    return "the model's own" if loss is None else getattr(loss, "__name__", type(loss).__name__)
 
 
 def _mode_of(model: nn.Module) -> str:

@@ -1,0 +1,76 @@
+"""How a model is called on a batch, what in the batch are the targets, and where the loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop.errors import BadInput
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""From outputs and targets to the loss."""
+
+LABELS = "labels"
+"""The key of the targets in a batch that is one mapping, as training loops for Hugging Face models have it."""
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """The model on a tensor, or on a tuple, list or mapping of arguments.
+
+    A data loader makes a list of what a data set gives as a tuple.
+    """
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def inputs_and_targets(batch: Any, whole: bool) -> tuple[Any, Any] | None:
+    """What of a batch the model is called on, and what the loss takes beside the outputs; ``None`` if unclear.
+
+    Where the model computes the loss itself it gets the batch ``whole``.
+    """
+    if whole:
+        return batch, None
+    if isinstance(batch, Mapping) and LABELS in batch:
+        return {key: value for key, value in batch.items() if key != LABELS}, batch[LABELS]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    return None
+
+
+def outputs_and_loss(
+    asked: str, model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any
+) -> tuple[Any, Tensor]:
+    """What the model returns, and the loss: that of ``loss``, or the one that the model has computed.
+
+    Raises:
+        BadInput: If the model shall compute the loss itself and returns none.
+    """
+    outputs = call(model, inputs)
+    if loss is not None:
+        return outputs, loss(outputs, targets)
+    found = _loss_among(outputs)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise BadInput(
+            asked,
+            f"the outputs of the model, {type(model).__name__}, of type {type(outputs).__name__}",
+            "they hold no loss of one entry: neither an entry or attribute 'loss', nor a scalar that is "
+            "the output itself or the first of a tuple",
+            f"let the batches hold what the model computes its loss from (for Hugging Face models {LABELS!r}), "
+            "or give a loss of outputs and targets",
+        )
+    return outputs, found
+
+
+def _loss_among(outputs: Any) -> Any:
+    """The loss that a model returns, if it does so in one of the usual ways."""
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.dim() == 0 else None
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    if getattr(outputs, "loss", None) is not None:
+        return outputs.loss
+    first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else None
+    return first if isinstance(first, Tensor) and first.dim() == 0 else None

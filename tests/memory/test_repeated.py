@@ -1,0 +1,88 @@
+"""What repeats itself is run a few times only in a plan, and the peak is right all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.curvature import double_backward
+from packprop.graph import pull
+
+
+class Attention(nn.Module):
+    """Positions that meet in a softmax: its Hessian is computed by columns of double backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.head = nn.Linear(4, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.softmax(self.scores(x), 1).square())
+        return out
+
+
+class Gated(nn.Module):
+    """A parameter that enters twice: the diagonal needs double backward in the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.einsum("ni,oi,oi->no", x, self.weight, self.weight.exp()))
+
+
+@pytest.mark.parametrize("make", [Attention, Gated])
+@pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.BatchDiagHessian])
+def test_columns_of_the_hessian_repeat_themselves(
+    make: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk, three are enough, and say the same as all of them."""
+    torch.manual_seed(0)
+    model = make()
+    batch = torch.randn(5, next(model.parameters()).shape[1]), torch.randint(3, (5,))
+    monkeypatch.setattr(double_backward, "BATCHED_ENTRIES", 1)
+    calls: list[int] = []
+    derivatives_along = double_backward._derivatives_along
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return derivatives_along(*args)
+
+    monkeypatch.setattr(double_backward, "_derivatives_along", counted)
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked()])
+    planned = len(calls)
+    calls.clear()
+    monkeypatch.setattr(double_backward, "chunk_starts", lambda count, step: [*range(0, count, step)])
+    whole = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked()])
+    assert 0 < planned <= len(calls) / 2
+    assert plan.peak == pytest.approx(whole.peak, rel=0.02)
+
+
+def test_columns_one_by_one_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function without a batching rule is pulled back through for each column."""
+    grad = torch.autograd.grad
+    calls: list[int] = []
+
+    def one_at_a_time(*args: Any, is_grads_batched: bool = False, **options: Any) -> Any:
+        if is_grads_batched:
+            raise RuntimeError("no batching rule")
+        calls.append(1)
+        return grad(*args, **options)
+
+    monkeypatch.setattr(pull.torch.autograd, "grad", one_at_a_time)  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model = Attention()
+    batch = torch.randn(5, 4), torch.randint(3, (5,))
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()])
+    planned = len(calls)
+    calls.clear()
+    monkeypatch.setattr(pull, "chunk_starts", lambda count, step: [*range(0, count, step)])
+    whole = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()])
+    assert 2 * planned < len(calls)
+    assert plan.peak == pytest.approx(whole.peak, rel=0.02)

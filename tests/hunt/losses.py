@@ -71,11 +71,11 @@ ROWS_MIXING = (
     "(({rows} - {rows}.mean()) ** 2).mean()",
 )
 ROWS_SEPARATE = (
-    ("({rows} * y[-1]).sum()", "({rows} * y[-1]).sum()"),
-    ("({rows} * y[-1]).mean()", "({rows} * y[-1]).sum() / len(Y[-1])"),
-    ("(({rows} * y[-1]).sum() / y[-1].sum())", "({rows} * y[-1]).sum() / Y[-1].sum()"),
-    ("({rows} ** 2 + {rows} * y[-1]).mean()", "({rows} ** 2 + {rows} * y[-1]).sum() / len(Y[-1])"),
-    ("torch.sigmoid({rows}).mean()", "torch.sigmoid({rows}).sum() / len(Y[-1])"),
+    ("({rows} * y[1]).sum()", "({rows} * y[1]).sum()"),
+    ("({rows} * y[1]).mean()", "({rows} * y[1]).sum() / len(Y[1])"),
+    ("(({rows} * y[1]).sum() / y[1].sum())", "({rows} * y[1]).sum() / Y[1].sum()"),
+    ("({rows} ** 2 + {rows} * y[1]).mean()", "({rows} ** 2 + {rows} * y[1]).sum() / len(Y[1])"),
+    ("torch.sigmoid({rows}).mean()", "torch.sigmoid({rows}).sum() / len(Y[1])"),
     ("{rows}[0::2].sum() + {rows}[1::2].sum()", "{rows}.sum()"),
     ("{rows}.clamp(max=1.0).sum()", "{rows}.clamp(max=1.0).sum()"),
 )
@@ -138,7 +138,7 @@ class _Maker:
             w.tags.append("functional")
         summed = called("sum", False)
         if reduction == "none":
-            rows = f"{called('none', True)}.reshape(len(y[-1]), -1).sum(1)"
+            rows = f"{called('none', True)}.reshape(len(y[1]), -1).sum(1)"
             y.append("torch.rand(N) + 0.1")
             if mixing:
                 return LossText(setup, w.choose(*ROWS_MIXING).format(rows=rows), summed, y, prepare)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -78,7 +79,11 @@ def hunt(seed: int, quantities: tuple[str, ...] | None = None) -> tuple[Program,
     """Write the program of a seed, and try all quantities on it."""
     program = write(seed)
     with doubles():
-        return program, list(_tried(program, quantities or tuple(QUANTITIES)))
+        try:
+            return program, list(_tried(program, quantities or tuple(QUANTITIES)))
+        except Exception as error:
+            reason = f"the hunt itself: {type(error).__name__}: {error}"[:110]
+            return program, [Outcome("program", "crashed", reason, traceback.format_exc())]
 
 
 def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
@@ -89,27 +94,41 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
     if truth.invalid or inconsistent:
         yield Outcome("program", "invalid", truth.invalid or "shares do not sum to the loss")
         return
-    plain = run(program, [])
+    if not mixing and truth.ambiguous:
+        yield Outcome("program", "ambiguous", "positions are as separate as samples, and lead")
+        return
+    plain, changes = run(program, []), ""
     for quantity in quantities:
-        yield _outcome(program, truth, quantity, plain, mixing)
+        outcome, seen = _outcome(program, truth, quantity, plain, mixing)
+        yield outcome
+        if seen is not None and not changes:
+            changes = changed(seen, plain)
+            detail = f"in a pass of {quantity}: {changes}"
+    short = changes.split(":")[0]
+    yield Outcome("state", "wrong", f"{short} changed", detail) if changes else Outcome("state", "right")
 
 
-def _outcome(program: Program, truth: Truth, quantity: str, plain: Seen, mixing: str) -> Outcome:
+def _outcome(
+    program: Program, truth: Truth, quantity: str, plain: Seen, mixing: str
+) -> tuple[Outcome, Seen | None]:
+    seen = None
     try:
         seen = run(program, [make() for make in QUANTITIES[quantity]])
-        _same_state(seen, plain)
-        if mixing and quantity != "hessian":
-            raise Wrong(f"answered, but the {mixing} mixes samples")
-        _right(seen, truth, mixing)
-    except Wrong as wrong:
-        return Outcome(quantity, "wrong", str(wrong.args[0]), " ".join(map(str, wrong.args)))
     except PackpropError as error:
-        asked = re.sub(r"\d+", "#", f"{error.why}")[:110]
-        return Outcome(quantity, "refused", re.sub(r"'[^']*'", "'...'", asked), str(error))
+        why = re.sub(r"'[^']*'", "'...'", re.sub(r"\d+", "#", error.why))[:110]
+        return Outcome(quantity, "refused", why, str(error)), None
     except Exception as error:
         reason = re.sub(r"\d+", "#", f"{type(error).__name__}: {error}".split("\n")[0][:110])
-        return Outcome(quantity, "crashed", reason, traceback.format_exc())
-    return Outcome(quantity, "right", f"separate{', ' + mixing if mixing else ''}")
+        return Outcome(quantity, "crashed", reason, traceback.format_exc()), None
+    try:
+        if mixing and quantity != "hessian":
+            raise Wrong(f"answered, but the {mixing} mixes samples")
+        _right(seen, plain, truth, mixing)
+    except Wrong as wrong:
+        return Outcome(quantity, "wrong", str(wrong.args[0]), " ".join(map(str, wrong.args))), seen
+    except NotImplementedError as error:  # the oracle needs a second derivative that torch does not have
+        return Outcome(quantity, "unknown", str(error)[:110]), seen
+    return Outcome(quantity, "right", f"mixed by the {mixing}" if mixing else "separate"), seen
 
 
 def run(program: Program, asked: list[Any]) -> Seen:
@@ -144,12 +163,17 @@ class _Watch:
     """Hooks of a user, and what they and the user's tensors show after a pass."""
 
     def __init__(self, made: Instance, seed: int) -> None:
-        self.made, self.calls, self.kept = made, {"module": 0, "activation": 0, "parameter": 0}, None
-        modules = list(made.model.modules())[1:]
-        if modules and seed % 4 == 0:
-            modules[seed // 4 % len(modules)].register_full_backward_hook(self._count_module)
-        parameters = list(made.model.parameters())
-        parameters[seed % len(parameters)].register_hook(lambda _: self._count("parameter"))
+        self.made, self.calls, self.kept = made, Counter[str](), None
+        self.kind, pick = seed % 12, seed // 12
+        modules, parameters = list(made.model.modules())[1:], list(made.model.parameters())
+        if modules and self.kind == 0:
+            modules[pick % len(modules)].register_full_backward_hook(self._count_module)
+        if self.kind == 1:
+            parameters[pick % len(parameters)].register_hook(lambda _: self._count("parameter"))
+        if self.kind == 2:
+            parameters[pick % len(parameters)].register_post_accumulate_grad_hook(
+                lambda _: self._count("accumulation")
+            )
 
     def _count(self, which: str) -> None:
         self.calls[which] += 1
@@ -161,8 +185,10 @@ class _Watch:
         """Keep the gradient of an activation that the program shows."""
         self.kept = vars(self.made.model).get("kept")
         if self.kept is not None and self.kept.requires_grad:
-            self.kept.retain_grad()
-            self.kept.register_hook(lambda _: self._count("activation"))
+            if self.kind in (3, 4):
+                self.kept.retain_grad()
+            elif self.kind in (5, 6):
+                self.kept.register_hook(lambda _: self._count("activation"))
 
     def hooks(self) -> list[int]:
         """Numbers of hooks on all modules and parameters."""
@@ -179,7 +205,7 @@ class _Watch:
         model = self.made.model
         return {
             "gradient": {name: p.grad for name, p in model.named_parameters()},
-            "gradient of an activation": {"kept": None if self.kept is None else self.kept.grad},
+            "gradient of an activation": {"kept": self.kept.grad if self.kind in (3, 4) and self.kept is not None else None},
             "buffer": dict(model.named_buffers()),
             "parameter": {name: p.detach() for name, p in model.named_parameters()},
             "output": {"f": f.detach()},
@@ -190,27 +216,42 @@ class _Watch:
         }
 
 
-def _same_state(seen: Seen, plain: Seen) -> None:
+def changed(seen: Seen, plain: Seen) -> str:
+    """What a user would find changed by packprop: what it is, a colon, the values."""
     for what, expected in plain.state.items():
         found = seen.state[what]
         if not isinstance(expected, dict):
             if found != expected:
-                raise Wrong(f"{what} changed", found, expected)
+                return f"{what}: {found} instead of {expected}"
             continue
-        if found.keys() != expected.keys():
-            raise Wrong(f"{what} changed", list(found), list(expected))
-        for name, value in expected.items():
-            if not isinstance(value, Tensor) or not isinstance(found[name], Tensor):
-                if found[name] is not value and found[name] != value:
-                    raise Wrong(f"{what} changed", name, found[name], value)
-            elif not torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-11, equal_nan=True):
-                raise Wrong(f"{what} changed", name, found[name], value)
+        for name in expected.keys() | found.keys():
+            one, other = found.get(name), expected.get(name)
+            if not _same(one, other):
+                return f"{what}: {name}: {_shown(one)} instead of {_shown(other)}"
+    return ""
 
 
-def _right(seen: Seen, truth: Truth, mixing: str) -> None:
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except RuntimeError:
+        return "a tensor of a vectorised sweep that has ended"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other or one == other
+    try:
+        return torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-11, equal_nan=True)
+    except RuntimeError:  # a tensor of a vectorised sweep that has ended
+        return False
+
+
+def _right(seen: Seen, plain: Seen, truth: Truth, mixing: str) -> None:
     for field_, values in seen.values.items():
         for name, value in values.items():
-            if value is None and truth.oracle.whole_gradient[name].abs().max() > 0:
+            gradient = plain.state["gradient"][name]
+            if value is None and gradient is not None and gradient.abs().max() > 0:
                 raise Wrong(f"{field_} is missing", name)
         saved = {name: value for name, value in values.items() if value is not None}
         if field_ == "kflr":

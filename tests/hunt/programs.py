@@ -85,7 +85,7 @@ def write(seed: int) -> Program:
         w.tags.append("loss that mixes")
     if loss.prepare:
         w.set(loss.prepare)
-    regularised = not isinstance(loss.whole, tuple) and w.chance(0.05) and not loss.whole.startswith("(F.")
+    regularised = "two losses" not in w.tags and w.chance(0.05)
     text = _module(w, seed, samples, given, axis, form, loss, regularised)
     functional = "F." in re.sub(r"[^\n]*def share[\s\S]*", "", text.split("def loss")[1])
     return Program(seed, text, tuple(dict.fromkeys(w.tags)), functional, regularised)

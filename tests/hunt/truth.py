@@ -141,7 +141,32 @@ class Truth:
             move(second.model, 0.5, gates=True)
             if any(_model_mixes(made) for made in (first, second)):
                 return "model"
-            return "loss" if any(_loss_mixes(made) for made in (first, second)) else ""
+            return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
+
+    @cached_property
+    def ambiguous(self) -> bool:
+        """Whether positions are as separate as samples, and stand where samples usually do.
+
+        Which of the two are samples is then a matter of taste that no graph can show.
+        """
+        made = self.made
+        elsewhere = made.space["INPUT_AXIS"] == 1 or made.space["POSITIONS_FIRST"]
+        if not elsewhere or made.inputs.dim() < 2 or made.space["N"] == 1:
+            return False
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            axis = 1 - made.space["INPUT_AXIS"]
+            steps, new = made.inputs.shape[axis], _others(made)
+            rows = made.rows(made.model(made.inputs))
+            if rows.shape[1] % steps:
+                return False
+            for step in range(steps):
+                changed = made.inputs.clone()
+                changed.narrow(axis, step, 1).copy_(new.narrow(axis, step, 1))
+                far = (made.rows(made.model(changed)) - rows).view(len(rows), steps, -1).abs().amax((0, 2))
+                far[step] = 0
+                if far.max() > EXACT:
+                    return False
+        return True
 
     @cached_property
     def inconsistent(self) -> bool:

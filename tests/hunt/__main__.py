@@ -1,10 +1,11 @@
-"""Hunt by hand: ``python -m tests.hunt --graphs 5000 --seed 0 --jobs 2``, or ``--only 1234`` for one program."""
+"""Hunt by hand: ``python -m tests.hunt --graphs 5000 --seed 0 --jobs 2``; ``--only 1234`` takes one program."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import multiprocessing
+import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -12,9 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.hunt.outcomes import Outcome, hunt
-
-BAD = ("wrong", "crashed")
+from tests.hunt.outcomes import BAD, Outcome, hunt
 
 
 def main() -> int:
@@ -25,7 +24,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
     parser.add_argument("--only", type=int, help="one program: print it and all of what came of it")
-    parser.add_argument("--report", type=Path, default=Path("hunt.json"), help="where the report goes")
+    parser.add_argument(
+        "--report", type=Path, default=Path(tempfile.gettempdir(), "hunt.json"), help="where the report goes"
+    )
     chosen = parser.parse_args()
     if chosen.only is not None:
         return _one(chosen.only)
@@ -91,7 +92,9 @@ class Report:
                     seeds.append(seed)
         bad = [outcome for outcome in outcomes if outcome.status in BAD]
         if bad:
-            self.failures.append({"seed": seed, "tags": tags, "outcomes": [vars(o) for o in bad], "program": text})
+            self.failures.append(
+                {"seed": seed, "tags": tags, "outcomes": [vars(o) for o in bad], "program": text}
+            )
 
     def contents(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -107,7 +110,10 @@ class Report:
         """Counts by quantity, and reasons with a few seeds each."""
         print(f"{self.programs} programs")
         for quantity, statuses in self.counts.items():
-            print(f"  {quantity:10s}", ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
+            print(
+                f"  {quantity:10s}",
+                ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
+            )
         for status, reasons in sorted(self.reasons.items()):
             print(f"\n{status}:")
             for reason, seeds in sorted(reasons.items(), key=lambda pair: -len(pair[1])):

@@ -120,7 +120,9 @@ def cell_loop(w: Writer, form: Form) -> Form:
     kind = w.choose("LSTMCell", "GRUCell", "RNNCell")
     made = w.module(f"nn.{kind}({d}, 2)")
     state, outs = w.name("state"), w.name("outs")
-    start = w.choose("None", f"{w.weight(2)}.expand(n, 2)", "torch.zeros(n, 2)") if kind != "LSTMCell" else "None"
+    start = (
+        w.choose("None", f"{w.weight(2)}.expand(n, 2)", "torch.zeros(n, 2)") if kind != "LSTMCell" else "None"
+    )
     w.line(f"{state}, {outs} = {start}, []")
     w.line(f"for step in h.unbind({1 if form.kind == 'seq' else 0}):")
     w.line(f"    {state} = {made}(step, {state})")
@@ -202,7 +204,11 @@ def leave_sequence(w: Writer, form: Form) -> Form:
 @block("fold", weight=1.5)
 def unfold_positions(w: Writer, form: Form) -> Form:
     t, d = form.dims
-    w.set(w.choose(f"h.reshape(-1, {t}, {d})", f"h.view(h.shape[0] // {t}, {t}, {d})", f"h.unflatten(0, (-1, {t}))"))
+    w.set(
+        w.choose(
+            f"h.reshape(-1, {t}, {d})", f"h.view(h.shape[0] // {t}, {t}, {d})", f"h.unflatten(0, (-1, {t}))"
+        )
+    )
     return Form("seq", (t, d))
 
 
@@ -267,7 +273,9 @@ def convolution(w: Writer, form: Form) -> Form:
             )
         )
     else:
-        options = w.choose("3, padding=1", "1", "3, padding='same', bias=False", "3, padding=1, padding_mode='circular'")
+        options = w.choose(
+            "3, padding=1", "1", "3, padding='same', bias=False", "3, padding=1, padding_mode='circular'"
+        )
         kind = w.choose("Conv1d", "Conv1d", "ConvTranspose1d") if "'" not in options else "Conv1d"
         w.set(f"{w.module(f'nn.{kind}({c}, {e}, {options})')}(h)")
     return Form("map", (e, t))
@@ -295,7 +303,9 @@ def leave_map(w: Writer, form: Form) -> Form:
 def convolution_2d(w: Writer, form: Form) -> Form:
     c, a, b = form.dims
     e = w.choose(1, 2)
-    options = w.choose("3, padding=1", "1", "3, padding=1, bias=False", "(1, 3), padding=(0, 1)", "3, padding='same'")
+    options = w.choose(
+        "3, padding=1", "1", "3, padding=1, bias=False", "(1, 3), padding=(0, 1)", "3, padding='same'"
+    )
     w.set(f"{w.module(f'nn.Conv2d({c}, {e}, {options})')}(h)")
     return Form("image", (e, a, b))
 
@@ -305,7 +315,12 @@ def depthwise(w: Writer, form: Form) -> Form:
     c = form.dims[0]
     p = w.weight(c, 1, 3, 3)
     one = w.weight(1)
-    w.set(w.choose(f"F.conv2d(h, {p}, padding=1, groups={c})", f"F.conv2d(h, {p}, {one}.expand({c}), padding=1, groups={c})"))
+    w.set(
+        w.choose(
+            f"F.conv2d(h, {p}, padding=1, groups={c})",
+            f"F.conv2d(h, {p}, {one}.expand({c}), padding=1, groups={c})",
+        )
+    )
     return form
 
 
@@ -314,7 +329,9 @@ def pooled(w: Writer, form: Form) -> Form:
     c, a, b = form.dims
     if a < 2 or b < 2:
         return form
-    w.set(w.choose("F.avg_pool2d(h, 2)", "F.max_pool2d(h, 2)", f"F.adaptive_avg_pool2d(h, ({a // 2}, {b // 2}))"))
+    w.set(
+        w.choose("F.avg_pool2d(h, 2)", "F.max_pool2d(h, 2)", f"F.adaptive_avg_pool2d(h, ({a // 2}, {b // 2}))")
+    )
     return Form("image", (c, a // 2, b // 2))
 
 
@@ -322,7 +339,12 @@ def pooled(w: Writer, form: Form) -> Form:
 def leave_image(w: Writer, form: Form) -> Form:
     c, a, b = form.dims
     way = w.choose("map", "seq", "flat", "mean")
-    texts = {"map": "h.flatten(2)", "seq": "h.flatten(2).transpose(1, 2)", "flat": "h.flatten(1)", "mean": "h.mean((2, 3))"}
+    texts = {
+        "map": "h.flatten(2)",
+        "seq": "h.flatten(2).transpose(1, 2)",
+        "flat": "h.flatten(1)",
+        "mean": "h.mean((2, 3))",
+    }
     w.set(texts[way])
     forms = {"map": Form("map", (c, a * b)), "seq": Form("seq", (a * b, c)), "flat": Form("vec", (c * a * b,))}
     return forms.get(way, Form("vec", (c,)))

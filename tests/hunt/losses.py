@@ -165,7 +165,9 @@ class _Maker:
             if w.chance(0.3):
                 setup.append(f"{name}_w = torch.rand({c}) + 0.5")
                 options.append(f"weight={name}_w")
-                counted = f"({name}_w[{first}] * ({first} != {0 if 'ignore_index=0' in options else -100})).sum()"
+                counted = (
+                    f"({name}_w[{first}] * ({first} != {0 if 'ignore_index=0' in options else -100})).sum()"
+                )
             if kind == "cross_entropy" and w.chance(0.3):
                 options.append("label_smoothing=0.1")
             return options, setup, counted, [target], f"h.log_softmax({axis})" if kind == "nll_loss" else ""

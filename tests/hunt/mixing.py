@@ -44,7 +44,11 @@ def mix(w: Writer, form: Form) -> str:
     """Write a linear layer, so that something is mixed that parameters made, and a line that mixes."""
     d = form.last
     w.set(f"{w.module(f'nn.Linear({d}, {d})')}(h)")
-    choices = [*ANY, *(VECTORS * 4 if form.kind == "vec" else ()), *(SEQUENCES * 4 if form.kind == "seq" else ())]
+    choices = [
+        *ANY,
+        *(VECTORS * 4 if form.kind == "vec" else ()),
+        *(SEQUENCES * 4 if form.kind == "seq" else ()),
+    ]
     text = w.rng.choice(choices)
     made = {"d": str(d)}
     for gate, start in (("zero", "zeros"), ("gate", "ones")):

@@ -20,6 +20,7 @@ from packprop.errors import PackpropError
 from tests.hunt.programs import Program, write
 from tests.hunt.truth import Instance, Truth, build
 
+BAD = ("wrong", "crashed")
 TOLERANCE = 1e-8
 FLOOR = 1e-4
 """Entries far below the largest of all parameters may be off by those' rounding."""
@@ -94,8 +95,8 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
     if truth.invalid or inconsistent:
         yield Outcome("program", "invalid", truth.invalid or "shares do not sum to the loss")
         return
-    if not mixing and truth.ambiguous:
-        yield Outcome("program", "ambiguous", "positions are as separate as samples, and lead")
+    if mixing != "loss" and truth.ambiguous:
+        yield Outcome("program", "ambiguous", "another axis can be read as the samples")
         return
     plain, changes = run(program, []), ""
     for quantity in quantities:
@@ -205,7 +206,9 @@ class _Watch:
         model = self.made.model
         return {
             "gradient": {name: p.grad for name, p in model.named_parameters()},
-            "gradient of an activation": {"kept": self.kept.grad if self.kind in (3, 4) and self.kept is not None else None},
+            "gradient of an activation": {
+                "kept": self.kept.grad if self.kind in (3, 4) and self.kept is not None else None
+            },
             "buffer": dict(model.named_buffers()),
             "parameter": {name: p.detach() for name, p in model.named_parameters()},
             "output": {"f": f.detach()},
@@ -304,7 +307,9 @@ def _right_factors(saved: dict[str, list[Tensor]], truth: Truth) -> None:
     _near({k: v for k, v in flat.items() if k in known}, expected, truth, "kflr")
 
 
-def _near(saved: dict[str, Tensor], reference: Callable[[Truth], dict[str, Tensor]], truth: Truth, what: str) -> None:
+def _near(
+    saved: dict[str, Tensor], reference: Callable[[Truth], dict[str, Tensor]], truth: Truth, what: str
+) -> None:
     """Every entry as near to the reference as rounding lets it be."""
     expected = reference(truth)
     largest = max((t.abs().max().item() for t in expected.values() if t.numel()), default=0.0)
@@ -320,4 +325,6 @@ def _near(saved: dict[str, Tensor], reference: Callable[[Truth], dict[str, Tenso
         known = (reference(truth.nudged())[name] - expected[name]).abs().max().item()
         if not error <= max(TOLERANCE * scale, 1e3 * known):
             rough = "roughly" if error < 1e-4 * scale else "far"
-            raise Wrong(f"{what}: {rough} off", f"{name}: off by {error:.3g} of {scale:.3g}\n", value, expected[name])
+            raise Wrong(
+                f"{what}: {rough} off", f"{name}: off by {error:.3g} of {scale:.3g}\n", value, expected[name]
+            )

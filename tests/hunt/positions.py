@@ -280,7 +280,9 @@ def residual(w: Writer, form: Form) -> Form:
     w.line(f"{kept} = h")
     same_form(w, form, w.choose(1, 2))
     gate = w.weight(1) if w.chance(0.4) else "0.5"
-    w.set(w.choose(f"h + {kept}", f"{kept} + {gate} * h", f"{kept} * torch.sigmoid(h)", f"torch.add({kept}, h)"))
+    w.set(
+        w.choose(f"h + {kept}", f"{kept} + {gate} * h", f"{kept} * torch.sigmoid(h)", f"torch.add({kept}, h)")
+    )
     w.depth -= 1
     return form
 

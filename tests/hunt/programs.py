@@ -104,7 +104,11 @@ def _start(w: Writer) -> tuple[str, Form, int]:
         made = w.module(f"nn.Embedding{'Bag' if kind == 'bag' else ''}(5, {d}{options})")
         raw = kind != "bag" and w.chance(0.3)
         w.set(w.choose(f"{made}.weight[x]", f"F.embedding(x, {made}.weight)") if raw else f"{made}(x)")
-        return f"torch.randint(5, ({shape},))", Form("seq", (t, d)) if kind == "tokens" else Form("vec", (d,)), 0
+        return (
+            f"torch.randint(5, ({shape},))",
+            Form("seq", (t, d)) if kind == "tokens" else Form("vec", (d,)),
+            0,
+        )
     dims = {"vec": (d,), "seq": (t, d), "map": (d, t), "image": (w.choose(1, 2), 3, w.choose(2, 3))}[kind]
     w.set("x")
     return f"torch.randn(N, {', '.join(map(str, dims))})", Form(kind, dims), 0

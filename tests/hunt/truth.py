@@ -1,8 +1,9 @@
 """What is true of a program: its numbers sample by sample, and whether its samples are separate at all.
 
 Nothing here knows packprop. Samples are separate if, at the program's own point and at a second one with all
-parameters moved, no sample's loss input depends on another sample: running it alone, giving the others new data and
-differentiating by them all say so; and if the loss is a sum over samples, which mixed second differences show.
+parameters moved, no sample's loss input depends on another sample: running it alone, giving the others new
+data and differentiating by them all say so; and if the loss is a sum over samples, which mixed second
+differences show.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ from tests.hunt.programs import Program
 from tests.oracle import Named, Oracle, Problem
 
 EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where samples may be seen: an axis of the inputs, whether positions lead the loss input, how many."""
+
+    axis: int
+    positions_first: bool
+    samples: int
 
 
 @dataclass
@@ -43,22 +53,20 @@ class Instance:
         value = self.space["loss"](f, self.targets, self.model)
         return sum(value) if isinstance(value, tuple) else value
 
-    def one(self, n: int) -> Tensor:
-        """The inputs of sample n alone."""
-        return self.inputs.narrow(self.space["INPUT_AXIS"], n, 1)
+    @property
+    def reading(self) -> Reading:
+        """What the program means by a sample."""
+        return Reading(self.space["INPUT_AXIS"], self.space["POSITIONS_FIRST"], self.space["N"])
 
-    def rows(self, f: Tensor, samples: int | None = None) -> Tensor:
-        """Loss inputs by sample ``[n, ...]``."""
-        count = samples or self.space["N"]
-        if self.space["POSITIONS_FIRST"]:
-            f = f.reshape(-1, count, f.shape[-1]).transpose(0, 1)
-        return f.reshape(count, -1)
+    def one(self, n: int, axis: int | None = None) -> Tensor:
+        """The inputs of sample n alone."""
+        return self.inputs.narrow(self.reading.axis if axis is None else axis, n, 1)
 
     def chosen(self, mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
         """Loss inputs of the first where ``mask [n]`` says so, of the second elsewhere."""
         numbers = torch.arange(one.numel()).view_as(one)
         picked = torch.zeros(one.numel(), dtype=torch.bool)
-        picked[self.rows(numbers)[mask].flatten()] = True
+        picked[rows_of(numbers, self.reading)[mask].flatten()] = True
         return torch.where(picked.view_as(one), one, other)
 
 
@@ -145,28 +153,26 @@ class Truth:
 
     @cached_property
     def ambiguous(self) -> bool:
-        """Whether positions are as separate as samples, and stand where samples usually do.
+        """Whether another axis can be read as the samples: no graph can show which reading is meant.
 
-        Which of the two are samples is then a matter of taste that no graph can show.
+        Samples that are separate and lead both inputs and loss inputs are never ambiguous.
         """
-        made = self.made
-        elsewhere = made.space["INPUT_AXIS"] == 1 or made.space["POSITIONS_FIRST"]
-        if not elsewhere or made.inputs.dim() < 2 or made.space["N"] == 1:
+        first, second = self.made, build(self.program, checkpoints=False)
+        axis, count = first.space["INPUT_AXIS"], first.space["N"]
+        if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):
             return False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            axis = 1 - made.space["INPUT_AXIS"]
-            steps, new = made.inputs.shape[axis], _others(made)
-            rows = made.rows(made.model(made.inputs))
-            if rows.shape[1] % steps:
-                return False
-            for step in range(steps):
-                changed = made.inputs.clone()
-                changed.narrow(axis, step, 1).copy_(new.narrow(axis, step, 1))
-                far = (made.rows(made.model(changed)) - rows).view(len(rows), steps, -1).abs().amax((0, 2))
-                far[step] = 0
-                if far.max() > EXACT:
-                    return False
-        return True
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.program.seed + 1)
+            move(second.model, 0.5, gates=True)
+            for other in {0, 1}:
+                for positions_first in (False, True):
+                    reading = Reading(other, positions_first, first.inputs.shape[other])
+                    own = (axis, first.space["POSITIONS_FIRST"], count) == tuple(vars(reading).values())
+                    if own or reading.samples == 1:
+                        continue
+                    if not any(_model_mixes(made, reading) for made in (first, second)):
+                        return True
+        return False
 
     @cached_property
     def inconsistent(self) -> bool:
@@ -195,11 +201,13 @@ class Truth:
 
     @cached_property
     def kfac(self) -> dict[str, list[Tensor]]:
-        """Kronecker factors where they are defined by layers; nothing where checkpoints hide these."""
-        return {} if "checkpoint(" in self.program.text.split("class Model")[1] else self.oracle.kfac
+        """Kronecker factors of layers alone: not behind checkpoints, and of weights that nothing else takes."""
+        text = self.program.text.split("class Model")[1]
+        found = {} if "checkpoint(" in text else self.oracle.kfac
+        return {name: factors for name, factors in found.items() if f"self.{name}" not in text}
 
     def nudged(self) -> Truth:
-        """The same at parameters that are off by rounding: how far numbers move then is how well they are known."""
+        """The same at parameters that are off by rounding: numbers that move then are not known better."""
         other = Truth(replace(self.program))
         move_by_rounding(other.made.model)
         return other
@@ -235,20 +243,29 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return (one - other).abs().max().item() > EXACT * scale
 
 
+def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
+    """Loss inputs by sample ``[n, ...]``."""
+    count = samples or reading.samples
+    if reading.positions_first:
+        f = f.reshape(-1, count, f.shape[-1]).transpose(0, 1)
+    return f.reshape(count, -1)
+
+
 def _others(made: Instance) -> Tensor:
     """New inputs of the same kind."""
     return made.space["data"]()[0]
 
 
-def _model_mixes(made: Instance) -> bool:
-    count, axis = made.space["N"], made.space["INPUT_AXIS"]
+def _model_mixes(made: Instance, reading: Reading | None = None) -> bool:
+    reading = reading or made.reading
+    count, axis = reading.samples, reading.axis
     if count == 1:
         return False
     new = _others(made)
     with torch.no_grad():
-        together = made.rows(made.model(made.inputs))
         try:
-            alone = [made.rows(made.model(made.one(n)), 1)[0] for n in range(count)]
+            together = rows_of(made.model(made.inputs), reading)
+            alone = [rows_of(made.model(made.one(n, axis)), reading, 1)[0] for n in range(count)]
         except (RuntimeError, ValueError, IndexError):  # as in a batch normalisation of one sample
             return True
         if any(_differ(alone[n], together[n]) for n in range(count)):
@@ -257,21 +274,24 @@ def _model_mixes(made: Instance) -> bool:
             changed = made.inputs.clone()
             changed.narrow(axis, m, 1).copy_(new.narrow(axis, m, 1))
             kept = [n for n in range(count) if n != m]
-            if _differ(made.rows(made.model(changed))[kept], together[kept]):
+            if _differ(rows_of(made.model(changed), reading)[kept], together[kept]):
                 return True
-    return made.inputs.is_floating_point() and _slopes_mix(made, count, axis)
+    return made.inputs.is_floating_point() and _slopes_mix(made, reading)
 
 
-def _slopes_mix(made: Instance, count: int, axis: int) -> bool:
+def _slopes_mix(made: Instance, reading: Reading) -> bool:
     inputs = made.inputs.clone().requires_grad_()
-    rows = made.rows(made.model(inputs))
+    rows = rows_of(made.model(inputs), reading)
     if not rows.requires_grad:
         return False
-    for n in range(count):
+    for n in range(reading.samples):
         probe = (rows[n] * torch.randn_like(rows[n])).sum()
-        (slope,) = torch.autograd.grad(probe, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
-        sizes = slope.movedim(axis, 0).flatten(1).abs().amax(1)
-        if any(sizes[m] > EXACT * max(sizes.max().item(), 1e-6) for m in range(count) if m != n):
+        (slope,) = torch.autograd.grad(
+            probe, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        sizes = slope.movedim(reading.axis, 0).flatten(1).abs().amax(1)
+        sizes[n] = 0
+        if sizes.max() > EXACT * max(slope.abs().max().item(), 1e-6):
             return True
     return False
 
@@ -288,5 +308,7 @@ def _loss_mixes(made: Instance) -> bool:
 
         scale = max(abs(at().item()), abs(at(*range(count)).item()), 1e-3)
         return any(
-            (at() - at(n) - at(m) + at(n, m)).abs().item() > EXACT * scale for n in range(count) for m in range(n)
+            (at() - at(n) - at(m) + at(n, m)).abs().item() > EXACT * scale
+            for n in range(count)
+            for m in range(n)
         )

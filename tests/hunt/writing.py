@@ -13,8 +13,9 @@ from typing import Any
 class Form:
     """What the variable ``h`` holds at some line: n samples, and where they are.
 
-    ``vec [n, d]``, ``seq [n, t, d]``, ``first [t, n, d]``, ``fold [n * t, d]``, ``major [t * n, d]`` (all positions
-    of the first time step lead), ``map [n, c, t]``, ``image [n, c, a, b]``; ``dims`` leaves the samples out.
+    ``vec [n, d]``, ``seq [n, t, d]``, ``first [t, n, d]``, ``fold [n * t, d]``, ``major [t * n, d]`` (the
+    first position of all samples leads), ``map [n, c, t]``, ``image [n, c, a, b]``; ``dims`` leaves
+    the samples out.
     """
 
     kind: str

@@ -31,6 +31,10 @@ demo: $(VENV)/.installed-examples ## Profile a small network on real data, into 
 test: $(VENV)/.installed-test ## Run all tests
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+.PHONY: hunt
+hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
+
 .PHONY: lint lint-style lint-format lint-types
 lint: lint-style lint-format lint-types ## Check style, formatting and types
 lint-style: $(VENV)/.installed-lint

@@ -1,0 +1,314 @@
+"""What is true of a program: its numbers sample by sample, and whether its samples are separate at all.
+
+Nothing here knows packprop. Samples are separate if, at the program's own point and at a second one with all
+parameters moved, no sample's loss input depends on another sample: running it alone, giving the others new
+data and differentiating by them all say so; and if the loss is a sum over samples, which mixed second
+differences show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.hunt.programs import Program
+from tests.oracle import Named, Oracle, Problem
+
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where samples may be seen: an axis of the inputs, whether positions lead the loss input, how many."""
+
+    axis: int
+    positions_first: bool
+    samples: int
+
+
+@dataclass
+class Instance:
+    """A program that was run up to its model and data: the same numbers every time."""
+
+    space: dict[str, Any]
+    model: nn.Module
+    inputs: Tensor
+    targets: tuple[Tensor, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.space[name]
+
+    @property
+    def loss_modules(self) -> list[nn.Module]:
+        """Losses that are modules."""
+        return [value for value in self.space.values() if isinstance(value, nn.Module)]
+
+    def whole(self, f: Tensor) -> Tensor:
+        """The loss of loss inputs, a sum if there are two."""
+        value = self.space["loss"](f, self.targets, self.model)
+        return sum(value) if isinstance(value, tuple) else value
+
+    @property
+    def reading(self) -> Reading:
+        """What the program means by a sample."""
+        return Reading(self.space["INPUT_AXIS"], self.space["POSITIONS_FIRST"], self.space["N"])
+
+    def one(self, n: int, axis: int | None = None) -> Tensor:
+        """The inputs of sample n alone."""
+        return self.inputs.narrow(self.reading.axis if axis is None else axis, n, 1)
+
+    def chosen(self, mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        """Loss inputs of the first where ``mask [n]`` says so, of the second elsewhere."""
+        numbers = torch.arange(one.numel()).view_as(one)
+        picked = torch.zeros(one.numel(), dtype=torch.bool)
+        picked[rows_of(numbers, self.reading)[mask].flatten()] = True
+        return torch.where(picked.view_as(one), one, other)
+
+
+def build(program: Program, checkpoints: bool = True) -> Instance:
+    """Run a program's text; what the oracle differentiates has no reentrant checkpoints."""
+    text = program.text if checkpoints else program.text.replace("use_reentrant=True", "use_reentrant=False")
+    torch.manual_seed(program.seed)
+    space: dict[str, Any] = {}
+    exec(compile(text, f"<program {program.seed}>", "exec"), space)
+    model = space["Model"]().eval()
+    move(model, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_()
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 1.5)
+    inputs, targets = space["data"]()
+    return Instance(space, model, inputs, targets)
+
+
+def move(model: nn.Module, far: float, gates: bool = False) -> None:
+    """Move parameters away from where they are; gates stay unless they are asked for."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if gates or "gate_" not in name:
+                parameter.add_(far * torch.randn_like(parameter))
+
+
+def problem_of(made: Instance) -> Problem:
+    """What the oracle of loops over samples takes."""
+
+    def share(f: Tensor, n: int) -> Tensor:
+        return made.space["share"](f, tuple(t[n : n + 1] for t in made.targets), made.targets)
+
+    def total() -> Tensor:
+        return made.whole(made.model(made.inputs))
+
+    def output(n: int) -> Tensor:
+        return made.model(made.one(n))
+
+    return Problem(made.model, None, made.inputs, made.targets, made.space["N"], total, output, share)
+
+
+@dataclass
+class Truth:
+    """A program's own numbers; everything is computed when it is asked for."""
+
+    program: Program
+
+    @cached_property
+    def made(self) -> Instance:
+        return build(self.program, checkpoints=False)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return Oracle(problem_of(self.made))
+
+    @cached_property
+    def invalid(self) -> str:
+        """Why the program itself is of no use; empty where it runs."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                whole = self.made.whole(self.made.model(self.made.inputs))
+                slopes = torch.autograd.grad(whole, list(self.made.model.parameters()), allow_unused=True)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[:90]}"
+        finite = all(slope.isfinite().all() for slope in slopes if slope is not None) and whole.isfinite()
+        if not finite:
+            return "not finite"
+        if not any(slope is not None and slope.abs().max() > 0 for slope in slopes):
+            return "nothing has a gradient"
+        return "" if whole.abs() < 1e6 else "too large"
+
+    @cached_property
+    def mixing(self) -> str:
+        """How samples are mixed: by the model, by the loss, or not at all."""
+        first, second = self.made, build(self.program, checkpoints=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.program.seed + 1)
+            move(second.model, 0.5, gates=True)
+            if any(_model_mixes(made) for made in (first, second)):
+                return "model"
+            return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
+
+    @cached_property
+    def ambiguous(self) -> bool:
+        """Whether another axis can be read as the samples: no graph can show which reading is meant.
+
+        Samples that are separate and lead both inputs and loss inputs are never ambiguous.
+        """
+        first, second = self.made, build(self.program, checkpoints=False)
+        axis, count = first.space["INPUT_AXIS"], first.space["N"]
+        if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):
+            return False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.program.seed + 1)
+            move(second.model, 0.5, gates=True)
+            for other in {0, 1}:
+                for positions_first in (False, True):
+                    reading = Reading(other, positions_first, first.inputs.shape[other])
+                    own = (axis, first.space["POSITIONS_FIRST"], count) == tuple(vars(reading).values())
+                    if own or reading.samples == 1:
+                        continue
+                    if not any(_model_mixes(made, reading) for made in (first, second)):
+                        return True
+        return False
+
+    @cached_property
+    def inconsistent(self) -> bool:
+        """Whether shares do not make up the loss: a mistake of the grammar, not of packprop."""
+        made, problem = self.made, self.oracle.problem
+        shares = sum(problem.term(problem.output(n), n) for n in range(problem.size))
+        whole = problem.total()
+        if self.program.regularised:
+            whole = whole - 0.1 * sum((p**2).sum() for p in made.model.parameters())
+        return not torch.allclose(shares, whole, rtol=EXACT, atol=EXACT)
+
+    @cached_property
+    def diag_h(self) -> Named:
+        """The Hessian diagonal of the sum of all samples' shares."""
+        problem = self.oracle.problem
+        with sdpa_kernel(SDPBackend.MATH):
+            return _hessian_diagonal(
+                problem, sum(problem.term(problem.output(n), n) for n in range(problem.size))
+            )
+
+    @cached_property
+    def diag_h_whole(self) -> Named:
+        """The Hessian diagonal of the loss as it is written."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return _hessian_diagonal(self.oracle.problem, self.oracle.problem.total())
+
+    @cached_property
+    def kfac(self) -> dict[str, list[Tensor]]:
+        """Kronecker factors of layers alone: not behind checkpoints, and of weights that nothing else takes."""
+        text = self.program.text.split("class Model")[1]
+        found = {} if "checkpoint(" in text else self.oracle.kfac
+        return {name: factors for name, factors in found.items() if f"self.{name}" not in text}
+
+    def nudged(self) -> Truth:
+        """The same at parameters that are off by rounding: numbers that move then are not known better."""
+        other = Truth(replace(self.program))
+        move_by_rounding(other.made.model)
+        return other
+
+
+def move_by_rounding(model: nn.Module) -> None:
+    """Change parameters in their last digits."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-14 * torch.randn_like(parameter))
+
+
+def _hessian_diagonal(problem: Problem, scalar: Tensor) -> Named:
+    parameters = problem.parameters
+    options = dict(allow_unused=True, materialize_grads=True)
+    slopes = torch.autograd.grad(scalar, list(parameters.values()), create_graph=True, **options)
+    found = {}
+    for (name, parameter), slope in zip(parameters.items(), slopes, strict=True):
+        entries = [torch.zeros(()) for _ in range(parameter.numel())]
+        if slope.requires_grad:
+            for j, entry in enumerate(slope.flatten()):
+                row = torch.autograd.grad(entry, parameter, retain_graph=True, **options)[0]
+                entries[j] = row.flatten()[j]
+        found[name] = torch.stack(entries).view_as(parameter)
+    return found
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    scale = max(one.abs().max().item(), other.abs().max().item(), 1e-6)
+    return (one - other).abs().max().item() > EXACT * scale
+
+
+def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
+    """Loss inputs by sample ``[n, ...]``."""
+    count = samples or reading.samples
+    if reading.positions_first:
+        f = f.reshape(-1, count, f.shape[-1]).transpose(0, 1)
+    return f.reshape(count, -1)
+
+
+def _others(made: Instance) -> Tensor:
+    """New inputs of the same kind."""
+    return made.space["data"]()[0]
+
+
+def _model_mixes(made: Instance, reading: Reading | None = None) -> bool:
+    reading = reading or made.reading
+    count, axis = reading.samples, reading.axis
+    if count == 1:
+        return False
+    new = _others(made)
+    with torch.no_grad():
+        try:
+            together = rows_of(made.model(made.inputs), reading)
+            alone = [rows_of(made.model(made.one(n, axis)), reading, 1)[0] for n in range(count)]
+        except (RuntimeError, ValueError, IndexError):  # as in a batch normalisation of one sample
+            return True
+        if any(_differ(alone[n], together[n]) for n in range(count)):
+            return True
+        for m in range(count):
+            changed = made.inputs.clone()
+            changed.narrow(axis, m, 1).copy_(new.narrow(axis, m, 1))
+            kept = [n for n in range(count) if n != m]
+            if _differ(rows_of(made.model(changed), reading)[kept], together[kept]):
+                return True
+    return made.inputs.is_floating_point() and _slopes_mix(made, reading)
+
+
+def _slopes_mix(made: Instance, reading: Reading) -> bool:
+    inputs = made.inputs.clone().requires_grad_()
+    rows = rows_of(made.model(inputs), reading)
+    if not rows.requires_grad:
+        return False
+    for n in range(reading.samples):
+        probe = (rows[n] * torch.randn_like(rows[n])).sum()
+        (slope,) = torch.autograd.grad(
+            probe, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        sizes = slope.movedim(reading.axis, 0).flatten(1).abs().amax(1)
+        sizes[n] = 0
+        if sizes.max() > EXACT * max(slope.abs().max().item(), 1e-6):
+            return True
+    return False
+
+
+def _loss_mixes(made: Instance) -> bool:
+    """Whether what one sample adds to the loss depends on another sample's loss input."""
+    count = made.space["N"]
+    with torch.no_grad():
+        here, there = made.model(made.inputs), made.model(_others(made))
+
+        def at(*moved: int) -> Tensor:
+            mask = torch.tensor([n in moved for n in range(count)])
+            return made.whole(made.chosen(mask, there, here))
+
+        scale = max(abs(at().item()), abs(at(*range(count)).item()), 1e-3)
+        return any(
+            (at() - at(n) - at(m) + at(n, m)).abs().item() > EXACT * scale
+            for n in range(count)
+            for m in range(n)
+        )

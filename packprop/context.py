@@ -17,7 +17,7 @@ from packprop.engine.gradient import changed_gradient
 from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph.completeness import require_differentiable
+from packprop.graph.completeness import require_differentiable, require_no_compiled_region
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.terms import meets_samples_unseen
@@ -153,6 +153,7 @@ class Backpack(OwnMode):
             return backward()
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
+            require_no_compiled_region(graph)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()

@@ -88,7 +88,7 @@ class BlockProduct:
                 "inputs or other tensors of the forward pass were changed in place since",
                 "run a forward and a backward pass with the extension again",
             ) from error
-        return (product[0] if single else product).to(result_dtype(vectors, product))
+        return (product[0] if single else product).to(result_dtype(vectors, product)).contiguous()
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:

@@ -86,7 +86,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
     _require_second_passes(request.extensions)
     _require_real_numbers(request)
     seeds = list(seeds)
-    if any(seed.kind in ("gradient", "ggn", "empirical", "hessian") for seed in seeds):
+    if any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds):
         require_terms(request.graph)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(

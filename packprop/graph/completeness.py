@@ -185,6 +185,13 @@ def require_differentiable(graph: Graph) -> None:
         )
 
 
+def require_no_compiled_region(graph: Graph) -> None:
+    """Refuse parameters that only a compiled region consumes: nothing was recorded there."""
+    for leaf, consumer in graph.missing:
+        if is_compiled_region(consumer):
+            raise refused_compiled(f"parameter {graph.name(leaf)!r}")
+
+
 def require_complete(graph: Graph) -> None:
     """Raise unless every use of every wanted parameter was recorded."""
     if not graph.missing:

@@ -93,7 +93,7 @@ AFFINE = [BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "layernorm-sh
 def test_all_ways_lead_to_the_same(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a route takes for known, the route that takes nothing for known gives the same numbers."""
     if way == "output":
-        monkeypatch.setattr(linearity, "kind_of", lambda node, dependent: "nonlinear")
+        monkeypatch.setattr(linearity, "kind_of", lambda *_: "nonlinear")
     else:
         monkeypatch.setattr(routes, "_is_affine", lambda *_: False)
     went, choose = set(), routes.choose_routes

@@ -14,26 +14,15 @@ from tests.hunt.programs import write
 
 SEEDS = range(100)
 
-HOOKS = "user's hooks run, and retained gradients add up, in packprop's own sweeps, too"
 LOSS = "first-order quantities are answered where the loss is no sum over samples"
-FILTER = "a real parameter that multiplies something complex: the cotangent is not conjugated"
-BROADCAST = "torch.broadcast_tensors makes two outputs, of which the sweep reaches none"
-AND = "; "
 KNOWN: dict[int, str] = {
-    3: BROADCAST,
     10: LOSS,
-    12: HOOKS,
-    24: HOOKS,
-    36: HOOKS,
     47: LOSS,
-    48: HOOKS + AND + LOSS,
-    60: HOOKS,
+    48: LOSS,
     75: LOSS,
-    77: FILTER,
-    78: HOOKS + AND + LOSS,
+    78: LOSS,
     79: LOSS,
-    84: HOOKS + AND + LOSS,
-    85: HOOKS,
+    84: LOSS,
     90: LOSS,
 }
 """Seeds of programs that fail, and why: strict, so that a mended defect shows as a test that passes."""

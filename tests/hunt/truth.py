@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.hunt.programs import Program
-from tests.oracle import Named, Oracle, Problem
+from tests.references.oracle import Named, Oracle, Problem
 
 EXACT = 1e-9
 

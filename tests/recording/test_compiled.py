@@ -104,6 +104,18 @@ def test_more_than_the_gradient_is_refused(make: Callable[[str], Made], backend:
     x, y = batch()
     loss_function = packprop.extend(nn.CrossEntropyLoss())
     out = None if inside else called(x)
+    if backend == "eager" and make.__name__ in (
+        "before",
+        "after",
+        "whole",
+        "in_place_before",
+        "in_place_after",
+    ):
+        # its nodes are those of torch's own functions: as for a model that was never recorded
+        told = pytest.warns(packprop.PackpropWarning, match="met no recorded use")
+        with told, packprop.backpack(extensions.BatchGrad()):
+            loss_function(called(x) if out is None else out, y).backward()
+        return
     with (
         pytest.raises(packprop.PackpropError, match=r"0\.(_orig_mod\.)?weight") as error,
         packprop.backpack(extensions.BatchGrad()),
@@ -131,7 +143,8 @@ def test_a_compiled_model_that_is_not_extended(backend: str) -> None:
     model = torch.compile(network(), backend=backend)
     x, y = batch()
     loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
-    with pytest.raises(packprop.PackpropError, match="_orig_mod"), packprop.backpack(extensions.BatchGrad()):
+    told = pytest.warns(packprop.PackpropWarning, match=r"packprop.extend\(model\) first")
+    with told, packprop.backpack(extensions.BatchGrad()):
         loss.backward()
 
 

@@ -122,7 +122,12 @@ def results(problem: Problem, attribute: str) -> dict[str, Any]:
     missing = [k for k, p in problem.parameters.items() if not hasattr(p, attribute)]
     assert not missing, f"{attribute} is missing on {missing}"
     found = {k: getattr(p, attribute) for k, p in problem.parameters.items()}
-    gaps = [k for k, value in found.items() for tensor in tensors_in(value) if not tensor.is_contiguous()]
+    gaps = [
+        k
+        for k, value in found.items()
+        for tensor in ([] if callable(value) else tensors_in(value))
+        if not tensor.is_contiguous()
+    ]
     assert not gaps, f"{attribute} is not contiguous on {gaps}"
     return found
 

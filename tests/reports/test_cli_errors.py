@@ -40,7 +40,6 @@ BAD = [
     ("factories:wide", "inputs [30, 5] float32, targets [30] int64", "mat1 and mat2 shapes"),
     ("factories:late", "batch 2 of the data", "IndexError: Target"),
     ("factories:own", "ValueError: too few (", "in forward)"),
-    ("factories:dictionary", "batch 1 of the data, dict", "a tuple or a dictionary of arguments"),
     ("factories:linear_loss", "nll_loss is linear", "packprop profile --no-curvature"),
 ]
 

@@ -82,7 +82,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "loss, the class MSELoss",
         "give an instance, MSELoss(...)",
     ),
-    ("no loss", {"loss": None}, "inputs [3, 2] float32, targets [3, 2] float32", "loss"),
+    ("no loss", {"loss": None}, "inputs [3, 2] float32, targets [3, 2] float32", "the model"),
     ("no reduction", {"loss": nn.MSELoss(reduction="none")}, "the loss, MSELoss", "reduction='mean'"),
     ("number", {"loss": lambda f, y: 3.0}, "the loss, <lambda>", "reduction='mean'"),
     ("no data", {"data": []}, "data", "give at least one batch"),

@@ -66,9 +66,9 @@ def convolutions() -> nn.Module:
 
 
 def shared_weights() -> nn.Module:
-    """Gradients of the first are 256 KiB for each sample, products of its 60 positions 56 KiB."""
+    """Gradients of the first are 256 KiB for each sample, products of its 100 positions 156 KiB."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16), nn.Flatten(), nn.Linear(960, 5))
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 16), nn.Flatten(), nn.Linear(1600, 5))
 
 
 def labels() -> Tensor:
@@ -81,7 +81,7 @@ MIXED = [
     pytest.param(
         (
             shared_weights,
-            (4, 60, 256),
+            (4, 100, 256),
             torch.float32,
             extensions.BatchL2Grad,
             "0.weight",

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.choices import norms_by_products
+from packprop.algebra.choices import features_at_once, norms_by_products, samples_in_products
 from packprop.algebra.kernels import square_norms, squared_products, summed_products
 from packprop.algebra.monoid import Moments
 from packprop.algebra.structures import Lookup, Outer, fold_matrix
 from packprop.tensors.device import device_kind
-from packprop.tensors.dry import is_dry_run
+from packprop.tensors.dry import chunk_starts
 from packprop.tensors.precision import wider_dtype
 
 Cell = Callable[..., Any]
@@ -82,10 +82,38 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
     if positions == 1:
         return (square_norms(cotangent.squeeze(2)).sum(0) * square_norms(x.squeeze(1))).sum(1)
     wide = wider_dtype(cotangent.dtype, device_kind(cotangent)) or cotangent.dtype
-    left, right = cotangent.to(wide), x.to(wide)
-    inputs = torch.einsum("nsgi,ntgi->ngst", right, right)
-    cotangents = torch.einsum("vnsgo,vntgo->ngst", left, left)
-    return torch.einsum("ngst,ngst->n", inputs, cotangents).clamp(min=0).to(cotangent.dtype)
+    samples = len(x)
+    step = samples_in_products(structure.extents, samples)
+    limited = structure.held is not None
+    if step == samples:
+        return _norms_by_products(cotangent, x, wide, limited)
+    norms = cotangent.new_zeros(samples)
+    for part in _blocks(samples, step):
+        norms[part] = _norms_by_products(cotangent[:, part], x[part], wide, limited)
+    return norms
+
+
+def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited: bool) -> Tensor:
+    """Squared norms of gradients, ``[n]``, from inner products between pairs of positions."""
+    at_once = features_at_once(x.shape[1]) if limited else max(x.shape[3], cotangent.shape[4])
+    inputs = _products_of_positions(x[None], wide, at_once)
+    cotangents = _products_of_positions(cotangent, wide, at_once)
+    norms: Tensor = torch.einsum("bst,bst->b", inputs, cotangents).unflatten(0, (len(x), -1)).sum(1)
+    return norms.clamp(min=0).to(cotangent.dtype)
+
+
+def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> Tensor:
+    """Inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, added up in a wider precision.
+
+    Of the f entries so many are widened ``at_once``: a copy as large as the values need not be made.
+    """
+    blocks = [slice(None)] if values.dtype == wide else _blocks(values.shape[4], at_once)
+    total: Tensor | None = None
+    for block in blocks:
+        part = values[..., block].to(wide).permute(1, 3, 2, 0, 4).flatten(3).flatten(0, 1)
+        total = torch.bmm(part, part.mT) if total is None else total.baddbmm_(part, part.mT)
+    assert total is not None
+    return total
 
 
 @fast_cell("moments", Outer)
@@ -105,7 +133,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
     squares = right.square()
     mean = cotangent.new_empty(groups, fan_out, right.shape[2])
     deviation = torch.empty_like(mean)
-    for block in _blocks(fan_out, groups * right.shape[2]):
+    for block in _blocks(fan_out, max(1, IN_CACHE // (groups * right.shape[2]))):
         part = left[:, block].to(wide)
         sums = part @ right
         mean[:, block] = sums / samples
@@ -136,8 +164,6 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     return square_norms(summed.flatten(2)).sum(0)
 
 
-def _blocks(count: int, width: int) -> list[slice]:
-    """Slices of an axis, each so short that ``width`` entries for each of its indices stay in the cache."""
-    step = max(1, IN_CACHE // width)
-    blocks = [slice(start, start + step) for start in range(0, count, step)]
-    return blocks[:3] if is_dry_run() else blocks
+def _blocks(count: int, step: int) -> list[slice]:
+    """Slices of an axis, ``step`` indices in each."""
+    return [slice(start, start + step) for start in chunk_starts(count, step)]

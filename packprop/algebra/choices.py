@@ -54,13 +54,35 @@ def norms_by_products(extents: Extents) -> bool:
     few = 2 * positions * (fan_in + fan_out) <= fan_in * fan_out
     inputs = 0 if convolved_by_groups(extents) else extents.unfolded
     size = extents.dtype.itemsize
-    wide = (wider_dtype(extents.dtype, extents.device) or extents.dtype).itemsize
-    widened = positions * groups * (fan_in + fan_out) if wide > size else 0
     holds = {
         "gradients": size * (groups * fan_in * fan_out + inputs),
-        "products": wide * (2 * groups * positions**2 + widened) + size * extents.unfolded,
+        "products": _held_by_products(extents) + size * extents.unfolded,
     }
     return choose_algorithm("norms", "products" if few else "gradients", holds, extents.held) == "products"
+
+
+def samples_in_products(extents: Extents, samples: int) -> int:
+    """How many of some samples products between pairs of positions are formed of at once.
+
+    Gradients come one by one where they are large. So products must not be there for all samples where one
+    sample's gradient is too much.
+    """
+    if extents.held is None:
+        return samples
+    return max(1, min(samples, extents.held // _held_by_products(extents)))
+
+
+def features_at_once(positions: int) -> int:
+    """Entries of each position that are widened at once for products: less than the products themselves."""
+    return max(32, positions // 4)
+
+
+def _held_by_products(extents: Extents) -> int:
+    """Bytes of one sample's products between pairs of positions, and of what is widened for them."""
+    positions, groups, fan_in, fan_out = extents[:4]
+    wide = wider_dtype(extents.dtype, extents.device)
+    widened = 0 if wide is None else min(max(fan_in, fan_out), features_at_once(positions))
+    return (wide or extents.dtype).itemsize * groups * positions * (2 * positions + widened)
 
 
 def convolved_by_groups(extents: Extents) -> bool:

@@ -17,6 +17,7 @@ from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.search import nodes_above
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
+from packprop.tensors.repeated import one_by_one
 
 
 def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
@@ -94,7 +95,8 @@ def generic_root(
 
         _require_separate(product, front)
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
-        hessian = torch.stack([product(unit[entry]) for entry in range(entries)], 1)
+        rows = one_by_one(entries, lambda entry: [product(unit[entry])])
+        hessian = torch.stack([row for (row,) in rows if row is not None], 1)
     return matrix_root(0.5 * (hessian + hessian.mT))
 
 

@@ -13,7 +13,7 @@ from packprop.engine.contributions import Contribution
 from packprop.engine.sample_memory import SampleMemory, column_count
 from packprop.graph.graph import ReachedUse
 from packprop.tensors.device import free_bytes
-from packprop.tensors.dry import is_dry_run
+from packprop.tensors.dry import is_dry_run, stands_for_all
 
 SCRATCH = 8 * 2**20
 """Bytes of temporary memory for a chunk of samples on a processor: what stays in its caches."""
@@ -100,6 +100,6 @@ def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
 def start_after(start: int, step: int, count: int) -> int:
     """Where the next chunk begins, as in ``chunk_starts``: for chunks that may become smaller on the way."""
     following = start + step
-    if is_dry_run() and start > 0 and following < count:
+    if is_dry_run() and following < count and not stands_for_all(following, step, count):
         return max(following, (count - 1) // step * step)
     return following

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.random import random_numbers_from
+from packprop.tensors.repeated import Products, of_columns, one_by_one
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
@@ -105,15 +107,13 @@ def pulled_samplewise(
     ]
     if not reached:  # an output of several, which does not depend on the parameter
         return _zero_rows(parameter, cotangents, layouts, samples)
-    count = reached[0][2].samples
-    gradients = [
-        pulled(
-            [output for output, _, _ in reached],
-            parameter,
-            [_of_sample(sample, cotangent, layout) for _, cotangent, layout in reached],
-        )
-        for sample in _sample_numbers(samples, count)
-    ]
+    numbers = _sample_numbers(samples, reached[0][2].samples)
+
+    def gradient(place: int) -> Products:
+        columns = [_of_sample(numbers[place], cotangent, layout) for _, cotangent, layout in reached]
+        return [pulled([output for output, _, _ in reached], parameter, columns)]
+
+    gradients = [piece for (piece,) in one_by_one(len(numbers), gradient) if piece is not None]
     rows = torch.stack(gradients, 1)
     return Dense(rows.to(accumulation_dtype(rows.dtype)))
 
@@ -145,7 +145,7 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
     """
     differentiable = torch.is_grad_enabled()
 
-    def pull(vectors: Sequence[Tensor], batched: bool) -> Tensor:
+    def pull(vectors: Sequence[Tensor], batched: bool) -> Products:
         (product,) = torch.autograd.grad(
             outputs,
             parameter,
@@ -156,17 +156,21 @@ def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor])
             allow_unused=True,
         )
         if product is not None:
-            return product.to_dense() if product.is_sparse else product
+            return [product.to_dense() if product.is_sparse else product]
         lead = vectors[0].shape[:1] if batched else ()
-        return parameter.new_zeros((*lead, *parameter.shape))
+        return [parameter.new_zeros((*lead, *parameter.shape))]
 
     try:
-        return pull(columns, batched=True)
+        batched = functools.partial(pull, batched=True)
+        (product,) = batched(columns) if differentiable else of_columns(batched, columns)
+        assert product is not None
+        return product
     except RuntimeError:  # a user's own function without a batching rule
-        count = columns[0].shape[0]
-        return torch.stack(
-            [pull([column[place] for column in columns], batched=False) for place in range(count)]
-        )
+        pass
+    pieces = one_by_one(
+        len(columns[0]), lambda place: pull([column[place] for column in columns], batched=False)
+    )
+    return torch.stack([piece for (piece,) in pieces if piece is not None])
 
 
 def _for_output(vector: Tensor, output: Any) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packprop.tensors.dry import chunk_starts
+from packprop.tensors.repeated import of_columns, one_by_one
 
 
 def pull_columns(
@@ -50,14 +51,12 @@ def pull_columns(
     count = len(seeds[0])
     if count > 1:
         try:
-            return pull(seeds, batched=True)
+            if create_graph:
+                return pull(seeds, batched=True)
+            return of_columns(functools.partial(pull, batched=True), seeds)
         except RuntimeError:  # a function without batching rule; any other error is raised again below
             pass
-    columns: list[list[Tensor | None]] = []
-    for place in chunk_starts(count, 1):
-        while len(columns) < place:  # without data few are pulled, but all take memory
-            columns.append([None if piece is None else torch.empty_like(piece) for piece in columns[-1]])
-        columns.append(pull([seed[place] for seed in seeds], batched=False))
+    columns = one_by_one(count, lambda place: pull([seed[place] for seed in seeds], batched=False))
     return [
         None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
         for pieces in zip(*columns, strict=True)

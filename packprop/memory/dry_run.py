@@ -3,7 +3,8 @@
 # NOTE [Dry runs]
 A dry run is the real code, under fake tensors, with a count of the storage that is alive. Model, loss, walk,
 sweeps and statistics are those of the real pass, and so the count is right. What repeats itself (chunks of
-samples, chunks of columns) is run three times at most. Samples are taken to be where they usually are, unless
+samples, chunks of columns) is run three times at most; see also NOTE [Repeated columns]. Samples are taken to be
+where they usually are, unless
 a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
 
 A plan holds for a training loop. In the first step samples are to be found; in the others the results of the
@@ -35,6 +36,7 @@ from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shape
 from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.tensors.dry import TensorSpec, dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
+from packprop.tensors.repeated import counting_repeated
 from packprop.types import Extension
 
 
@@ -63,6 +65,7 @@ class DryRun:
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
             stack.enter_context(dry_run(step.device.type))
+            peaks.live.repeated = stack.enter_context(counting_repeated())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             model = copy_without_data(step.model, self._make_tensors)
             copy_sample_locations(model, step.model)

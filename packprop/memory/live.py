@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.repeated import Repeated, storage_key
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,6 +42,8 @@ class LiveBytes(TorchDispatchMode):
         self.phase = ""
         self.labels: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
+        self.repeated = Repeated()
+        self._times: dict[int, float] = {}
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
     def restart(self) -> None:
@@ -55,11 +59,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.device):  # asked of tensors without data at each turn
+            return out
         known = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        repeats = bool(self.repeated.keys) and not self.repeated.keys.isdisjoint(known)
         for tensor in tensors_in(out):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
                 continue  # a dry run inside of what is counted takes no memory
-            if (key := storage_key(tensor)) in self.sizes or key not in known:
+            key = storage_key(tensor)
+            if repeats and key not in self.repeated.keys:
+                self.repeated.keys.add(key)
+                self._times[key] = self.repeated.times
+            if key in self.sizes or key not in known:
                 self._count(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
         self.history.append(self.now)
         if self.now > self.peak:
@@ -71,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, label: str, detail: str) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = int(-(-storage.nbytes() * self._times.get(key, 1) // self._block)) * self._block
         if key not in self.sizes:
             self.labels[key] = (label, detail)
             weakref.finalize(storage, self._uncount, key)
@@ -81,8 +92,5 @@ class LiveBytes(TorchDispatchMode):
     def _uncount(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
         del self.labels[key]
-
-
-def storage_key(tensor: Tensor) -> int:
-    """A number that tells storages apart while they are alive."""
-    return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
+        self._times.pop(key, None)
+        self.repeated.keys.discard(key)

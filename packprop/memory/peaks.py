@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from packprop.memory.live import LiveBytes, storage_key
+from packprop.memory.live import LiveBytes
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.repeated import storage_key
 
 LARGEST = 5
 """How many of the largest tensors at a peak are listed."""

@@ -12,6 +12,9 @@ import packprop
 from packprop import extensions
 from packprop.curvature import double_backward
 from packprop.graph import pull
+from packprop.memory import dry_run
+from packprop.memory.live import LiveBytes
+from packprop.tensors import repeated
 
 
 class Attention(nn.Module):
@@ -82,7 +85,73 @@ def test_columns_one_by_one_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -
     plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()])
     planned = len(calls)
     calls.clear()
-    monkeypatch.setattr(pull, "chunk_starts", lambda count, step: [*range(0, count, step)])
+    monkeypatch.setattr(repeated, "chunk_starts", lambda count, step: [*range(0, count, step)])
     whole = packprop.plan(model, nn.CrossEntropyLoss(), batch, [extensions.DiagHessian()])
     assert 2 * planned < len(calls)
     assert plan.peak == pytest.approx(whole.peak, rel=0.02)
+
+
+class Residual(nn.Module):
+    """Two convolutions with a smooth function behind each, whose backward pass has no batching rule."""
+
+    def __init__(self, head: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.head = nn.Linear(2 * head**2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.first(x))
+        h = nn.functional.gelu(self.second(h) + x)
+        out: Tensor = self.head(h.flatten(1))
+        return out
+
+
+def planned_operations(
+    model: nn.Module, batch: tuple[Tensor, Tensor], asked: Any, patch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """The peak that is planned, and how many operations the plan ran."""
+    counts: list[LiveBytes] = []
+
+    class Counted(dry_run.PeakRecorder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            counts.append(self.live)
+
+    patch.setattr(dry_run, "PeakRecorder", Counted)
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
+    return plan.peak, sum(len(live.history) for live in counts)
+
+
+@pytest.mark.parametrize("asked", [extensions.BatchDiagHessian, extensions.DiagHessian])
+def test_a_plan_runs_as_many_operations_for_many_columns_as_for_few(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vectorised pass calls functions without a batching rule for two columns, which stand for all."""
+    torch.manual_seed(0)
+
+    def planned(pixels: int) -> tuple[int, int]:
+        batch = torch.randn(2, 2, pixels, pixels), torch.randint(3, (2,))
+        return planned_operations(Residual(pixels), batch, asked(), monkeypatch)
+
+    (_, few), (peak, many) = planned(4), planned(8)
+    assert many <= 1.2 * few
+    monkeypatch.setattr(repeated, "STANDING", 10**9)
+    whole, all_of_them = planned(8)
+    assert all_of_them > 1.5 * many
+    assert peak == pytest.approx(whole, rel=0.001)
+
+
+def test_a_plan_runs_few_samples_of_a_function_without_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fallback pulls each sample back by itself; without data two of them stand for all."""
+
+    def planned(samples: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        batch = torch.randn(samples, 6), torch.randint(3, (samples,))
+        return planned_operations(Gated(), batch, extensions.BatchDiagGGNExact(), monkeypatch)
+
+    (_, few), (peak, many) = planned(4), planned(40)
+    assert many <= few + 2 * 36  # memory is taken for each
+    monkeypatch.setattr(repeated, "chunk_starts", lambda count, step: [*range(0, count, step)])
+    whole, all_of_them = planned(40)
+    assert all_of_them > 2 * many
+    assert peak == pytest.approx(whole, rel=0.02)

@@ -182,6 +182,7 @@ class Backpack(OwnMode):
                 asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
+            saver.warn_of_skipped()
             keep = call.keeps_graph
         finally:
             graph.release(keep)

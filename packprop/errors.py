@@ -21,6 +21,18 @@ class PackpropError(RuntimeError):
         return f"{self.asked}\n  where:   {self.where}\n  why:     {self.why}\n  instead: {self.instead}"
 
 
+class OfParameter(PackpropError):
+    """What is wrong at a parameter whose name is not known where it is found: ``named`` puts it in.
+
+    ``where`` holds ``{parameter}``.
+    """
+
+    def named(self, name: str) -> PackpropError:
+        """The error with the parameter's name."""
+        where = self.where.replace("{parameter}", repr(name))
+        return PackpropError(self.asked, where, self.why, self.instead)
+
+
 class BadInput(PackpropError, ValueError):
     """An argument has the wrong type or value; raised before any work is done."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,20 +12,27 @@ from torch import Tensor
 from packprop.algebra.kernels import outer_products, second_moment, sum_of_squares
 from packprop.algebra.statistics import flat_rows, sum_sq
 from packprop.algebra.structures import Dense, Lookup, Outer, Structure
-from packprop.errors import PackpropError
+from packprop.errors import OfParameter
 
 Approximation = Literal["mixed", "expand", "reduce"]
 """How positions that share a weight enter its factors; see NOTE [Kronecker factors]."""
+
+Otherwise = Literal["error", "diagonal", "skip"]
+"""What becomes of a factor that would be too large."""
 
 LARGEST_FACTOR = 2**14
 """Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
 
 
-def cotangent_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor:
+def cotangent_gram(
+    structure: Structure, approximation: Approximation = "mixed", otherwise: Otherwise = "error"
+) -> Tensor:
     """Second moment of cotangents, summed over columns and samples.
 
     ``[g*o, g*o]`` for an affine use, ``[o, o]`` for a table; cotangents are summed over positions first, or for
     ``"expand"`` taken at every position. For anything else ``[p, p]`` of per-sample gradients: the exact block.
+    In place of a matrix that would be too large comes its diagonal ``[p]``, an empty tensor, or an error, as
+    ``otherwise`` says.
     """
     if isinstance(structure, Dense):
         flat = flat_rows(structure)
@@ -35,28 +43,43 @@ def cotangent_gram(structure: Structure, approximation: Approximation = "mixed")
             flat = cotangent.flatten(3).flatten(1, 2)
         else:
             flat = (cotangent[:, :, 0] if cotangent.shape[2] == 1 else cotangent.sum(2)).flatten(2)
-    _require_room(flat.shape[-1])
-    return second_moment(flat.reshape(-1, flat.shape[-1]))
+    flat = flat.reshape(-1, flat.shape[-1])
+    if flat.shape[1] <= LARGEST_FACTOR:
+        return second_moment(flat)
+    if otherwise == "diagonal":
+        return sum_of_squares(flat)
+    return _too_large(flat, flat.shape[1], otherwise)
 
 
-def input_gram(structure: Structure, approximation: Approximation = "mixed") -> Tensor | None:
+def input_gram(
+    structure: Structure, approximation: Approximation = "mixed", otherwise: Otherwise = "error"
+) -> Tensor | None:
     """Second moment of the inputs of an affine use, summed over samples, ``[i, i]``.
 
     Positions are summed (``"mixed"``), averaged (``"expand"``) or the inputs averaged over positions
-    first (``"reduce"``); groups are averaged. ``None`` for parameters that no input multiplies.
+    first (``"reduce"``); groups are averaged. ``None`` for parameters that no input multiplies. The moment of a
+    large table is given as its diagonal ``[i]``: unless averages are taken, it has no other entries. For
+    another matrix that would be too large ``otherwise`` is as in ``cotangent_gram``.
     """
     if isinstance(structure, Dense):
         return None
-    _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
+    large = (structure.entries if isinstance(structure, Lookup) else structure.shape[-1]) > LARGEST_FACTOR
     if isinstance(structure, Lookup):
+        if large and (approximation != "reduce" or otherwise == "diagonal"):
+            return _lookup_input_diagonal(structure, approximation)
+        if large:
+            return _too_large(structure.index, structure.entries, otherwise, structure.dtype)
         return _lookup_input_gram(structure, approximation)
-    if structure.moment is not None and approximation == "mixed":
+    if large and otherwise != "diagonal":
+        return _too_large(structure.x, structure.shape[-1], otherwise)
+    if not large and structure.moment is not None and approximation == "mixed":
         return structure.moment()
     x = structure.x
     positions, groups = x.shape[1:3]
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
-    total = second_moment(x.reshape(-1, x.shape[-1]))
+    x = x.reshape(-1, x.shape[-1])
+    total = sum_of_squares(x) if large else second_moment(x)
     divisor = groups * positions if approximation == "expand" else groups
     return total if divisor == 1 else total / divisor
 
@@ -72,7 +95,7 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     Args:
         structure: Structure of a parameter.
         first: The results of the first pass. Two of them are the basis, as matrices of columns: ``[g*o, g*o]``
-            and ``[i, i]``, or ``[p, p]`` and ``None``. The rest are ignored.
+            and ``[i, i]``, or ``[p, p]`` and ``None``; a vector stands for unit vectors. The rest are ignored.
 
     Returns:
         ``[g*o, i]``, or ``[p]``.
@@ -83,6 +106,8 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     cotangent = structure.cotangent
     assert cotangent is not None
     if isinstance(structure, Lookup):
+        if right.dim() == 1:  # unit vectors
+            return sum_sq(replace(structure, cotangent=cotangent @ left)).mT
         inputs = right[structure.index].unsqueeze(2)  # one-hot inputs choose rows
         return sum_sq(Outer(inputs, (cotangent @ left).unsqueeze(3), _matrix))
     columns, _, positions, groups, fan_out = cotangent.shape
@@ -106,17 +131,32 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
     return total / index.shape[1] if approximation == "expand" else total
 
 
+def _lookup_input_diagonal(structure: Lookup, approximation: Approximation) -> Tensor:
+    """The diagonal of ``_lookup_input_gram``, without one-hot inputs."""
+    index, positions = structure.index, structure.index.shape[1]
+    counts = torch.zeros(structure.entries, dtype=structure.dtype, device=index.device)
+    if approximation != "reduce":
+        ones = torch.ones(index.numel(), dtype=structure.dtype, device=index.device)
+        counts = counts.scatter_add(0, index.flatten(), ones)
+        return counts / positions if approximation == "expand" else counts
+    # a row that was looked up k times has the mean input k / s: each of the k looks adds k / s^2
+    often = (index[:, :, None] == index[:, None, :]).sum(2).to(structure.dtype) / positions**2
+    return counts.scatter_add(0, index.flatten(), often.flatten())
+
+
 def _matrix(gradient: Tensor) -> Tensor:
     """``[..., 1, o, i] -> [..., o, i]``."""
     return gradient.squeeze(-3)
 
 
-def _require_room(size: int) -> None:
-    """Refuse to build a factor that would be too large."""
-    if size > LARGEST_FACTOR:
-        raise PackpropError(
-            "A Kronecker factor was asked for.",
-            f"a parameter whose factor has {size} rows and as many columns",
-            f"it would take {4 * size**2 / 2**30:.1f} GiB in single precision",
-            "set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC) instead",
-        )
+def _too_large(like: Tensor, size: int, otherwise: Otherwise, dtype: torch.dtype | None = None) -> Tensor:
+    """Nothing in place of a factor that would be too large, or an error."""
+    if otherwise == "skip":
+        return like.new_empty(0, dtype=dtype)
+    raise OfParameter(
+        "Kronecker factors were asked for.",
+        f"the block of parameter {{parameter}}, which would need a factor of {size} rows",
+        f"that would take {4 * size**2 / 2**30:.1f} GiB in single precision",
+        "KFAC and KFLR take otherwise='diagonal', which keeps the diagonal of such a factor, or "
+        "otherwise='skip'; else set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC)",
+    )

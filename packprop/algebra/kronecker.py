@@ -1,8 +1,9 @@
 """Linear algebra with Kronecker factors: products, inverses, trace, log-determinant, the dense matrix.
 
 Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
-over entries ``[o, i]``, ``[B]`` for ``B`` itself. Weights that keep fan-in first (transposed convolutions,
-tables) must be brought to ``[o, i]`` before. ``Eigen``, which EKFAC saves, knows the order of its parameter.
+over entries ``[o, i]``, ``[B]`` for ``B`` itself; a factor that is a vector stands for the diagonal matrix.
+Weights that keep fan-in first (transposed convolutions, tables) must be brought to ``[o, i]`` before.
+``Eigen``, which EKFAC saves, knows the order of its parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Eigen(NamedTuple):
 
     Args:
         values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
-        vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``.
+        vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``; a
+            vector of ones for a factor that is diagonal itself.
         order: Where the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
     """
 
@@ -49,7 +51,7 @@ def eigen(block: Block) -> Eigen:
     if isinstance(block, Eigen):
         return block
     _require_factors("eigen", block)
-    pairs = [torch.linalg.eigh(_widened(factor)) for factor in block]
+    pairs = [_decomposed(_widened(factor)) for factor in block]
     values = pairs[0][0] if len(pairs) == 1 else torch.outer(pairs[0][0], pairs[1][0])
     return Eigen(values, [vectors for _, vectors in pairs])
 
@@ -60,8 +62,11 @@ def eigenvectors(factor: Tensor) -> Tensor:
     Where the matrix is singular, rounding would decide between the bases of its null space. The basis taken is
     the one without correlation under fixed weights of the coordinates. The largest entry of each column is
     positive. If the matrix is not finite the eigenvectors are NaN, which shows in everything they rotate.
+    Those of a diagonal matrix, which is given as a vector, are unit vectors: a vector of ones.
     """
     factor = factor.detach()
+    if factor.dim() == 1:
+        return torch.ones_like(factor)
     if has_fault(~factor.isfinite().all()):
         return torch.full_like(factor, math.nan)
     vectors: Tensor
@@ -90,7 +95,8 @@ def dense(block: Block) -> Tensor:
         shape = block.values.shape if block.order is None else block.order.parameter
         return multiply(block, unit.reshape(-1, *shape)).reshape(unit.shape)
     _require_factors("dense", block)
-    return block[0] if len(block) == 1 else torch.kron(block[0], block[1])
+    whole = [factor.diag() if factor.dim() == 1 else factor.contiguous() for factor in block]
+    return whole[0] if len(whole) == 1 else torch.kron(whole[0], whole[1])
 
 
 def multiply(block: Block, vectors: Tensor) -> Tensor:
@@ -109,9 +115,9 @@ def multiply(block: Block, vectors: Tensor) -> Tensor:
     if isinstance(block, Eigen):
         return _scaled("multiply", block, vectors, block.values)
     flat = _as_matrices("multiply", block, vectors)
-    product = block[0] @ flat
+    product = _from_left(block[0], flat)
     if len(block) > 1:
-        product = product @ block[1].mT
+        product = _from_right(product, block[1].mT if block[1].dim() > 1 else block[1])
     return product.reshape(vectors.shape)
 
 
@@ -138,14 +144,14 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
         return block._replace(values=1 / (block.values + damping))
     _require_factors("inverse", block)
     if len(block) == 1:
-        return [torch.linalg.inv(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
+        return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
     B, A = map(_widened, block)
     tiny = torch.finfo(B.dtype).tiny
-    means = [(factor.diagonal().mean()).clamp(min=tiny) for factor in (B, A)]
+    means = [_diagonal(factor).mean().clamp(min=tiny) for factor in (B, A)]
     pi = (means[1] / means[0]).sqrt()
     return [
-        torch.linalg.inv(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
-        torch.linalg.inv(_shifted(A, math.sqrt(damping) * pi)).to(block[1].dtype),
+        _inverted(_shifted(B, math.sqrt(damping) / pi)).to(block[0].dtype),
+        _inverted(_shifted(A, math.sqrt(damping) * pi)).to(block[1].dtype),
     ]
 
 
@@ -167,7 +173,7 @@ def trace(block: Block) -> Tensor:
     if isinstance(block, Eigen):
         return block.values.sum()
     _require_factors("trace", block)
-    return torch.stack([factor.trace() for factor in block]).prod()
+    return torch.stack([_diagonal(factor).sum() for factor in block]).prod()
 
 
 def logdet(block: Block, damping: float = 0.0) -> Tensor:
@@ -180,9 +186,9 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
         values = block.values.clamp(min=0)
     else:
         _require_factors("logdet", block)
-        values = torch.linalg.eigvalsh(_widened(block[0])).clamp(min=0)
+        values = _eigenvalues(block[0])
         if len(block) > 1:
-            values = torch.outer(values, torch.linalg.eigvalsh(_widened(block[1])).clamp(min=0))
+            values = torch.outer(values, _eigenvalues(block[1]))
     logarithms: Tensor = (values + damping).log()
     return logarithms.sum()
 
@@ -191,9 +197,10 @@ def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor
     """Vectors whose coordinates in the eigenbasis are multiplied by ``values``."""
     flat = _as_matrices(asked, block, vectors).to(values.dtype)
     left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
-    rotated = left.mT @ flat if right is None else left.mT @ flat @ right
-    rotated = left @ (rotated * values.reshape(rotated.shape[1:]))
-    product = rotated if right is None else rotated @ right.mT
+    rotated = _from_left(left if left.dim() == 1 else left.mT, flat)
+    rotated = rotated if right is None else _from_right(rotated, right)
+    rotated = _from_left(left, rotated * values.reshape(rotated.shape[1:]))
+    product = rotated if right is None else _from_right(rotated, right if right.dim() == 1 else right.mT)
     product = product if block.order is None else block.order.to_parameter(product)
     return product.reshape(vectors.shape).to(result_dtype(vectors, product))
 
@@ -203,18 +210,57 @@ def _widened(factor: Tensor) -> Tensor:
     return factor.to(accumulation_dtype(factor.dtype))
 
 
+def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a factor; those of a diagonal one are unit vectors, in their order."""
+    if factor.dim() == 1:
+        return factor, torch.ones_like(factor)
+    values, vectors = torch.linalg.eigh(factor)
+    return values, vectors
+
+
+def _eigenvalues(factor: Tensor) -> Tensor:
+    """Eigenvalues, of which rounding makes none negative."""
+    wide = _widened(factor)
+    return (wide if wide.dim() == 1 else torch.linalg.eigvalsh(wide)).clamp(min=0)
+
+
+def _diagonal(factor: Tensor) -> Tensor:
+    return factor if factor.dim() == 1 else factor.diagonal()
+
+
+def _inverted(factor: Tensor) -> Tensor:
+    inverse: Tensor = factor.reciprocal() if factor.dim() == 1 else torch.linalg.inv(factor)
+    return inverse
+
+
+def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:
+    """A factor times matrices ``[v, o, i]``."""
+    return factor[:, None] * matrices if factor.dim() == 1 else factor @ matrices
+
+
+def _from_right(matrices: Tensor, factor: Tensor) -> Tensor:
+    """Matrices ``[v, o, i]`` times a factor."""
+    return matrices * factor if factor.dim() == 1 else matrices @ factor
+
+
 def _shifted(matrix: Tensor, shift: Tensor | float) -> Tensor:
+    if matrix.dim() == 1:
+        return matrix + shift
     return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _require_factors(asked: str, factors: Factors) -> None:
-    if len(factors) not in (1, 2) or any(f.dim() != 2 or f.shape[0] != f.shape[1] for f in factors):
+    if len(factors) not in (1, 2) or not all(map(_is_factor, factors)):
         raise BadInput(
             f"kronecker.{asked}(factors, ...) was called.",
             "factors",
-            "they are not one or two square matrices",
+            "they are not one or two square matrices, or vectors that stand for diagonal ones",
             "give the list that KFAC, KFLR or KFRA saved on a parameter, or what EKFAC saved",
         )
+
+
+def _is_factor(factor: Tensor) -> bool:
+    return factor.dim() == 1 or (factor.dim() == 2 and factor.shape[0] == factor.shape[1])
 
 
 def _require_damping(asked: str, damping: float) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from packprop.algebra.monoid import SUM, Moments, lift, rescale
 from packprop.dataset.result import Result, Value
+from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
 from packprop.tensors.nesting import map_tensors
 from packprop.types import Extension
@@ -90,14 +91,22 @@ class MergedResults:
         names = list(dict.fromkeys(name for _, _, name in self.partial))
         for position, extension in enumerate(self.extensions):
             by_name = values.setdefault(extension.savefield, {})
+            skipped: list[str] = []
             for name in names:
                 rows = []
                 for index, row in enumerate(extension.rows):
                     partial = self.partial.get((position, index, name))
                     value = None if partial is None else row.over_n.result(partial)
                     rows.append(rescale(value, scale, row.degree))
-                if any(row is not None for row in rows):
-                    by_name[name] = extension.finish(rows, self.samples)
+                if all(row is None for row in rows):
+                    continue
+                value = extension.finish(rows, self.samples)
+                if value is None:
+                    skipped.append(name)
+                else:
+                    by_name[name] = value
+            if skipped:
+                warn_of_skipped(extension, skipped)
         return Result(values, self.samples, float(self.loss) * scale, self.reduction)
 
 

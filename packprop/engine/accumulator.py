@@ -20,7 +20,7 @@ from packprop.engine.contributions import Build, Contribution, joint_structure, 
 from packprop.engine.finite import FiniteCheck
 from packprop.engine.partial_results import Begin, PartialResults
 from packprop.engine.request import SUMMED, Request, Task, by_subsampling
-from packprop.errors import PackpropWarning
+from packprop.errors import OfParameter, PackpropWarning
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
 from packprop.tensors.nesting import tensors_in
@@ -116,6 +116,8 @@ class Accumulator:
                 step = self._largest_chunk[id(leaf)] = (stop - start) // 2
                 self._warn_of_halving(leaf, step)
                 continue
+            except OfParameter as error:
+                raise error.named(self._graph.name(leaf)) from None
             for task, value in zip(tasks, values, strict=True):
                 self._partial.at(leaf, task).put(value, columns, extent)
             if self._log is not None:
@@ -205,6 +207,6 @@ def _smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]
             if not row.sums or row.seed == INPUTS:
                 continue
             for tensor in tensors_in(value):
-                if tensor.numel() <= smallest.get(row.seed, tensor).numel():
+                if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():
                     smallest[row.seed] = tensor
     return smallest

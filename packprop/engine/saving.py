@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.state import is_sole
@@ -23,6 +25,7 @@ class ResultSaver:
     def __init__(self, graph: Graph, hook: Hook | None) -> None:
         self._graph, self._hook = graph, hook
         self._waiting = [] if hook is None else graph.owners()
+        self._skipped: dict[Extension, list[str]] = {}
 
     def take_off(self, extensions: Sequence[Extension], reuse: bool) -> dict[tuple[Extension, int], Tensor]:
         """Take off what an earlier pass has saved; with ``reuse``, return the tensors that may be overwritten.
@@ -50,12 +53,30 @@ class ResultSaver:
             if extension.subsampling is not None:
                 samples = len(extension.subsampling)
             value = extension.finish(values, samples)
+            if value is None:
+                self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
+                continue
             setattr(leaf, extension.savefield, map_tensors(lambda t: _saved(t, leaf.dtype), value))
         for module, unfinished in self._waiting:
             if id(leaf) in unfinished:
                 unfinished.remove(id(leaf))
                 if not unfinished and self._hook is not None:
                     self._hook(module)
+
+    def warn_of_skipped(self) -> None:
+        """Warn of parameters on which nothing was saved, as an extension's options allow."""
+        for extension, names in self._skipped.items():
+            warn_of_skipped(extension, names)
+
+
+def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
+    """Warn of parameters that an extension has no value for."""
+    warnings.warn(
+        f"{extension.name}: there is no {extension.savefield} for {', '.join(map(repr, names))}, whose factors "
+        "would be too large; otherwise='diagonal' keeps their diagonals.",
+        PackpropWarning,
+        stacklevel=2,
+    )
 
 
 def _can_be_overwritten(holder: list[Any]) -> bool:

@@ -40,7 +40,7 @@ class KFRA(Extension):
         """The recursion, and second moments of inputs."""
         return _averaged_rows(EXACT, "ggn", False)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` divided by the number of samples."""
         return finished_factors(values, samples)
 
@@ -94,7 +94,7 @@ class HBP(Extension):
             return factor_rows(seed, "mixed")
         return _averaged_rows(seed, self.curv_type, self.ea_strategy == CHEN)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` from moments of the inputs."""
         if self.ea_strategy == CHEN and values[1] is not None:
             mean = values[1] / samples

@@ -23,7 +23,13 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from packprop.algebra.factors import Approximation, cotangent_gram, input_gram, rotated_sum_sq
+from packprop.algebra.factors import (
+    Approximation,
+    Otherwise,
+    cotangent_gram,
+    input_gram,
+    rotated_sum_sq,
+)
 from packprop.algebra.kronecker import Eigen, eigenvectors
 from packprop.algebra.monoid import KEEP
 from packprop.algebra.structures import entry_order_of
@@ -51,10 +57,16 @@ class KFAC(Sampled):
         fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: the targets of the data are
             taken, as one column at the scale of a draw (Kunstner et al. 2019 on what is lost); nothing is
             drawn then.
+        otherwise: What becomes of a parameter with a factor of more than 2^14 rows. ``"error"``: the pass is
+            refused. ``"diagonal"``: the diagonal of that factor takes its place, ``[p]``; everything in
+            ``packprop.kronecker`` takes a vector for a diagonal matrix. ``"skip"``: nothing is saved on the
+            parameter, and a warning names it. The input factor of a table with so many rows is given as its
+            diagonal in any case: it has no other entries, unless ``"reduce"`` takes averages.
     """
 
     approximation: Approximation = "mixed"
     fisher: Fisher = "sampled"
+    otherwise: Otherwise = "error"
     savefield = "kfac"
 
     def __post_init__(self) -> None:
@@ -63,14 +75,15 @@ class KFAC(Sampled):
         asked = f"KFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Fisher))
+        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Second moments of cotangents and of inputs."""
         seed = EMPIRICAL if self.fisher == "empirical" else self.seed
-        return factor_rows(seed, self.approximation)
+        return factor_rows(seed, self.approximation, self.otherwise)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` divided by the number of samples."""
         return finished_factors(values, samples)
 
@@ -85,10 +98,12 @@ class KFLR(Extension):
     Args:
         subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.
         approximation: How positions that share a weight are treated.
+        otherwise: As for ``KFAC``.
     """
 
     subsampling: Sequence[int] | None = None
     approximation: Approximation = "mixed"
+    otherwise: Otherwise = "error"
     savefield = "kflr"
 
     def __post_init__(self) -> None:
@@ -96,13 +111,14 @@ class KFLR(Extension):
         super().__post_init__()
         asked = f"KFLR(approximation={self.approximation!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
+        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Second moments of cotangents and of inputs."""
-        return factor_rows(EXACT, self.approximation)
+        return factor_rows(EXACT, self.approximation, self.otherwise)
 
-    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+    def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` divided by the number of samples."""
         return finished_factors(values, samples)
 
@@ -157,16 +173,21 @@ class EKFAC(Sampled):
         return Eigen(squares, [left] if right is None else [left, right], order)
 
 
-def factor_rows(seed: Seed, approximation: Approximation) -> tuple[Row, ...]:
+def factor_rows(seed: Seed, approximation: Approximation, otherwise: Otherwise = "error") -> tuple[Row, ...]:
     """The rows of both factors: second moments of cotangents, and of inputs."""
-    cotangents = functools.partial(cotangent_gram, approximation=approximation)
-    inputs = functools.partial(input_gram, approximation=approximation)
+    cotangents = functools.partial(cotangent_gram, approximation=approximation, otherwise=otherwise)
+    inputs = functools.partial(input_gram, approximation=approximation, otherwise=otherwise)
     return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))
 
 
-def finished_factors(values: list[Any], samples: int) -> list[Tensor]:
-    """``[B, A]`` or ``[B]`` from the sums of both rows; ``A`` is divided by the number of samples."""
+def finished_factors(values: list[Any], samples: int) -> list[Tensor] | None:
+    """``[B, A]`` or ``[B]`` from the sums of both rows; ``A`` is divided by the number of samples.
+
+    ``None`` if one of them was skipped: it is empty then.
+    """
     cotangents, inputs = values
+    if (cotangents is not None and not cotangents.numel()) or (inputs is not None and not inputs.numel()):
+        return None
     if inputs is None:
         return [cotangents]
     # divided in place: it is the largest tensor here, and nobody else uses it

@@ -3,9 +3,9 @@
 # NOTE [Dry runs]
 A dry run is the real code, under fake tensors, with a count of the storage that is alive. Model, loss, walk,
 sweeps and statistics are those of the real pass, and so the count is right. What repeats itself (chunks of
-samples, chunks of columns) is run three times at most; see also NOTE [Repeated columns]. Samples are taken to be
-where they usually are, unless
-a real pass of the same shapes has found them. What a kernel allocates inside of itself is not seen.
+samples, chunks of columns) is run three times at most; see also NOTE [Repeated columns]. Samples are taken to
+be where they usually are, unless a real pass of the same shapes has found them. What a kernel allocates inside
+of itself is not seen.
 
 A plan holds for a training loop. In the first step samples are to be found; in the others the results of the
 step before are there until the first of their own are. The peak is the largest of all.
@@ -178,8 +178,9 @@ class DryRun:
             value = map_tensors(
                 lambda t: t.to(leaf.dtype).contiguous(), extension.finish(values, graph.samples)
             )
-            self._peaks.own_result(value)
-            setattr(leaf, extension.savefield, value)
+            if value is not None:
+                self._peaks.own_result(value)
+                setattr(leaf, extension.savefield, value)
         if not self._step.freed:
             return
         if self._waiting is None:

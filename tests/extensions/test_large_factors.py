@@ -1,0 +1,167 @@
+"""Parameters whose Kronecker factors would be too large: named, given as diagonals, or left out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions, kronecker
+from packprop.algebra import factors
+from packprop.errors import PackpropError, PackpropWarning
+from tests.references.running import assert_near
+
+SIZE = 10
+
+
+class Words(nn.Module):
+    """A table of 14 rows, positions in a raw parameter of 12 entries, a head with 11 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.hidden = nn.Embedding(14, 3), nn.Linear(3, 5)
+        self.positions = nn.Parameter(torch.randn(4, 3))
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, index: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.hidden(self.words(index) + self.positions)).sum(1))
+        return out
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(14, (6, 4)), torch.randint(11, (6,))
+
+
+def blocks(extension: Any) -> dict[str, Any]:
+    """What is saved on each parameter, in double precision."""
+    model, loss = packprop.extend(Words().double()), packprop.extend(nn.CrossEntropyLoss())
+    index, target = batch()
+    value = loss(model(index), target)
+    with packprop.backpack(extension):
+        value.backward()
+    return {name: getattr(p, extension.savefield, None) for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factors, "LARGEST_FACTOR", SIZE)
+
+
+def kflr(**options: Any) -> Any:
+    return extensions.KFLR(**options)
+
+
+def kfac(**options: Any) -> Any:
+    return extensions.KFAC(generator=torch.Generator().manual_seed(0), **options)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_error_names_the_parameter_and_the_option() -> None:
+    named = r"parameter '(positions|head\.weight|head\.bias)'.*1[12] rows"
+    with pytest.raises(PackpropError, match=named) as caught:
+        blocks(kflr())
+    assert "otherwise='diagonal'" in str(caught.value)
+
+
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+@pytest.mark.parametrize("make", [kflr, kfac])
+def test_a_large_factor_is_its_diagonal(make: Any, approximation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every factor of more than ten rows is a vector, the diagonal of the matrix that it would be."""
+    whole = blocks(make(approximation=approximation))
+    monkeypatch.setattr(factors, "LARGEST_FACTOR", SIZE)
+    found = blocks(make(approximation=approximation, otherwise="diagonal"))
+    vectors = 0
+    for name, block in found.items():
+        assert len(block) == len(whole[name])
+        for factor, reference in zip(block, whole[name], strict=True):
+            if len(reference) > SIZE:
+                vectors += 1
+                assert_near(factor, reference.diagonal(), name)
+            else:
+                assert_near(factor, reference, name)
+    assert vectors == 4
+
+
+def test_the_inputs_of_a_table_have_no_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-hot inputs: the diagonal is the whole factor, so that nothing needs to be allowed."""
+    for extension in (kflr(), extensions.EKFAC(fisher="exact")):
+        monkeypatch.setattr(factors, "LARGEST_FACTOR", 2**14)
+        whole = blocks(extension)["words.weight"]
+        monkeypatch.setattr(factors, "LARGEST_FACTOR", 12)
+        block = blocks(extension)["words.weight"]
+        last = block.vectors[1] if isinstance(block, kronecker.Eigen) else block[1]
+        assert last.dim() == 1
+        if isinstance(block, list):
+            assert_near(kronecker.dense(block), kronecker.dense(whole), "the block")
+        else:
+            assert_near(kronecker.trace(block), kronecker.trace(whole), "the trace")
+            vector = torch.randn(14, 3, dtype=torch.float64)
+            dense = kronecker.dense(block)
+            assert_near(kronecker.multiply(block, vector).flatten(), dense @ vector.flatten(), "a product")
+            solved = torch.linalg.solve(
+                dense + 0.1 * torch.eye(len(dense), dtype=dense.dtype), vector.flatten()
+            )
+            assert_near(kronecker.solve(block, vector, 0.1).flatten(), solved, "a solution")
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_skipped_is_named_once() -> None:
+    with pytest.warns(PackpropWarning, match="no kflr for") as caught:
+        found = blocks(kflr(otherwise="skip"))
+    (warning,) = caught
+    for name in ("positions", "head.weight", "head.bias"):
+        assert found[name] is None
+        assert repr(name) in str(warning.message)
+    assert all(found[name] is not None for name in ("hidden.weight", "hidden.bias", "words.weight"))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("otherwise", ["diagonal", "skip"])
+def test_batches_merge(otherwise: Any) -> None:
+    index, target = batch()
+    model, loss = Words().double(), nn.CrossEntropyLoss()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackpropWarning)
+        whole = blocks(kflr(otherwise=otherwise))
+        data = [(index[:2], target[:2]), (index[2:], target[2:])]
+        result = packprop.compute(model, loss, data, [kflr(otherwise=otherwise)], progress=False)["kflr"]
+    for name, block in whole.items():
+        if block is None:
+            assert name not in result
+            continue
+        for factor, reference in zip(result[name], block, strict=True):
+            assert_near(factor, reference, name)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_plan_counts_diagonals() -> None:
+    loss = nn.CrossEntropyLoss()
+    planned = packprop.plan(Words(), loss, batch(), [kflr(otherwise="diagonal")])
+    saved = blocks(kflr(otherwise="diagonal"))
+    assert planned.results == sum(4 * factor.numel() for block in saved.values() for factor in block)
+
+
+DIAGONAL = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1)])
+def test_helpers_take_a_vector_for_a_diagonal_matrix(places: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    root = torch.randn(3, 5, dtype=torch.float64)
+    mixed: list[Tensor] = [DIAGONAL if place in places else root @ root.T for place in range(2)]
+    plain = [factor.diag() if factor.dim() == 1 else factor for factor in mixed]
+    vectors = torch.randn(4, 3, 3, dtype=torch.float64)
+    assert_near(kronecker.dense(mixed), kronecker.dense(plain), "dense")
+    assert_near(kronecker.dense(kronecker.eigen(mixed)), kronecker.dense(plain), "eigen")
+    assert_near(kronecker.multiply(mixed, vectors), kronecker.multiply(plain, vectors), "multiply")
+    assert_near(kronecker.solve(mixed, vectors, 0.1), kronecker.solve(plain, vectors, 0.1), "solve")
+    inverses = [kronecker.dense(kronecker.inverse(each, 0.1)) for each in (mixed, plain)]
+    assert_near(*inverses, "inverse")
+    assert_near(kronecker.trace(mixed), kronecker.trace(plain), "trace")
+    assert_near(kronecker.logdet(mixed, 0.1), kronecker.logdet(plain, 0.1), "logdet")

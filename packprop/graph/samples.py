@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
-from packprop.graph.completeness import require_complete, require_separable
+from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
-from packprop.recording.compiled import UNCOMPILED
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
 
@@ -78,14 +77,13 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
         of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
     """
     if not graph.uses:
-        missing = [repr(graph.name(leaf)) for leaf, _ in graph.missing[:3]]
+        require_complete(graph)
         raise PackpropError(
             "A backward pass with extensions was started.",
-            "the tensor that backward() was called on" + (f", made of {', '.join(missing)}" if missing else ""),
+            "the tensor that backward() was called on",
             "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            "extended, that torch.compile compiled, under packprop.disable(), or before extend() was called",
-            "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
-            f"if the model was compiled, {UNCOMPILED}",
+            f"extended, {UNSEEN}",
+            EXTEND_FIRST,
         )
     if of_samples:
         require_separable(graph)

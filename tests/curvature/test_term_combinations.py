@@ -1,4 +1,4 @@
-"""The Hessian diagonal of the whole loss: terms that no sample enters, with tied and checkpointed parameters."""
+"""The Hessian diagonal of the whole loss: terms that no sample enters, tied and checkpointed parameters."""
 
 from __future__ import annotations
 
@@ -66,4 +66,4 @@ def test_diagonal_of_the_whole_loss(
             assert_near(p.diag_h, hessian_diagonal(whole, p), name)
             assert_near(p.diag_h_batch.sum(0), hessian_diagonal(data, p), f"{name} of samples")
         else:
-            assert tied and name == "b.weight"  # it meets no sample
+            assert (tied, name) == (True, "b.weight")  # it meets no sample

@@ -17,7 +17,7 @@ from packprop.engine.gradient import changed_gradient
 from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph.completeness import require_differentiable, require_no_compiled_region
+from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.terms import meets_samples_unseen
@@ -35,8 +35,7 @@ from packprop.types import GRADIENT, Extension, Seed
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
-    "computed. The forward pass ran on a module that is not extended, under packprop.disable(), or before "
-    "extend() was called. Call packprop.extend(model) first, then run the forward pass again."
+    f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
 
 
@@ -153,7 +152,7 @@ class Backpack(OwnMode):
             return backward()
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
-            require_no_compiled_region(graph)
+            require_complete(graph)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()

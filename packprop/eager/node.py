@@ -47,7 +47,8 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
         saved = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + shared
     else:
         saved = [*sweep.inputs.values(), *sweep.shared.values()]
-    result: Tensor = Eager.apply(record, (value, saved), *sources)  # type: ignore[no-untyped-call]
+    given = record, (value, saved)
+    result: Tensor = Eager.apply(*given, *sources)  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 

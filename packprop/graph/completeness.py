@@ -19,7 +19,7 @@ from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
-from packprop.recording.compiled import is_compiled_region
+from packprop.recording.compiled import UNCOMPILED, is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
 from packprop.recording.reentrant import refused
@@ -28,6 +28,26 @@ from packprop.tensors.layout import Layout
 
 FSDP = "torch.distributed.fsdp"
 """The Python module of PyTorch that shards parameters."""
+
+
+UNSEEN = (
+    "before extend() was called, under packprop.disable(), or in what torch.compile or torch.jit compiled, "
+    "where functions are not recorded"
+)
+"""Where a forward pass ran that left no use on its graph, in messages."""
+
+
+WITHOUT_COMPILER = (
+    f"if torch.compile compiled it, {UNCOMPILED}; if torch.jit did, call the module as it was before it was "
+    "traced or scripted"
+)
+
+
+EXTEND_FIRST = (
+    "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
+    f"{WITHOUT_COMPILER}"
+)
+"""What to do then."""
 
 
 def require_alive(graph: Graph) -> None:
@@ -185,13 +205,6 @@ def require_differentiable(graph: Graph) -> None:
         )
 
 
-def require_no_compiled_region(graph: Graph) -> None:
-    """Refuse parameters that only a compiled region consumes: nothing was recorded there."""
-    for leaf, consumer in graph.missing:
-        if is_compiled_region(consumer):
-            raise refused_compiled(f"parameter {graph.name(leaf)!r}")
-
-
 def require_complete(graph: Graph) -> None:
     """Raise unless every use of every wanted parameter was recorded."""
     if not graph.missing:
@@ -206,15 +219,21 @@ def require_complete(graph: Graph) -> None:
         raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
+    elif not graph.uses:
+        why = (
+            f"its module is extended, but no use of it was recorded: the forward pass ran {UNSEEN}; or this is "
+            "a penalty whose constants may hold samples"
+        )
+        instead = f"{EXTEND_FIRST}. Call backward() of a penalty outside of `with backpack(...)`"
     else:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in what torch.compile compiled, in an assignment), where it may meet "
-            "samples, or in a term that is not simply added to the loss"
+            "pass, under disable(), in what torch.compile or torch.jit compiled, in an assignment), where it "
+            "may meet samples, or in a term that is not simply added to the loss"
         )
         instead = (
             "run that function inside the extended module or inside `with packprop.record():`; add penalties "
             "to the loss, with their constants in buffers of an extended module; or set requires_grad=False "
-            "on the parameter"
+            f"on the parameter; {WITHOUT_COMPILER}"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.entry import Entry
+from packprop.functions.losses import Loss
 from packprop.graph.site import Site
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.tensors.hooks import Hooks
@@ -95,12 +96,36 @@ class ReentrantCheckpoint:
 
 @dataclass(eq=False)
 class ReachedLoss:
-    """A recorded loss that the backward pass will reach."""
+    """A recorded loss that the backward pass will reach.
+
+    Args:
+        call: What was recorded of it.
+        node: Where it stands in the graph.
+        output: Which of the node's outputs it is.
+        layout: Where its input holds the samples; set when samples are located.
+        is_open: Whether a path from the roots leads to its input that passes no recorded loss.
+    """
 
     call: RecordedLoss
     node: Node
     output: int
     layout: Layout = WHOLE
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class OpenPlace:
+    """Where a path from the roots that passes no recorded loss meets the model; see NOTE [Open paths].
+
+    Args:
+        edge: Where the tensor came from.
+        shape: Its shape.
+        loss: What is known of the loss that took it; ``None`` if nothing is.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    loss: Loss | None = None
 
 
 @dataclass
@@ -113,6 +138,8 @@ class Graph:
         uses: The uses, those nearest to the roots first.
         losses: Recorded losses.
         outputs: Outputs of outermost calls, with their shapes.
+        open: Where paths from the roots that pass no recorded loss meet the model, if there is a loss
+            elsewhere, or one that its node tells.
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
@@ -134,6 +161,7 @@ class Graph:
     uses: list[ReachedUse] = field(default_factory=list)
     losses: list[ReachedLoss] = field(default_factory=list)
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
+    open: list[OpenPlace] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)
     missing: list[tuple[Tensor, Node]] = field(default_factory=list)

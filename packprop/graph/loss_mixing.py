@@ -37,13 +37,17 @@ def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen
     Returns:
         Whether this holds for all values.
     """
-    if not graph.losses:
+    lasting = True
+    closed = sum(output.decides for output in outputs) if graph.losses else 0
+    unseen = [place for place, loss in enumerate(graph.losses) if loss.is_open]
+    unseen += range(closed, len(outputs))
+    if unseen:
         roots = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         seeds = graph.root_gradients()
         name = "what was computed from the model's output"
-        return _is_separate(graph.asked, name, roots, seeds, outputs, chosen)
-    lasting = True
-    for loss, output, layout in zip(graph.losses, outputs, chosen, strict=True):
+        own, where = [outputs[place] for place in unseen], [chosen[place] for place in unseen]
+        lasting = _is_separate(graph.asked, name, roots, seeds, own, where)
+    for loss, output, layout in zip(graph.losses, outputs, chosen, strict=False):  # those of losses come first
         function = loss.call.function
         if function in LOSSES:
             continue

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
-from packprop.graph.completeness import require_complete, require_separable
+from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
-from packprop.recording.compiled import UNCOMPILED
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
 
@@ -29,7 +28,7 @@ class _SampleLocations:
 
     Args:
         samples: Number of samples.
-        sources: Layouts where samples are fed in: at the inputs of the losses, or at the model's outputs.
+        sources: Layouts where samples are fed in: where ``model_outputs`` says.
         uses: Layouts at the outputs of each use.
         is_lasting: Whether they hold for every later pass of the same structure.
     """
@@ -78,14 +77,13 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
         of_samples: Whether quantities of single samples are asked for; else the batch is taken as a whole.
     """
     if not graph.uses:
-        missing = [repr(graph.name(leaf)) for leaf, _ in graph.missing[:3]]
+        require_complete(graph)
         raise PackpropError(
             "A backward pass with extensions was started.",
-            "the tensor that backward() was called on" + (f", made of {', '.join(missing)}" if missing else ""),
+            "the tensor that backward() was called on",
             "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            "extended, that torch.compile compiled, under packprop.disable(), or before extend() was called",
-            "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
-            f"if the model was compiled, {UNCOMPILED}",
+            f"extended, {UNSEEN}",
+            EXTEND_FIRST,
         )
     if of_samples:
         require_separable(graph)
@@ -117,7 +115,7 @@ def locate_samples(graph: Graph) -> None:
             memory.locations[graph.signature] = locations
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
-    for loss, layout in zip(graph.losses, locations.sources if graph.losses else [], strict=True):
+    for loss, layout in zip(graph.losses, locations.sources, strict=False):  # inputs of losses come first
         loss.layout = layout
     for use, layouts in zip(graph.uses, locations.uses, strict=True):
         use.layouts = layouts
@@ -155,7 +153,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
         if not all(layouts):
             raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
-    return _SampleLocations(samples, chosen if graph.losses else [], uses, False)
+    return _SampleLocations(samples, chosen, uses, False)
 
 
 def _sweep_once(graph: Graph) -> None:
@@ -225,7 +223,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if mixing is not None:
             raise _mixed(graph, mixing)
         shapes = [shape for forward in graph.forwards for shape in forward.sizes]
-        raise _disagreement(graph, [output.samples for output in outputs], shapes)
+        raise _disagreement(graph, [output.samples for output in outputs if output.decides], shapes)
     if first.shown is not None:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
@@ -256,6 +254,8 @@ def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout
         for layout in possible_layouts(output.shape, samples)
         if layout.axis is None or layout.axis != output.loss.class_axis
     ]
+    if not output.decides:
+        return layouts
     known = output.loss.sample_axis
     if known is not None:
         return [layout for layout in layouts if layout.axis in (None, known) and layout.parts == 1]
@@ -269,9 +269,10 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
 
     Each comes with whether it is the extent of a leading axis.
     """
-    extents = [output.samples for output in outputs]
+    deciding = [output for output in outputs if output.decides]
+    extents = [output.samples for output in deciding]
     rows = extents[0]
-    if any(output.loss.sample_axis is not None for output in outputs) and len(set(extents)) == 1:
+    if any(output.loss.sample_axis is not None for output in deciding) and len(set(extents)) == 1:
         return [(rows, False)]  # the loss knows
     calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
     shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
@@ -342,7 +343,8 @@ def _require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
         raise PackpropError(
             graph.asked,
             f"the model's output, of shape {list(outputs[0].shape)}",
-            "it holds no samples: the batch is empty, or the model returned a scalar that no recorded loss "
-            "made",
-            "pass at least one sample; let a torch loss function, or an extended loss module, make the scalar",
+            "it holds no samples: the batch is empty, or the model returned a scalar that no loss made which "
+            "packprop has a rule for",
+            "pass at least one sample; let the model return what the scalar is computed from, and compute the "
+            "loss outside of it; or give the loss function that it calls a rule by packprop.register_loss",
         )

@@ -25,6 +25,7 @@ from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
+from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
@@ -42,6 +43,7 @@ class ModelOutput:
         dtype: Its type.
         device: Its device.
         loss: What is known of the loss that took it.
+        decides: Whether its extent says how many samples there may be.
     """
 
     edge: GradientEdge
@@ -50,18 +52,27 @@ class ModelOutput:
     dtype: torch.dtype
     device: torch.device
     loss: Loss = field(default_factory=lambda: Loss(None, 1.0, None, None))
+    decides: bool = True
 
 
 def model_outputs(graph: Graph) -> list[ModelOutput]:
-    """Where samples can be fed in: at the inputs of the losses, or without losses at outputs of the model."""
-    if graph.losses:
-        outputs = []
-        for loss in graph.losses:
-            call = loss.call
-            given = call.input
-            rule = describe(call.function, call.args, call.kwargs)
-            count = number_of_samples(rule, given)
-            outputs.append(ModelOutput(call.edge, given.shape, count, given.dtype, given.device, rule))
+    """Where samples can be fed in: at the inputs of the losses, or without losses at outputs of the model.
+
+    Those of recorded losses come first; then where paths without any meet the model, see NOTE [Open paths].
+    """
+    outputs = []
+    for loss in graph.losses:
+        call = loss.call
+        given = call.input
+        rule = describe(call.function, call.args, call.kwargs)
+        count = number_of_samples(rule, given.shape)
+        outputs.append(ModelOutput(call.edge, given.shape, count, given.dtype, given.device, rule))
+    for place in graph.open:
+        made = made_by(place.edge.node)[place.edge.output_nr]
+        rule = place.loss or Loss(None, 1.0, None, None)
+        count, decides = number_of_samples(rule, place.shape), place.loss is not None
+        outputs.append(ModelOutput(place.edge, place.shape, count, made.dtype, made.device, rule, decides))
+    if outputs:
         return outputs
     leaf = graph.leaves()[0]
     return [

@@ -162,28 +162,27 @@ class _Terms:
             self._sort_function(node)
 
     def _sort_function(self, node: Node) -> None:
-        above = [upstream for upstream, _ in node.next_functions]
-        data = [place for place, each in enumerate(above) if each in self._data]
-        terms = [place for place, each in enumerate(above) if each in self._parametric]
+        above = {place: each for place, (each, _) in enumerate(node.next_functions) if each is not None}
+        data = {place: each for place, each in above.items() if each in self._data}
+        terms = {place: each for place, each in above.items() if each in self._parametric}
         if not data:
             if terms:
-                self._sort_term(node, terms)
+                self._sort_term(node, list(terms))
             return
         self._data.add(node)
-        if any(above[place] in self._after_loss or above[place] in self._losses for place in data):
+        if any(each in self._after_loss or each in self._losses for each in data.values()):
             self._after_loss.add(node)
         joins = 0
-        for place in data:
-            joins |= self._joins_above.get(above[place], 0)  # type: ignore[arg-type]  # data places hold nodes
+        for each in data.values():
+            joins |= self._joins_above.get(each, 0)
         if joins and not is_linear(node, [*data, *terms]):
             self._spoilt |= joins
         if terms:
-            met = [above[place] for place in terms]
-            if self._is_sum(node, data):
+            if self._is_sum(node, list(data)):
                 joins |= 1 << len(self._joins)
-                self._joins.append((node, met))  # type: ignore[arg-type]  # as above
+                self._joins.append((node, list(terms.values())))
             else:
-                self._suspects += met  # type: ignore[arg-type]  # as above
+                self._suspects += terms.values()
         if joins:
             self._joins_above[node] = joins
 

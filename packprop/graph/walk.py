@@ -25,6 +25,7 @@ from packprop.graph.completeness import (
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.hooks import hooks_on, is_of_interest
+from packprop.graph.open_paths import find_open_places
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
@@ -80,6 +81,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     find_after_loss(graph, trail.order, trail.neighbours)
     if graph.missing or (trail.consumed and graph.losses):
         settle_terms(graph, starts)
+    find_open_places(graph, starts, trail.neighbours)
     without_loss = reached_without_loss(graph, starts, trail.neighbours)
     adopt_missing(graph, without_loss, trail.uses)
     graph.without_loss = [
@@ -227,4 +229,5 @@ def _signature(graph: Graph, names: list[str]) -> int:
     uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
     losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
     input_shapes = tuple(shape for forward in graph.forwards for shape in forward.sizes)
-    return hash((tuple(names), uses, losses, input_shapes, bool(graph.without_loss)))
+    open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
+    return hash((tuple(names), uses, losses, input_shapes, open_paths, bool(graph.without_loss)))

@@ -41,7 +41,7 @@ def warn_of_compiled() -> None:
 
 # The compiler calls it while it traces, and takes its result for a constant. The public decorator for this,
 # torch.compiler.assume_constant_result, sets the same attribute, but imports the compiler, which takes seconds.
-warn_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions have no such one
 
 
 def refused(what: str) -> PackpropError:

@@ -129,7 +129,8 @@ class OffloadedInputs:
             lambda tensor: tensor if call.consumes(tensor) else placeholder, arguments
         )
         self._saved = [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
-        self._node: Any = _Save.apply(call.parameters[0], *tensors).grad_fn  # type: ignore[no-untyped-call]
+        saved: Tensor = _Save.apply(call.parameters[0], *tensors)  # type: ignore[no-untyped-call]  # torch's own
+        self._node: Any = saved.grad_fn
 
     def ready(self) -> list[Entry]:
         """Entries with what the hooks give back."""

@@ -55,6 +55,8 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
         )
     EXTENDED.add(module)
     for child in module.modules():
+        if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and calls no torch function
+            continue
         if HANDLES not in child.__dict__:
             child.__dict__[HANDLES] = (
                 child.register_forward_pre_hook(_begin, with_kwargs=True),

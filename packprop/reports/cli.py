@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from rich.console import Console
@@ -120,14 +120,21 @@ def _warnings_in_short(stream: TextIO) -> Iterator[None]:
     """Print each warning once, without the line of code that it comes from."""
     shown = set()
 
-    def show(message: Warning | str, *_: Any) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         text = textwrap.fill(f"warning: {message}", WIDTH, subsequent_indent="  ")
         if text not in shown:
             print(text, file=stream)
         shown.add(text)
 
     with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
+        warnings.showwarning = show
         yield
 
 

@@ -62,7 +62,8 @@ def load_factory(name: str) -> Callable[[], Any]:
             f"{path!r} is {described(named)}, which cannot be called",
             "name a function that returns (model, loss, data)",
         )
-    return named  # type: ignore[no-any-return]
+    factory: Callable[[], Any] = named
+    return factory
 
 
 def call_factory(factory: Callable[[], Any], name: str) -> tuple[Any, Any, Any]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
+from packprop import PackpropError
 from packprop.compat.custom_module.scale_module import ScaleModule
 from packprop.recording.switch import is_extended
 from tests.compat.module_extensions import Fourth
@@ -94,7 +95,7 @@ def test_disable() -> None:
             loss = F.cross_entropy(model(x), y)
     assert disable.should_store_io()
     assert not hasattr(model[0], "output")
-    with pytest.warns(packprop.PackpropWarning, match=r"packprop\.disable"), backpack(BatchGrad()):
+    with pytest.raises(PackpropError, match=r"packprop\.disable"), backpack(BatchGrad()):
         loss.backward()
     assert not hasattr(model[0].weight, "grad_batch")
 

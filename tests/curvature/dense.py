@@ -25,10 +25,15 @@ TWICE = list(
 NOT_ELEMENTWISE = (
     *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library", "kl-divergence"),
     *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
-    *("weight-norm", "tied-transpose", "divide", "module-twice"),
+    *("weight-norm", "tied-transpose", "module-twice"),
+    "divide",  # by 2 + w: the function of the parameter curves itself; one that is divided is in CHAINS
 )
+NUMERATORS = ("divide-reversed", "divide-numerator")
 CHAINS = [
-    *(BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "autoencoder", "doubled", "mse-map")),
+    *(
+        BY_NAME[name]
+        for name in ("linear-deep", "conv2d-deep", "autoencoder", "doubled", "mse-map", *NUMERATORS)
+    ),
     *(
         case
         for case in TWICE

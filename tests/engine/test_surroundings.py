@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from packprop import extensions
 from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
 from tests.references.per_sample import batch, images, network, rows_by_loop
-from tests.references.running import assert_near, right_or_refused
+from tests.references.refusals import check, refused
+from tests.references.running import assert_near
 
 
 @pytest.fixture
@@ -57,20 +57,20 @@ def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) 
             assert hasattr(model.get_parameter(name), "diag_ggn_exact")
 
 
-def test_compiled_or_scripted_models_are_right_or_refused() -> None:
-    """A traced model hides its torch functions: right rows, or an error that says so."""
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
+@pytest.mark.parametrize("by", [torch.jit.trace, torch.jit.script], ids=["traced", "scripted"])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_traced_and_scripted_models_are_refused(by: Callable[..., nn.Module], whole: bool) -> None:
+    """They hide their torch functions: an error names the parameter, and the way out."""
     x, y = batch()
-    model = packprop.extend(torch.jit.trace(network(), (x,), check_trace=False))
-    loss = packprop.extend(nn.CrossEntropyLoss())(model(x), y)
-    with right_or_refused("torch functions", "trace", "recorded"):
-        with warnings.catch_warnings(record=True) as seen, packprop.backpack(extensions.BatchGrad()):
-            warnings.simplefilter("always")
-            loss.backward()
-        if any("met no recorded use" in str(warning.message) for warning in seen):
-            assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
-            return
-        for name, expected in rows_by_loop(model, x, y).items():
-            assert_near(dict(model.named_parameters())[name].grad_batch, expected, name)
+    model = network()
+    inner = model if whole else model[0]
+    hidden = by(inner, (x,), check_trace=False) if by is torch.jit.trace else by(inner)
+    if not whole:
+        model[0] = hidden
+    model = packprop.extend(hidden if whole else model)
+    error = refused(packprop.extend(nn.CrossEntropyLoss())(model(x), y), extensions.BatchGrad(), model=model)
+    check(error, "'0.weight'", "torch.jit", "before it was traced")
 
 
 def test_language_model_trained_and_measured() -> None:

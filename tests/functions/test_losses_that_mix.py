@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_loss_of_ones_own_is_accepted_and_looked_at_once(
     assert len(located._KNOWN[model].locations) == 1
 
 
-@pytest.mark.parametrize("how", ["extended", "function"])
+@pytest.mark.parametrize("how", ["extended", "recorded", "plain", "in-the-model", "torch"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_samples_of_ctc(reduction: str, how: str, batch_first: bool) -> None:
@@ -107,15 +108,27 @@ def test_samples_of_ctc(reduction: str, how: str, batch_first: bool) -> None:
             b=nn.Linear(4, 5),
         )
     )
-    packprop.extend(model)
     x = torch.randn(samples, times, 2).double() if batch_first else torch.randn(times, samples, 2).double()
     targets, lengths = torch.randint(1, 5, (samples, 2)), torch.full((samples,), 2)
     whole = torch.full((samples,), times)
-    if how == "extended":
-        loss = packprop.extend(nn.CTCLoss(reduction=reduction))(model(x), targets, whole, lengths)
+    if how == "in-the-model":
+        outer = Apply(
+            lambda m, x: F.ctc_loss(m.inner(x), targets, whole, lengths, reduction=reduction), inner=model
+        )
+        loss = packprop.extend(outer)(x)
+    elif how == "torch":  # the loss is not seen to be called
+        code = 1 if reduction == "mean" else 2
+        outer = Apply(lambda m, x: torch.ctc_loss(m.inner(x), targets, whole, lengths, 0, code), inner=model)
+        loss = packprop.extend(outer)(x)
+    elif how == "extended":
+        loss = packprop.extend(nn.CTCLoss(reduction=reduction))(
+            packprop.extend(model)(x), targets, whole, lengths
+        )
     else:
-        with packprop.record():
-            loss = F.ctc_loss(model(x), targets, whole, lengths, reduction=reduction)
+        packprop.extend(model)
+        with packprop.record() if how == "recorded" else nullcontext():
+            out = model(x)
+            loss = F.ctc_loss(out, targets, whole, lengths, reduction=reduction)
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     with packprop.disable():

@@ -218,7 +218,19 @@ def autograd(house: House) -> list[str]:
     ]
 
 
-RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, peers, autograd)
+def silenced(house: House) -> list[str]:
+    """Lines that silence a linter or the type checker without a reason behind it."""
+    return [
+        f"{file.name}.py:{number} gives no reason"
+        for file in house.files.values()
+        for number, line in enumerate(file.text.splitlines(), 1)
+        if (found := SILENCED.search(line)) and "#" not in line[found.end() :]
+    ]
+
+
+SILENCED = re.compile(r"#\s*(?:noqa|type:\s*ignore)")
+
+RULES: tuple[Callable[[House], list[str]], ...] = (unlisted, upward, circular, peers, autograd, silenced)
 
 LONGEST = 400
 """Lines of a source file."""
@@ -235,6 +247,7 @@ IN_ORDER = {
     "recording/recorder.py": "from torch.autograd.graph import Node\nfrom packprop.functions import entry\n",
     "extensions/__init__.py": "from .first_order import BatchGrad\nfrom ..recording import recorder\n",
     "extensions/first_order.py": "from ..types import Extension\n",
+    "dataset/state.py": "x = f()  # type: ignore[no-untyped-call]  # torch's own\n",
     "context.py": "def late():\n    import torch as t\n    t.autograd\nfrom . import extensions\n",
     "reports/cli.py": "import importlib\nimportlib.import_module('packprop.context')\n",
 }
@@ -326,6 +339,8 @@ FAULTS = [
         {"algebra/structures.py": "import torch\ntorch.autograd.grad\n"},
         "algebra/structures.py:2 mentions torch.autograd",
     ),
+    (silenced, {"errors.py": "def A():  # noqa: N802\n    ...\n"}, "errors.py:1 gives no reason"),
+    (silenced, {"types.py": "\nx: int = ''  # type: ignore[assignment]\n"}, "types.py:2 gives no reason"),
 ]
 
 

@@ -41,7 +41,8 @@ def test_a_model_that_was_extended_after_its_forward_pass(row: Row) -> None:
     x, y = batch()
     out = model(x)
     packprop.extend(model)
-    warned(packprop.extend(nn.CrossEntropyLoss())(out, y), row, model)
+    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+    check(refused(loss, row(), model=model), "'0.weight'", "extend(")
 
 
 @each_row
@@ -50,7 +51,34 @@ def test_a_forward_pass_under_disable(row: Row) -> None:
     x, y = batch()
     with packprop.disable():
         out = model(x)
-    warned(packprop.extend(nn.CrossEntropyLoss())(out, y), row, model)
+    loss = packprop.extend(nn.CrossEntropyLoss())(out, y)
+    check(refused(loss, row(), model=model), "'0.weight'", "disable()")
+
+
+def test_a_pass_to_inputs_that_no_extended_parameter_is_among() -> None:
+    """What is asked of the parameters of another model is none of the extended one's business."""
+    model, other = packprop.extend(network()), network()
+    x, y = batch()
+    with packprop.disable():
+        loss = F.cross_entropy(model(x) + other(x), y)
+    expects = pytest.warns(packprop.PackpropWarning, match=r"extend\(model\) first")
+    with expects, packprop.backpack(extensions.BatchGrad()):
+        loss.backward(inputs=list(other.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in other.parameters())
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_extended_model_that_is_held_constant() -> None:
+    """A pass through it to what is not extended, as in the other half of an adversarial step."""
+    model = packprop.extend(network().requires_grad_(False))
+    x, y = batch()
+    shift = torch.zeros(3, requires_grad=True)
+    with packprop.disable():
+        loss = F.cross_entropy(model(x + shift), y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    torch.testing.assert_close(shift.grad, torch.autograd.grad(F.cross_entropy(model(x + shift), y), shift)[0])
 
 
 @pytest.mark.filterwarnings("error")
@@ -68,6 +96,14 @@ def test_a_penalty_alone(extended: bool) -> None:
     for p, gradient in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, gradient + 2 * p.detach())
         assert hasattr(p, "grad_batch") == extended
+
+
+def test_a_penalty_alone_whose_constants_may_hold_samples() -> None:
+    """The graph does not tell them from samples."""
+    model = packprop.extend(network())
+    x, _ = batch()
+    penalty = (model[0].weight @ x.T).square().sum()
+    check(refused(penalty, extensions.BatchGrad(), model=model), "'0.weight'", "penalty", "outside of `with")
 
 
 @pytest.mark.filterwarnings("error")

@@ -8,6 +8,7 @@ from packprop.functions.losses.description import (
     describe,
     input_of,
     number_of_samples,
+    of_node,
     register_loss,
 )
 from packprop.functions.losses.roots import bernoulli_root, gaussian_root, matrix_root, softmax_root
@@ -22,6 +23,7 @@ __all__ = [
     "input_of",
     "matrix_root",
     "number_of_samples",
+    "of_node",
     "register_loss",
     "rules",
     "softmax_root",

@@ -7,7 +7,7 @@ positions of C entries has ``T * C`` columns: one for each position and entry, f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,15 @@ INPUT_NAMES: dict[Callable[..., Any], str] = {}
 """Loss function -> name of its first argument, where that is not ``input``."""
 
 
+NODES: dict[str, Callable[[Sequence[int]], Loss]] = {}
+"""Name of an autograd node -> from the shape of a loss's input to what is known of a loss that was not seen."""
+
+
+def of_node(name: str) -> Callable[[Sequence[int]], Loss] | None:
+    """The rule of the loss that a node tells, if it is one whose samples are not where they usually are."""
+    return NODES.get(name.rstrip("0123456789"))
+
+
 def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> Callable[[Rule], Rule]:
     """Say how a loss function curves.
 
@@ -128,11 +137,9 @@ def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return args[0] if args else kwargs.get(INPUT_NAMES.get(function, "input"))
 
 
-def number_of_samples(loss: Loss, given: Any) -> int:
+def number_of_samples(loss: Loss, shape: Sequence[int]) -> int:
     """Extent of the axis of a loss's input that holds the samples, or samples times positions."""
-    if not isinstance(given, Tensor) or given.dim() == 0 or loss.one_sample:
-        return 1
-    return given.shape[loss.sample_axis or 0]
+    return 1 if not shape or loss.one_sample else shape[loss.sample_axis or 0]
 
 
 def describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:

@@ -69,7 +69,7 @@ class SampleGGNTrace(Extension):
     seed: Seed
 
     @property
-    def savefield(self) -> str:  # type: ignore[override]
+    def savefield(self) -> str:  # type: ignore[override]  # a choice of each instance here
         """The attribute; its name tells exact traces from estimates."""
         return f"sample_ggn_trace_{'exact' if self.seed == EXACT else 'monte_carlo'}"
 

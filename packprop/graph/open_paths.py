@@ -1,0 +1,69 @@
+"""Where paths from the roots that pass no recorded loss meet the model.
+
+# NOTE [Open paths]
+Samples are located, and seen to be apart, from the places where a loss begins: the inputs of recorded losses. A
+term whose function was not seen (a loss called as a plain function, a penalty on a second output or on
+activations) begins somewhere else, and uses behind it alone would not be looked at. So samples are fed in
+there, too: at the input of a loss that its node tells; else at the output of the model that the path meets
+first; or, where that is a scalar or there is none, at the outputs of the first use. Of all but the first,
+nothing is known of where the samples are but what the rest of the graph shows.
+"""
+
+from __future__ import annotations
+
+from torch import Size
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.functions.losses import of_node
+from packprop.graph.graph import Graph, OpenPlace
+from packprop.graph.traversal import made_by
+from packprop.recording.marks import LOSS, marks_of
+
+
+def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, list[Node]]) -> None:
+    """Find where paths that pass no recorded loss meet the model; see NOTE [Open paths].
+
+    Args:
+        graph: With its uses, losses and outputs. Gets the places, those of losses that their nodes tell first.
+        starts: Nodes of the roots.
+        neighbours: The upstream neighbours of each node.
+    """
+    told: dict[tuple[Node, int], OpenPlace] = {}
+    met: dict[tuple[Node, int], OpenPlace] = {}
+    outputs = {
+        edge.node: (edge, shape) for edge, forward, shape in graph.outputs if forward.has_parameters and shape
+    }
+    uses = {node: use for use in graph.uses for node, _ in use.nodes.values()}
+    stack, seen = list(starts), set(starts)
+    while stack:
+        node = stack.pop()
+        if LOSS in marks_of(node):
+            continue
+        if (place := _of_loss(node)) is not None:
+            told[place.edge.node, place.edge.output_nr] = place
+        elif node in outputs:
+            edge, shape = outputs[node]
+            met[node, edge.output_nr] = OpenPlace(edge, shape)
+        elif node in uses:
+            shapes = uses[node].recorded.shapes
+            for index, (own, output) in uses[node].nodes.items():
+                met[own, output] = OpenPlace(GradientEdge(own, output), shapes[index])
+        else:
+            above = [each for each in neighbours[node] if each not in seen]
+            seen.update(above)
+            stack += above
+    places = {**met, **told}
+    for loss in graph.losses:
+        loss.is_open = places.pop((loss.call.edge.node, loss.call.edge.output_nr), None) is not None
+    if graph.losses or told:
+        graph.open = sorted(places.values(), key=lambda place: place.loss is None)
+
+
+def _of_loss(node: Node) -> OpenPlace | None:
+    """The input of a loss that was not recorded, where the node tells which loss it is."""
+    rule = of_node(node.name())
+    above, output = node.next_functions[0] if rule is not None else (None, 0)
+    if rule is None or above is None:
+        return None
+    made = made_by(above)[output]
+    return OpenPlace(GradientEdge(above, output), Size(made.shape), rule(Size(made.shape)))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.entry import Entry
+from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
+from packprop.functions.registry import entries_of
 from packprop.recording.inputs import InputSource
 from packprop.tensors.hooks import dictionary_of
 
@@ -65,7 +66,8 @@ class RecordedUse:
 
     Args:
         name: Name of the function.
-        entries: How each parameter enters it; ``None`` once the graph was freed.
+        made: How each parameter enters it, or the call that this is made of when it is asked for; ``None`` once
+            the graph was freed.
         edges: Where the inputs that depend on samples came from.
         shapes: Shapes of its outputs.
         forward: The outermost call that it was recorded in.
@@ -74,12 +76,19 @@ class RecordedUse:
     """
 
     name: str
-    entries: list[Entry] | None
+    made: list[Entry] | Call | None
     edges: list[GradientEdge]
     shapes: list[torch.Size]
     forward: ForwardCall
     source: InputSource | None = None
     held: bool = False
+
+    @property
+    def entries(self) -> list[Entry] | None:
+        """How each parameter enters it; ``None`` once the graph was freed."""
+        if isinstance(self.made, Call):
+            self.made = entries_of(self.made)
+        return self.made
 
     def release(self, _: Any = None) -> None:
         """Drop the inputs when a backward pass frees the graph that they belong to."""
@@ -88,7 +97,7 @@ class RecordedUse:
 
     def drop(self) -> None:
         """Forget the inputs."""
-        self.entries = self.source = None
+        self.made = self.source = None
 
 
 @dataclass(eq=False)

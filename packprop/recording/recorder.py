@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType, MethodWrapperType
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from packprop.functions.entry import Call, is_in_place, name_of
+from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
-from packprop.functions.registry import RULES, entries_of
+from packprop.functions.registry import RULES, can_wait, entries_of
 from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
 from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
@@ -257,13 +258,21 @@ class Recorder(OwnMode):
         if outputs:
             shape, unexpanded = outputs[0].shape, self._expansions.source
             call = Call(func, inputs, kwargs, tuple(parameters), shape, unexpanded, state)
-            entries = entries_of(call)
             source = None if hooks is None else _input_source(call, in_place, hooks)
+            made: list[Entry] | Call
             if source is not None:
-                entries = without_inputs(entries, source)
+                made = without_inputs(entries_of(call), source)
+            else:
+                made = replace(call, taken=_taken(call)) if can_wait(call) else entries_of(call)
             shapes = [tensor.shape for tensor in outputs]
-            _leave_use(RecordedUse(name, entries, edges, shapes, self.forward, source), outputs)
+            _leave_use(RecordedUse(name, made, edges, shapes, self.forward, source), outputs)
         return out
+
+
+def _taken(call: Call) -> tuple[Taken, ...]:
+    """What went into a call beside parameters."""
+    tensors = tensors_in((call.args, call.kwargs))
+    return tuple(Taken(each, version(each), each.requires_grad) for each in tensors if not call.consumes(each))
 
 
 def _input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:

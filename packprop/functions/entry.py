@@ -102,7 +102,7 @@ class Taken(NamedTuple):
     requires_grad: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Call:
     """One call of a torch function that consumes trainable parameters, after it returned.
 
@@ -125,10 +125,7 @@ class Call:
 
     def consumes(self, value: Any) -> bool:
         """Whether ``value`` is one of the trainable parameters of this call."""
-        for parameter in self.parameters:
-            if value is parameter:
-                return True
-        return False
+        return any(value is parameter for parameter in self.parameters)
 
     def trains(self, parameter: Tensor) -> bool:
         """Whether a parameter of an entry required gradients when the call was made."""

@@ -26,8 +26,8 @@ def made_later(*weights: tuple[int, str]) -> Callable[[Rule], Rule]:
     """Say that a rule can wait until its entries are asked for: most backward passes ask for none.
 
     Until then the call is kept with all that went in. So the entries of the rule must hold these tensors
-    themselves, apart from small ones; autograd keeps them as well, then. What the rule saves must have gone in as
-    it is (``SavedTensor``, ``rowwise``), and it must look at nothing else but shapes.
+    themselves, apart from small ones; autograd keeps them as well, then. What the rule saves must have gone in
+    as it is (``SavedTensor``, ``rowwise``), and it must look at nothing else but shapes.
 
     Args:
         weights: Arguments, by place and name, that must be parameters; otherwise the entries hold less.

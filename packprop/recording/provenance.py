@@ -10,7 +10,7 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,10 @@ class TensorSet:
                 yield tensor
 
 
+Sorted = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Arguments that depend on samples, trainable ones that do not, and constants."""
+
+
 class Provenance:
     """Which tensors of a forward pass depend on the samples, and which are made of parameters alone."""
 
@@ -62,25 +66,27 @@ class Provenance:
         yield from self.from_samples
         yield from self.from_parameters
 
-    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Arguments that depend on samples, and trainable ones that do not."""
+    def sort(self, tensors: Iterable[Tensor]) -> Sorted:
+        """Tell arguments that depend on samples, trainable ones that do not, and constants apart."""
         samples: list[Tensor] = []
         parameters: list[Tensor] = []
-        for tensor in tensors_in((args, kwargs) if kwargs else args):
+        constants: list[Tensor] = []
+        for tensor in tensors:
             if tensor in self.from_samples:
                 samples.append(tensor)
-            elif tensor.requires_grad:
-                if tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
-                    if not any(tensor is known for known in parameters):
-                        parameters.append(tensor)
-                else:
-                    self.from_samples.add(tensor)
-                    samples.append(tensor)
-        return samples, parameters
+            elif not tensor.requires_grad:
+                constants.append(tensor)
+            elif tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
+                if not any(tensor is known for known in parameters):
+                    parameters.append(tensor)
+            else:
+                self.from_samples.add(tensor)
+                samples.append(tensor)
+        return samples, parameters, constants
 
     def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
         """Sort what was made of the arguments, which is no use of them."""
-        samples, parameters = self.sort(args, {})
+        samples, parameters, _ = self.sort(tensors_in(args))
         if samples:
             self.from_samples.add(out)
         elif parameters:

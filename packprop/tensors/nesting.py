@@ -32,6 +32,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             stack.extend(reversed([*item.values()]))
 
 
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """``tensors_in((args, kwargs))`` as a list: most arguments are tensors, or plain."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in PLAIN:
+            found += tensors_in(value)
+    return found
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nesting with ``function`` applied to every tensor."""
     return map_instances(Tensor, function, value)

@@ -102,7 +102,7 @@ class Taken(NamedTuple):
     requires_grad: bool
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Call:
     """One call of a torch function that consumes trainable parameters, after it returned.
 

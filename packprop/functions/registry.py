@@ -48,10 +48,15 @@ def can_wait(call: Call) -> bool:
     weights = LATER.get(rule)
     if weights is None:
         return False
+    args, kwargs = call.args, call.kwargs
     for place, name in weights:
-        if not call.consumes(call.args[place] if place < len(call.args) else call.kwargs.get(name)):
+        if not call.consumes(args[place] if place < len(args) else kwargs.get(name)):
             return False
-    return not any(type(value) in (list, dict) for value in (*call.args, *call.kwargs.values()))
+    return CHANGEABLE.isdisjoint(map(type, (*args, *kwargs.values())))
+
+
+CHANGEABLE = frozenset({list, dict})
+"""Types of arguments that the caller may change after the call."""
 
 
 def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:

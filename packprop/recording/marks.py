@@ -61,7 +61,30 @@ class ForwardCall:
         return module is not None and next(module.parameters(), None) is not None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
+class Mixer:
+    """A layer that mixed samples. Its name in the model is looked up when it is asked for.
+
+    Args:
+        forward: The outermost call that it was called in.
+        kind: Name of its class.
+        module: The layer, as long as it lives.
+    """
+
+    forward: ForwardCall
+    kind: str
+    module: Callable[[], nn.Module | None]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        root, module = self.forward.module(), self.module()
+        modules = () if root is None or module is None else root.named_modules()
+        path = next((path for path, child in modules if child is module), "")
+        return f"{path!r} ({self.kind})" if path else self.kind
+
+
+@dataclass(eq=False)
 class RecordedUse:
     """One call of a torch function that consumed trainable parameters, left on the nodes that it made.
 

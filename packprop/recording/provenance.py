@@ -25,15 +25,16 @@ class TensorSet:
     """Tensors by identity, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Tensor]] = {}
+        self.references: dict[int, weakref.ref[Tensor]] = {}
+        """By identity: ``sort`` looks here without a call, because it is asked for every argument."""
 
     def __contains__(self, tensor: Tensor) -> bool:
-        reference = self._references.get(id(tensor))
+        reference = self.references.get(id(tensor))
         return reference is not None and reference() is tensor
 
     def add(self, tensor: Tensor) -> None:
         """Add one tensor."""
-        self._references[id(tensor)] = weakref.ref(tensor)
+        self.references[id(tensor)] = weakref.ref(tensor)
 
     def add_all(self, value: Any) -> None:
         """Add the tensors in what a function returned."""
@@ -45,7 +46,7 @@ class TensorSet:
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors that are still there."""
-        for reference in list(self._references.values()):
+        for reference in list(self.references.values()):
             tensor = reference()
             if tensor is not None:
                 yield tensor
@@ -71,13 +72,15 @@ class Provenance:
         samples: list[Tensor] = []
         parameters: list[Tensor] = []
         constants: list[Tensor] = []
+        references = self.from_samples.references
         for tensor in tensors:
-            if tensor in self.from_samples:
+            reference = references.get(id(tensor))
+            if reference is not None and reference() is tensor:
                 samples.append(tensor)
             elif not tensor.requires_grad:
                 constants.append(tensor)
             elif tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
-                if not any(tensor is known for known in parameters):
+                if not (parameters and any(tensor is known for known in parameters)):
                     parameters.append(tensor)
             else:
                 self.from_samples.add(tensor)

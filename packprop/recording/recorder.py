@@ -33,7 +33,7 @@ from packprop.functions.traits import (
     SEPARATE,
     UNUSUAL,
 )
-from packprop.recording.aside import OwnMode, is_running
+from packprop.recording.aside import Nesting, OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
     EXTENDED,
@@ -42,6 +42,7 @@ from packprop.recording.marks import (
     OUTPUT,
     USE,
     ForwardCall,
+    Mixer,
     RecordedLoss,
     RecordedUse,
     edge_of,
@@ -82,8 +83,8 @@ class Recorder(OwnMode):
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
-        self.depth = 0
-        """How many extended modules are being called, one inside the other."""
+        self.nesting = Nesting()
+        """Calls of extended modules."""
 
     def begin(self, module: nn.Module | None) -> None:
         """Begin an outermost call."""
@@ -103,7 +104,7 @@ class Recorder(OwnMode):
 
     def takes(self, module: nn.Module, inputs: Any) -> bool:
         """Whether the inputs of a module that is not recorded depend on the samples."""
-        if self.depth == 0:
+        if self.nesting.outermost is None:
             self.open(module, inputs)
         return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
 
@@ -113,8 +114,9 @@ class Recorder(OwnMode):
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
-        self.forward.arguments.append(map_tensors(TensorSpec.of, inputs))
-        is_loss = self.forward.module() is not None and not self.forward.has_parameters
+        forward = self.forward
+        forward.arguments.append(map_tensors(TensorSpec.of, inputs))
+        is_loss = forward.module() is not None and not forward.has_parameters
         tensors = list(tensors_in(inputs))
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
         if (
@@ -128,11 +130,11 @@ class Recorder(OwnMode):
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
-            self.forward.sizes.append(tensor.shape)
+            forward.sizes.append(tensor.shape)
             if not is_loss:
-                self.forward.inputs.append(weakref.ref(tensor))
-            if tensor.is_leaf and tensor.requires_grad:
-                self.forward.leaves.append(weakref.ref(tensor))
+                forward.inputs.append(weakref.ref(tensor))
+            if tensor.requires_grad and tensor.is_leaf:
+                forward.leaves.append(weakref.ref(tensor))
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
@@ -159,7 +161,8 @@ class Recorder(OwnMode):
             return func(*args, **kwargs)
         if type(func) is MethodWrapperType:  # an attribute: shape, device, T, data, ...
             out = func(*args, **kwargs)
-            if isinstance(out, Tensor) and out is not args[0] and self._is_listening:
+            new = isinstance(out, Tensor) and out is not args[0]
+            if new and current.recorder is self and not current.disabled:
                 self._provenance.follow(args, out)
             return out
         if func in METADATA:
@@ -169,7 +172,7 @@ class Recorder(OwnMode):
             region = region_under(hooks)
             if region is not None and is_counted(func, (args, kwargs)):
                 region.calls += 1
-        if not self._is_listening:
+        if current.recorder is not self or current.disabled:
             return func(*args, **kwargs)
         tensors = tensors_of_call(args, kwargs)
         unusual = func in UNUSUAL
@@ -191,11 +194,6 @@ class Recorder(OwnMode):
             elif parameters:
                 self._provenance.from_parameters.add_all(out)
         return out
-
-    @property
-    def _is_listening(self) -> bool:
-        """Whether this recorder, and no other one, is to see what is called now."""
-        return current.recorder is self and not current.disabled
 
     def _is_settled(
         self,
@@ -221,7 +219,7 @@ class Recorder(OwnMode):
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:
             if MIXERS[func](*args, **kwargs):
-                _mark_mixing(self.forward.module(), out)
+                _mark_mixing(self.forward, out)
         elif func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
             self.forward.reordered = True
         return False
@@ -284,10 +282,11 @@ class Recorder(OwnMode):
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
-            _mark_mixing(self.forward.module(), out)
+            _mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):
             return out  # a tensor made of parameters now depends on samples: the graph walk names it
-        outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
+        made_here = (out,) if isinstance(out, Tensor) else tensors_in(out)
+        outputs = [tensor for tensor in made_here if tensor.grad_fn is not None]
         if outputs:
             shapes = [tensor.shape for tensor in outputs]
             call = Call(func, inputs, kwargs, tuple(parameters), shapes[0], self._expansions.source, state)
@@ -327,20 +326,17 @@ def _leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         node.register_prehook(use.release)
 
 
-def _mark_mixing(root: nn.Module | None, out: Any) -> None:
-    """Mark outputs with the name of the layer that mixed samples: the module whose forward pass is running."""
+def _mark_mixing(forward: ForwardCall, out: Any) -> None:
+    """Mark outputs with the layer that mixed samples: the module whose forward pass is running."""
     frame: FrameType | None = sys._getframe(1)
     module: Any = None
     while frame is not None and not isinstance(module, nn.Module):
         module = frame.f_locals.get("self")
         frame = frame.f_back
-    name = type(module).__name__
-    if root is not None:
-        paths = [path for path, child in root.named_modules() if child is module]
-        name = f"{paths[0]!r} ({name})" if paths and paths[0] else name
+    mixer = Mixer(forward, type(module).__name__, (lambda: None) if module is None else weakref.ref(module))
     for tensor in tensors_in(out):
         if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn)[MIXES] = name
+            marks_of(tensor.grad_fn)[MIXES] = mixer
 
 
 def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -84,12 +84,12 @@ class ModuleCall(RecordedUse):
     def release(self, _: Any = None) -> None:
         """Forget the tensors when a backward pass frees the graph that they belong to."""
         super().release(_)
-        if self.entries is None:
+        if self.made is None:
             self.drop()
 
     def drop(self) -> None:
         """Forget the tensors: no pass will need them again."""
-        self.entries = None
+        self.made = None
         module = self.module
         if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
             forget_call(module)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,17 +14,47 @@ from torch import Tensor
 from packprop.algebra.order import fold_swapped, fold_to
 from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.errors import PackpropError
-from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, Scratch, StructureOf, name_of
+from packprop.functions.entry import (
+    Call,
+    Cotangents,
+    Entry,
+    Fans,
+    Samples,
+    Scratch,
+    StructureOf,
+    Taken,
+    name_of,
+)
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
+
+
+class _Current(threading.local):
+    taken: tuple[Taken, ...] = ()
+
+
+_current = _Current()
+"""What had gone into the call whose entries are being made in this thread, if that was earlier."""
+
+
+@contextlib.contextmanager
+def as_it_was(call: Call) -> Iterator[None]:
+    """Inside, inputs of a call are saved as they were when it was made."""
+    before, _current.taken = _current.taken, call.taken or ()
+    try:
+        yield
+    finally:
+        _current.taken = before
 
 
 class SavedTensor:
     """An input of a function, which must not change before it is needed in the backward pass."""
 
     def __init__(self, tensor: Tensor, function_name: str) -> None:
-        self._tensor, self._version_before, self._function_name = tensor, version(tensor), function_name
+        earlier = [each.version for each in _current.taken if each.tensor is tensor]
+        self._version_before = earlier[0] if earlier else version(tensor)
+        self._tensor, self._function_name = tensor, function_name
 
     def __call__(self) -> Tensor:
         """The tensor; raises if it was changed."""

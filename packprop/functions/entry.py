@@ -88,7 +88,21 @@ class Entry:
     squares: StructureOf | None = None
 
 
-@dataclass(frozen=True)
+class Taken(NamedTuple):
+    """A tensor that went into a call, and what may have changed since.
+
+    Args:
+        tensor: The tensor.
+        version: How often it had been changed in place.
+        requires_grad: Whether it required gradients.
+    """
+
+    tensor: Tensor
+    version: int
+    requires_grad: bool
+
+
+@dataclass(eq=False)
 class Call:
     """One call of a torch function that consumes trainable parameters, after it returned.
 
@@ -97,6 +111,7 @@ class Call:
         shape: Shape of the (first) output.
         unexpanded: From a parameter to the tensor that it was expanded from, or to itself.
         random_state: State of the random generators before the call, if the call drew from them.
+        taken: What went in beside the parameters, as it was then; ``None`` if entries are made at once.
     """
 
     function: Callable[..., Any]
@@ -106,10 +121,20 @@ class Call:
     shape: torch.Size
     unexpanded: Callable[[Tensor], Tensor]
     random_state: Any = None
+    taken: tuple[Taken, ...] | None = None
 
     def consumes(self, value: Any) -> bool:
         """Whether ``value`` is one of the trainable parameters of this call."""
         return any(value is parameter for parameter in self.parameters)
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether a parameter of an entry required gradients when the call was made."""
+        if self.taken is None:
+            return parameter.requires_grad
+        for each in self.taken:
+            if each.tensor is parameter:
+                return each.requires_grad
+        return any(each is parameter or self.unexpanded(each) is parameter for each in self.parameters)
 
 
 def name_of(function: Callable[..., Any]) -> str:

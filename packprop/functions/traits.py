@@ -54,9 +54,26 @@ CONSTANTS = _functions(
 """Functions that make a tensor without a gradient, and take a tensor for its shape, type or device alone."""
 
 
+METADATA = _functions(
+    *("dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "__len__"),
+)
+"""Functions that tell something about a tensor, and return none."""
+
+
+DRAWS_NOTHING = _functions("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+"""Functions without a rule that are known to draw no random numbers."""
+
+
 REORDERINGS = _functions(
     *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
     *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
     *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
 )
 """Functions by which data can decide on the order of rows."""
+
+
+UNUSUAL = frozenset({Tensor.__setitem__, Tensor.register_hook, *MIXERS}).union(
+    EXPANSIONS, LIKE_ANOTHER, SEPARATE, CONSTANTS, REORDERINGS
+)
+"""All functions that recording knows something about, beside rules and losses: the others pass quickly."""

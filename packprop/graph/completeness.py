@@ -52,7 +52,7 @@ EXTEND_FIRST = (
 
 def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph."""
-    freed = any(use.recorded.entries is None for use in graph.uses)
+    freed = any(use.recorded.made is None for use in graph.uses)
     if freed or any(loss.call.released for loss in graph.losses):
         raise FreedGraph(
             "A second backward pass through one graph was asked for.",

@@ -119,7 +119,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             )
             trail.checkpoint_places.append(len(trail.uses))
         if MIXES in marks:
-            graph.mixers.append(marks[MIXES])
+            graph.mixers.append(marks[MIXES].name)
         if USE not in marks:
             for upstream in trail.neighbours[node]:
                 leaf = getattr(upstream, "variable", None)

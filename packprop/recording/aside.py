@@ -31,6 +31,33 @@ class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
 
 
+class Nesting:
+    """Which of the calls that are made one inside the other is the outermost one."""
+
+    def __init__(self) -> None:
+        self.outermost: object | None = None
+        """What was called first: a module, or anything else that is entered and left."""
+        self._depth = 0
+
+    def enter(self, called: object) -> bool:
+        """Begin a call; whether it is the outermost one."""
+        if self.outermost is None:
+            self.outermost = called
+        elif self.outermost is not called:
+            return False
+        self._depth += 1
+        return self._depth == 1
+
+    def leave(self, called: object) -> bool:
+        """End a call; whether it was the outermost one."""
+        if self.outermost is not called:
+            return False
+        self._depth -= 1
+        if self._depth == 0:
+            self.outermost = None
+        return self._depth == 0
+
+
 @dataclass
 class Absence:
     """A call of a module during which the modes are off.
@@ -39,13 +66,13 @@ class Absence:
         owner: The Python frame of the call.
         modes: What was taken off, the outermost first.
         from_samples: Whether the inputs depend on the samples.
-        depth: How many extended modules are being called, one inside the other.
+        nesting: Calls of the module.
     """
 
     owner: FrameType
     modes: list[OwnMode]
     from_samples: bool
-    depth: int = 1
+    nesting: Nesting
 
 
 class _Current(threading.local):
@@ -66,12 +93,14 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     return all(isinstance(mode, OwnMode) for mode in _modes_in_force())
 
 
-def step_aside(owner: FrameType, from_samples: bool) -> None:
-    """Take the modes off, until ``step_back``."""
+def step_aside(module: nn.Module, owner: FrameType, from_samples: bool) -> None:
+    """Take the modes off while a module is called, until ``step_back``."""
+    nesting = Nesting()
+    nesting.enter(module)
     modes = _modes_in_force()
     for mode in reversed(modes):
         TorchFunctionMode.__exit__(mode, None, None, None)
-    current.absence = Absence(owner, modes, from_samples)
+    current.absence = Absence(owner, modes, from_samples, nesting)
 
 
 def step_back() -> None:
@@ -87,12 +116,36 @@ def end_stale_absence() -> None:
         step_back()
 
 
-def is_running(owner: FrameType) -> bool:
-    """Whether a Python frame is among those that are running in this thread."""
+def is_running(owner: FrameType, asker: object = None) -> bool:
+    """Whether a Python frame is among those that are running in this thread.
+
+    To go through them one by one takes long. Who asks again is mostly as far away as the last time.
+
+    Args:
+        owner: The frame.
+        asker: Who asks.
+    """
+    distance = _distances.get(id(asker), 0)
+    try:
+        if distance and sys._getframe(distance) is owner:
+            return True
+    except ValueError:  # there are not as many frames
+        pass
     frame: FrameType | None = sys._getframe(1)
+    distance = 1
     while frame is not None and frame is not owner:
-        frame = frame.f_back
+        frame, distance = frame.f_back, distance + 1
+    if len(_distances) > MANY:
+        _distances.clear()
+    _distances[id(asker)] = distance
     return frame is not None
+
+
+MANY = 10000
+
+
+_distances: dict[int, int] = {}
+"""How many frames away the owner was when somebody asked last, by identity: a guess, for whoever has it now."""
 
 
 def _modes_in_force() -> list[Any]:

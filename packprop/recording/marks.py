@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from packprop.functions.entry import Entry
+from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
+from packprop.functions.registry import entries_of
 from packprop.recording.inputs import InputSource
 from packprop.tensors.hooks import dictionary_of
 
@@ -60,12 +62,36 @@ class ForwardCall:
 
 
 @dataclass(eq=False)
+class Mixer:
+    """A layer that mixed samples. Its name in the model is looked up when it is asked for.
+
+    Args:
+        forward: The outermost call that it was called in.
+        kind: Name of its class.
+        module: The layer, as long as it lives.
+    """
+
+    forward: ForwardCall
+    kind: str
+    module: Callable[[], nn.Module | None]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        root, module = self.forward.module(), self.module()
+        modules = () if root is None or module is None else root.named_modules()
+        path = next((path for path, child in modules if child is module), "")
+        return f"{path!r} ({self.kind})" if path else self.kind
+
+
+@dataclass(eq=False)
 class RecordedUse:
     """One call of a torch function that consumed trainable parameters, left on the nodes that it made.
 
     Args:
         name: Name of the function.
-        entries: How each parameter enters it; ``None`` once the graph was freed.
+        made: How each parameter enters it, or the call that this is made of when it is asked for; ``None`` once
+            the graph was freed.
         edges: Where the inputs that depend on samples came from.
         shapes: Shapes of its outputs.
         forward: The outermost call that it was recorded in.
@@ -74,12 +100,19 @@ class RecordedUse:
     """
 
     name: str
-    entries: list[Entry] | None
+    made: list[Entry] | Call | None
     edges: list[GradientEdge]
     shapes: list[torch.Size]
     forward: ForwardCall
     source: InputSource | None = None
     held: bool = False
+
+    @property
+    def entries(self) -> list[Entry] | None:
+        """How each parameter enters it; ``None`` once the graph was freed."""
+        if isinstance(self.made, Call):
+            self.made = entries_of(self.made)
+        return self.made
 
     def release(self, _: Any = None) -> None:
         """Drop the inputs when a backward pass frees the graph that they belong to."""
@@ -88,7 +121,7 @@ class RecordedUse:
 
     def drop(self) -> None:
         """Forget the inputs."""
-        self.entries = self.source = None
+        self.made = self.source = None
 
 
 @dataclass(eq=False)
@@ -130,6 +163,14 @@ def marks_of(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.metadata)
 
 
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """``get_gradient_edge(tensor)``, at less cost where a node is there that is not written in Python."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
 def note_hooks(tensor: Tensor) -> None:
     """Leave a tensor's hooks on the node that made it: they run even if nobody holds the tensor any more."""
     if tensor.grad_fn is None:
@@ -161,4 +202,7 @@ def graph_is_kept() -> bool:
     saved will be freed, and holding inputs longer than autograd does would double the memory of a loop that
     still holds its last loss.
     """
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(_keep_graph())
+
+
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -10,7 +10,7 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +25,16 @@ class TensorSet:
     """Tensors by identity, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Tensor]] = {}
+        self.references: dict[int, weakref.ref[Tensor]] = {}
+        """By identity: ``sort`` looks here without a call, because it is asked for every argument."""
 
     def __contains__(self, tensor: Tensor) -> bool:
-        reference = self._references.get(id(tensor))
+        reference = self.references.get(id(tensor))
         return reference is not None and reference() is tensor
 
     def add(self, tensor: Tensor) -> None:
         """Add one tensor."""
-        self._references[id(tensor)] = weakref.ref(tensor)
+        self.references[id(tensor)] = weakref.ref(tensor)
 
     def add_all(self, value: Any) -> None:
         """Add the tensors in what a function returned."""
@@ -45,10 +46,14 @@ class TensorSet:
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors that are still there."""
-        for reference in list(self._references.values()):
+        for reference in list(self.references.values()):
             tensor = reference()
             if tensor is not None:
                 yield tensor
+
+
+Sorted = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Arguments that depend on samples, trainable ones that do not, and constants."""
 
 
 class Provenance:
@@ -62,25 +67,29 @@ class Provenance:
         yield from self.from_samples
         yield from self.from_parameters
 
-    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Arguments that depend on samples, and trainable ones that do not."""
+    def sort(self, tensors: Iterable[Tensor]) -> Sorted:
+        """Tell arguments that depend on samples, trainable ones that do not, and constants apart."""
         samples: list[Tensor] = []
         parameters: list[Tensor] = []
-        for tensor in tensors_in((args, kwargs) if kwargs else args):
-            if tensor in self.from_samples:
+        constants: list[Tensor] = []
+        references = self.from_samples.references
+        for tensor in tensors:
+            reference = references.get(id(tensor))
+            if reference is not None and reference() is tensor:
                 samples.append(tensor)
-            elif tensor.requires_grad:
-                if tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
-                    if not any(tensor is known for known in parameters):
-                        parameters.append(tensor)
-                else:
-                    self.from_samples.add(tensor)
-                    samples.append(tensor)
-        return samples, parameters
+            elif not tensor.requires_grad:
+                constants.append(tensor)
+            elif tensor.is_leaf or tensor in self.from_parameters or not self._comes_from_samples(tensor):
+                if not (parameters and any(tensor is known for known in parameters)):
+                    parameters.append(tensor)
+            else:
+                self.from_samples.add(tensor)
+                samples.append(tensor)
+        return samples, parameters, constants
 
     def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
         """Sort what was made of the arguments, which is no use of them."""
-        samples, parameters = self.sort(args, {})
+        samples, parameters, _ = self.sort(tensors_in(args))
         if samples:
             self.from_samples.add(out)
         elif parameters:

@@ -7,6 +7,7 @@ is said in NOTE [What depends on the samples].
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -16,13 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling
 
-from packprop.functions.entry import Call, is_in_place, name_of
+from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
-from packprop.functions.registry import RULES, entries_of
-from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
-from packprop.recording.aside import OwnMode, is_running
+from packprop.functions.registry import RULES, can_wait, entries_of
+from packprop.functions.traits import (
+    CONSTANTS,
+    DRAWS_NOTHING,
+    EXPANSIONS,
+    LIKE_ANOTHER,
+    METADATA,
+    MIXERS,
+    REORDERINGS,
+    SEPARATE,
+    UNUSUAL,
+)
+from packprop.recording.aside import Nesting, OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
     EXTENDED,
@@ -31,16 +42,18 @@ from packprop.recording.marks import (
     OUTPUT,
     USE,
     ForwardCall,
+    Mixer,
     RecordedLoss,
     RecordedUse,
+    edge_of,
     marks_of,
     note_hooks,
 )
-from packprop.recording.provenance import Expansions, Provenance
+from packprop.recording.provenance import Expansions, Provenance, Sorted
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
 from packprop.tensors.dry import TensorSpec, is_dry_run
-from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.random import random_states
 from packprop.tensors.state import version
 
@@ -70,8 +83,8 @@ class Recorder(OwnMode):
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
-        self.depth = 0
-        """How many extended modules are being called, one inside the other."""
+        self.nesting = Nesting()
+        """Calls of extended modules."""
 
     def begin(self, module: nn.Module | None) -> None:
         """Begin an outermost call."""
@@ -91,7 +104,7 @@ class Recorder(OwnMode):
 
     def takes(self, module: nn.Module, inputs: Any) -> bool:
         """Whether the inputs of a module that is not recorded depend on the samples."""
-        if self.depth == 0:
+        if self.nesting.outermost is None:
             self.open(module, inputs)
         return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
 
@@ -101,8 +114,9 @@ class Recorder(OwnMode):
 
     def feed(self, inputs: Any) -> None:
         """Take the inputs of a call as data: what is computed from them depends on the samples."""
-        self.forward.arguments.append(map_tensors(TensorSpec.of, inputs))
-        is_loss = self.forward.module() is not None and not self.forward.has_parameters
+        forward = self.forward
+        forward.arguments.append(map_tensors(TensorSpec.of, inputs))
+        is_loss = forward.module() is not None and not forward.has_parameters
         tensors = list(tensors_in(inputs))
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
         if (
@@ -116,11 +130,11 @@ class Recorder(OwnMode):
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
-            self.forward.sizes.append(tensor.shape)
+            forward.sizes.append(tensor.shape)
             if not is_loss:
-                self.forward.inputs.append(weakref.ref(tensor))
-            if tensor.is_leaf and tensor.requires_grad:
-                self.forward.leaves.append(weakref.ref(tensor))
+                forward.inputs.append(weakref.ref(tensor))
+            if tensor.requires_grad and tensor.is_leaf:
+                forward.leaves.append(weakref.ref(tensor))
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
@@ -142,51 +156,73 @@ class Recorder(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        hooks = hooks_in_force()
-        region = None if hooks is None else region_under(hooks)
-        if region is not None and is_counted(func, (args, kwargs)):
-            region.calls += 1
-        if current.disabled or current.recorder is not self:
+        if is_compiling():
             return func(*args, **kwargs)
-        provenance = self._provenance
-        if isinstance(func, MethodWrapperType):  # an attribute: shape, device, T, data, ...
+        if type(func) is MethodWrapperType:  # an attribute: shape, device, T, data, ...
             out = func(*args, **kwargs)
-            if isinstance(out, Tensor) and out is not args[0]:
-                provenance.follow(args, out)
+            new = isinstance(out, Tensor) and out is not args[0]
+            if new and current.recorder is self and not current.disabled:
+                self._provenance.follow(args, out)
             return out
-        if func in SEPARATE:
-            return self._follow_each(func, args, kwargs)
-        samples, parameters = provenance.sort(*self._with_entries(func, args, kwargs))
+        if func in METADATA:
+            return func(*args, **kwargs)
+        hooks = hooks_in_force()
+        if hooks is not None:
+            region = region_under(hooks)
+            if region is not None and is_counted(func, (args, kwargs)):
+                region.calls += 1
+        if current.recorder is not self or current.disabled:
+            return func(*args, **kwargs)
+        tensors = tensors_of_call(args, kwargs)
+        unusual = func in UNUSUAL
+        if unusual:
+            if func in SEPARATE:
+                return self._follow_each(func, args, kwargs)
+            tensors = self._with_entries(func, tensors)
+        arguments = samples, parameters, _ = self._provenance.sort(tensors)
         if samples and parameters and torch.is_grad_enabled():
-            return self._record(func, args, kwargs, samples, parameters, hooks)
+            return self._record(func, args, kwargs, arguments, hooks)
         out = func(*args, **kwargs)
+        if unusual and self._is_settled(func, args, kwargs, arguments, out):
+            return out
+        if isinstance(out, (Tensor, tuple, list, dict)):
+            if func in LOSSES:
+                record_loss(func, args, kwargs, out)
+            if samples:
+                self._provenance.from_samples.add_all(out)
+            elif parameters:
+                self._provenance.from_parameters.add_all(out)
+        return out
+
+    def _is_settled(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: Sorted,
+        out: Any,
+    ) -> bool:
+        """Do what an unusual function asks for; whether nothing is left to do about what it returned."""
+        samples, parameters, _ = arguments
         if func is Tensor.register_hook:
             note_hooks(args[0])
-        if out is None:
-            if samples and func is Tensor.__setitem__:
-                provenance.from_samples.add(args[0])
-            elif parameters and func is Tensor.__setitem__:
-                provenance.from_parameters.add(args[0])
-            return None
-        if not isinstance(out, (Tensor, tuple, list, dict)):
-            return out
-        if func in LOSSES:
-            record_loss(func, args, kwargs, out)
-        if samples:
-            if func in CONSTANTS and self._is_without_samples(out, samples, args):
-                return out
-            provenance.from_samples.add_all(out)
-            if func in MIXERS and MIXERS[func](*args, **kwargs):
-                _mark_mixing(self.forward.module(), out)
-            if func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
-                self.forward.reordered = True
-        elif parameters:
-            provenance.from_parameters.add_all(out)
-            self._expansions.note(func, args, out)
-        return out
+        elif func is Tensor.__setitem__:
+            if samples:
+                self._provenance.from_samples.add(args[0])
+            elif parameters:
+                self._provenance.from_parameters.add(args[0])
+        elif not samples:
+            if parameters:
+                self._expansions.note(func, args, out)
+        elif func in CONSTANTS:
+            return self._is_without_samples(out, samples, args)
+        elif func in MIXERS:
+            if MIXERS[func](*args, **kwargs):
+                _mark_mixing(self.forward, out)
+        elif func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
+            self.forward.reordered = True
+        return False
 
     def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function whose outputs come from one input each, which decides what each of them is."""
@@ -197,18 +233,14 @@ class Recorder(OwnMode):
         self._expansions.note(func, args, out)
         return out
 
-    def _with_entries(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments without a tensor that is taken for its metadata alone.
+    def _with_entries(self, func: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors that went in, without one that is taken for its metadata alone.
 
         A parameter that is expanded to hold the samples meets them all the same: it may be all there is to use.
         """
-        if func not in LIKE_ANOTHER:
-            return args, kwargs
-        if func in EXPANSIONS and self._may_hold_samples([*tensors_in((args, kwargs))][-1].shape):
-            return args, kwargs
-        return args[:1], {}
+        if func not in LIKE_ANOTHER or (func in EXPANSIONS and self._may_hold_samples(tensors[-1].shape)):
+            return tensors
+        return tensors[:1]
 
     def _is_without_samples(self, out: Any, samples: list[Tensor], args: tuple[Any, ...]) -> bool:
         """Whether a constant that was made like a tensor has no axis that could hold the samples.
@@ -228,18 +260,18 @@ class Recorder(OwnMode):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        samples: list[Tensor],
-        parameters: list[Tensor],
+        arguments: Sorted,
         hooks: Hooks | None,
     ) -> Any:
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
-        edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
-        name = name_of(func)
-        in_place = is_in_place(func)
+        samples, parameters, constants = arguments
+        edges = [edge_of(tensor) for tensor in samples if tensor.requires_grad]
+        name, in_place = _name_and_kind(func)
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
-        state = None if func in RULES or is_dry_run() else random_states()
+        draws = not (func in RULES or func in DRAWS_NOTHING or is_dry_run())
+        state = random_states() if draws else None
         out = func(*args, **kwargs)
         if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None
@@ -250,20 +282,31 @@ class Recorder(OwnMode):
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
-            _mark_mixing(self.forward.module(), out)
+            _mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):
             return out  # a tensor made of parameters now depends on samples: the graph walk names it
-        outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
+        made_here = (out,) if isinstance(out, Tensor) else tensors_in(out)
+        outputs = [tensor for tensor in made_here if tensor.grad_fn is not None]
         if outputs:
-            shape, unexpanded = outputs[0].shape, self._expansions.source
-            call = Call(func, inputs, kwargs, tuple(parameters), shape, unexpanded, state)
-            entries = entries_of(call)
-            source = None if hooks is None else _input_source(call, in_place, hooks)
-            if source is not None:
-                entries = without_inputs(entries, source)
             shapes = [tensor.shape for tensor in outputs]
-            _leave_use(RecordedUse(name, entries, edges, shapes, self.forward, source), outputs)
+            call = Call(func, inputs, kwargs, tuple(parameters), shapes[0], self._expansions.source, state)
+            source = None if hooks is None else _input_source(call, in_place, hooks)
+            made: list[Entry] | Call = call
+            if source is not None:
+                made = without_inputs(entries_of(call), source)
+            elif in_place or not can_wait(call):
+                made = entries_of(call)
+            else:
+                others = (*samples, *constants)
+                call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
+            _leave_use(RecordedUse(name, made, edges, shapes, self.forward, source), outputs)
         return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_and_kind(function: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of a torch function, and whether it overwrites its first argument."""
+    return name_of(function), is_in_place(function)
 
 
 def _input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:
@@ -283,20 +326,17 @@ def _leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         node.register_prehook(use.release)
 
 
-def _mark_mixing(root: nn.Module | None, out: Any) -> None:
-    """Mark outputs with the name of the layer that mixed samples: the module whose forward pass is running."""
+def _mark_mixing(forward: ForwardCall, out: Any) -> None:
+    """Mark outputs with the layer that mixed samples: the module whose forward pass is running."""
     frame: FrameType | None = sys._getframe(1)
     module: Any = None
     while frame is not None and not isinstance(module, nn.Module):
         module = frame.f_locals.get("self")
         frame = frame.f_back
-    name = type(module).__name__
-    if root is not None:
-        paths = [path for path, child in root.named_modules() if child is module]
-        name = f"{paths[0]!r} ({name})" if paths and paths[0] else name
+    mixer = Mixer(forward, type(module).__name__, (lambda: None) if module is None else weakref.ref(module))
     for tensor in tensors_in(out):
         if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn)[MIXES] = name
+            marks_of(tensor.grad_fn)[MIXES] = mixer
 
 
 def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -305,7 +345,7 @@ def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None:
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
-        edge = get_gradient_edge(loss_input)
+        edge = edge_of(loss_input)
         loss = RecordedLoss(function, args, kwargs, edge, loss_input.shape, version(loss_input))
         marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
         out.grad_fn.register_prehook(loss.release)

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from packprop.errors import PackpropError
 from packprop.functions.entry import Entry, name_of
-from packprop.recording.aside import OwnMode
+from packprop.recording.aside import Nesting, OwnMode
 from packprop.recording.inputs import CallTemplate, InputSource
 from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
@@ -238,7 +238,8 @@ class Replay(OwnMode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
-        self._recordings, self._calls, self._depth = 0, 0, 0
+        self._recordings, self._calls = 0, 0
+        self._nesting = Nesting()
         self.expansions = Expansions()
 
     def __enter__(self) -> Replay:
@@ -250,15 +251,14 @@ class Replay(OwnMode):
         current.replay = self._before
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
 
-    def begin(self) -> None:
+    def begin(self, called: object) -> None:
         """Enter a module, or ``record()``, where the forward pass may have begun a recording."""
-        if self._depth == 0 and self._region.has_recordings:
+        if self._nesting.enter(called) and self._region.has_recordings:
             self._recordings, self._calls = self._recordings + 1, 0
-        self._depth += 1
 
-    def end(self) -> None:
+    def end(self, called: object) -> None:
         """Leave what ``begin`` entered."""
-        self._depth -= 1
+        self._nesting.leave(called)
 
     def __torch_function__(
         self,
@@ -271,7 +271,7 @@ class Replay(OwnMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         region = self._region
-        recorded = self._depth > 0 or not region.has_recordings
+        recorded = self._nesting.outermost is not None or not region.has_recordings
         if (
             not recorded
             or not region.is_innermost_under(hooks_in_force())

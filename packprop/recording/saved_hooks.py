@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.functions.traits import METADATA
 from packprop.tensors.nesting import tensors_in
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor when it is saved, and what unpacks it."""
+
+
+_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def hooks_in_force() -> Hooks | None:
@@ -22,8 +26,7 @@ def hooks_in_force() -> Hooks | None:
     Asks a private function, as no public one tells whether there are any hooks; without hooks, inputs are held
     as they are, at no cost. PyTorch 2.6 cannot be asked: there, inputs are held under all hooks.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)
+    return None if _top is None else _top(False)
 
 
 def is_checkpoint(hooks: Hooks) -> bool:
@@ -52,8 +55,8 @@ def is_counted(function: Callable[..., Any], arguments: Any) -> bool:
 
     What the checkpoint itself calls has none, because it differs from one run to the next: it reads attributes,
     switches gradients on and off (a function of no tensor), and detaches. What recording asks for has none
-    either.
+    either, nor what returns no tensor.
     """
-    if isinstance(function, MethodWrapperType) or function in (Tensor.detach, Tensor.stride):
+    if isinstance(function, MethodWrapperType) or function is Tensor.detach or function in METADATA:
         return False
     return next(tensors_in(arguments), None) is not None

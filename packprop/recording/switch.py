@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
@@ -58,10 +59,11 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
         if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and calls no torch function
             continue
         if HANDLES not in child.__dict__:
-            child.__dict__[HANDLES] = (
-                child.register_forward_pre_hook(_begin, with_kwargs=True),
-                child.register_forward_hook(_end, with_kwargs=True, always_call=True),
-            )
+            chooses = isinstance(child, aside.CHOOSERS) or is_compiled(child)
+            begin = _begin_choosing if chooses else _begin
+            child.__dict__[HANDLES] = [child.register_forward_pre_hook(begin, with_kwargs=True)]
+            if chooses or child is module:
+                _watch_end(child)
     return module
 
 
@@ -79,32 +81,75 @@ def is_extended(module: nn.Module) -> bool:
     return HANDLES in module.__dict__
 
 
+def _watch_end(module: nn.Module) -> None:
+    """From now on, be told when a call of an extended module ends: most are only called inside others.
+
+    The list of handles is shared with copies of the module that share its hooks.
+    """
+    handles = module.__dict__.get(HANDLES, ())
+    if len(handles) == 1:
+        handles.append(module.register_forward_hook(_end, with_kwargs=True, always_call=True))
+
+
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
+        warn_of_compiled()
+        return
+    if module._backward_hooks or _global_backward_hooks:
+        _watch_end(module)
+    recorder = current.recorder
+    if (
+        recorder is None
+        or recorder.nesting.outermost is None
+        or recorder.nesting.outermost is module
+        or aside.current.absence is not None
+        or current_replay() is not None
+        or (recorder.owner is not None and not aside.is_running(recorder.owner, module))
+    ):
+        _begin_outermost(module, (args, kwargs), sys._getframe(1))
+
+
+def _begin_choosing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``_begin``, for a module that packprop's modes may have to be off for."""
+    if is_compiling():
         warn_of_compiled()
         return
     drop_stale_recording()
-    if aside.current.absence is not None:
-        aside.current.absence.depth += 1
+    if aside.current.absence is not None or not (
+        is_compiled(module) or aside.chooses_freely(module, (args, kwargs))
+    ):
+        _begin_outermost(module, (args, kwargs), sys._getframe(1))
         return
     recorder = current.recorder
-    if is_compiled(module) or aside.chooses_freely(module, (args, kwargs)):
-        aside.step_aside(sys._getframe(1), recorder is not None and recorder.takes(module, (args, kwargs)))
+    for child in module.modules():
+        _watch_end(child)
+    from_samples = recorder is not None and recorder.takes(module, (args, kwargs))
+    aside.step_aside(module, sys._getframe(1), from_samples)
+
+
+def _begin_outermost(module: nn.Module, inputs: Any, owner: FrameType) -> None:
+    """Begin a call that may be the outermost one."""
+    drop_stale_recording()
+    if (absence := aside.current.absence) is not None:
+        absence.nesting.enter(module)
         return
+    recorder = current.recorder
     if (replay := current_replay()) is not None:
-        replay.begin()
+        _watch_end(module)
+        replay.begin(module)
         return
     if recorder is None:
         if current.disabled or not torch.is_grad_enabled():
             return
-        recorder = _start(module, sys._getframe(1), (args, kwargs))
-    elif recorder.depth == 0:  # the outermost module inside record()
-        recorder.open(module, (args, kwargs))
-    recorder.depth += 1
+        recorder = _start(module, owner, inputs)
+    elif recorder.nesting.outermost is None:  # the outermost module inside record()
+        recorder.open(module, inputs)
+    if recorder.nesting.enter(module):
+        _watch_end(module)
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if module._backward_hooks or _global_backward_hooks:
         _mark_hooked(output)
@@ -112,17 +157,13 @@ def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if (absence := aside.current.absence) is not None:
         if recorder is not None and absence.from_samples:
             recorder.take_as_data(output)
-        absence.depth -= 1
-        if absence.depth == 0:
+        if absence.nesting.leave(module):
             aside.step_back()
         return
     if (replay := current_replay()) is not None:
-        replay.end()
+        replay.end(module)
         return
-    if recorder is None or recorder.depth == 0:
-        return
-    recorder.depth -= 1
-    if recorder.depth > 0:
+    if recorder is None or not recorder.nesting.leave(module):
         return
     if recorder.owner is not None:
         _stop(recorder)  # first, so that reading the output is not recorded
@@ -217,11 +258,12 @@ def record(*inputs: Any) -> Iterator[None]:
     """
     drop_stale_recording()
     if (replay := current_replay()) is not None:
-        replay.begin()
+        block = object()
+        replay.begin(block)
         try:
             yield
         finally:
-            replay.end()
+            replay.end(block)
         return
     if current.recorder is not None:
         current.recorder.feed(inputs)
@@ -241,7 +283,7 @@ def recording(inputs: list[Tensor]) -> Iterator[None]:
     before, disabled = current.recorder, current.disabled
     recorder = Recorder(None, None)
     recorder.feed(inputs)
-    recorder.depth = 1  # no module inside begins a recording of its own
+    recorder.nesting.enter(recorder)  # no module inside begins a recording of its own
     current.recorder, current.disabled = recorder, False
     try:
         with recorder:

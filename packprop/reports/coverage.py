@@ -120,7 +120,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         )
         for name, parameter in model.named_parameters()
     }
-    mixers = tuple(dict.fromkeys(_marks(values, MIXES)))
+    mixers = tuple(dict.fromkeys(mixer.name for mixer in _marks(values, MIXES)))
     samples = 0 if accepted is None else accepted.samples
     families = families_of(accepted, refusal, own_loss, note)
     return Coverage(parameters, families, samples, mixers, refusal)

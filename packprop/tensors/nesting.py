@@ -27,9 +27,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif isinstance(item, dict):
             stack.extend(reversed(item.values()))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            stack.append(vars(item))
+            named = vars(item) if hasattr(item, "__dict__") else _slots_of(item)
+            stack.append(named)
         elif isinstance(item, Mapping):
             stack.extend(reversed([*item.values()]))
+
+
+def _slots_of(item: Any) -> dict[str, Any]:
+    """What a dataclass without a dictionary holds."""
+    names = [field.name for field in dataclasses.fields(item)]
+    return {name: getattr(item, name) for name in names if hasattr(item, name)}
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """``tensors_in((args, kwargs))`` as a list: most arguments are tensors, or plain."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in PLAIN:
+            found += tensors_in(value)
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
 import pytest
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.recording.marks import OUTPUT, USE, marks_of, nodes_upstream
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, backward, extend, make_all, right_or_refused
@@ -162,3 +165,53 @@ def test_two_models_in_one_loss() -> None:
     joined = nn.Sequential(first, second)
     for name, expected in rows_by_loop(joined, x, y).items():
         assert_near(joined.get_parameter(name).grad_batch, expected, name)
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+    """What a model may return."""
+
+    logits: Tensor
+
+
+class Answering(nn.Module):
+    """Returns an object without a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.net(x))
+
+
+def test_outputs_in_an_object_with_slots() -> None:
+    model, (x, y) = packprop.extend(Answering()), batch()
+    loss = F.cross_entropy(model(x).logits, y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert all(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+
+
+def test_only_the_outermost_modules_are_watched_to_their_end() -> None:
+    """A module that is only called inside others has one hook; restoring takes all of them off."""
+    model, (x, _) = packprop.extend(network()), batch()
+    model(x)
+    assert [len(part._forward_hooks) for part in model] == [0] * len(model)
+    model[0](x)
+    model[0](x)
+    assert len(model[0]._forward_hooks) == 1
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        packprop.restore(each)
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in each.modules())
+
+
+def test_a_trained_encoder_is_one_call() -> None:
+    """Modules that choose what they compute are outermost calls like any other."""
+    model = packprop.extend(nn.TransformerEncoderLayer(4, 1, 8, batch_first=True))
+    out = model(torch.randn(3, 5, 4))
+    nodes = nodes_upstream(out.grad_fn)
+    forwards = {id(use.forward) for node in nodes for use, *_ in marks_of(node).get(USE, ())}
+    assert len(forwards) == 1
+    assert next(iter(marks_of(out.grad_fn)[OUTPUT])).module() is model

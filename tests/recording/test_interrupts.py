@@ -44,6 +44,23 @@ def test_an_error_in_the_forward_pass_leaves_nothing_on(error: BaseException, ne
     assert not (outside * x).grad_fn.metadata
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_part_that_is_called_by_itself_after_an_interrupt(calls: int) -> None:
+    """A part is known to be inside a call by where its caller is, and is not once that call is gone."""
+    failing = Failing().double()
+    model = packprop.extend(nn.Sequential(nn.Sequential(failing), nn.Linear(3, 3).double()))
+    x, y = batch()
+    for _ in range(calls):
+        model(x)
+        failing.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        failing.error = None
+        check_rows(failing, x, y)
+        check_rows(failing.layer, x, y)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
 def test_an_error_inside_record_leaves_nothing_on(error: BaseException) -> None:
     model = packprop.extend(network())

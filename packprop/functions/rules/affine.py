@@ -15,11 +15,12 @@ from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.functions.building import SavedTensor, affine, rowwise, scaled, select_samples
 from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, name_of
 from packprop.functions.fallback import fallback
-from packprop.functions.registry import register_use
+from packprop.functions.registry import made_later, register_use
 from packprop.tensors.layout import Layout
 
 
 @register_use(F.linear)
+@made_later((1, "weight"))
 def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry] | None:
     if call.consumes(input):
         return None
@@ -29,6 +30,7 @@ def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 @register_use(torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm)
 @register_use(Tensor.mv, Tensor.__matmul__)
+@made_later()
 def _matmul(
     call: Call,
     input: Tensor,
@@ -51,6 +53,7 @@ def _matmul(
 
 
 @register_use(torch.addmm, Tensor.addmm)
+@made_later((0, "input"), (2, "mat2"))
 def _addmm(
     call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Entry] | None:
@@ -61,6 +64,7 @@ def _addmm(
 
 
 @register_use(torch.einsum)
+@made_later()
 def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
@@ -121,6 +125,7 @@ def contraction(
 
 
 @register_use(F.bilinear)
+@made_later((2, "weight"))
 def _bilinear(
     call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> list[Entry] | None:

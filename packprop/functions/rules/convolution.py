@@ -20,7 +20,7 @@ from packprop.algebra.patches import as_tuple, patch_moment, patches, transposed
 from packprop.algebra.structures import LazyTensor, Outer, Structure
 from packprop.functions.building import rowwise, scaled
 from packprop.functions.entry import Call, Entry, Fans, Scratch, name_of
-from packprop.functions.registry import register_use
+from packprop.functions.registry import made_later, register_use
 
 MANY_CHANNELS = 16
 """Channels of a group from which on moments of patches are computed from shifts of the input.
@@ -190,6 +190,7 @@ def _convolution(
 
 
 @register_use(F.conv1d, F.conv2d, F.conv3d)
+@made_later((1, "weight"))
 def _conv(
     call: Call,
     input: Tensor,
@@ -213,6 +214,7 @@ def _conv(
 
 
 @register_use(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+@made_later((1, "weight"))
 def _conv_transpose(
     call: Call,
     input: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packprop.functions.building import SavedTensor, scaled
 from packprop.functions.entry import Call, Entry
-from packprop.functions.registry import register_use
+from packprop.functions.registry import made_later, register_use
 
 
 def _family(*names: str) -> list[Callable[..., Any]]:
@@ -47,6 +47,7 @@ def _sub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> list[Entry]
 
 
 @register_use(*_family("mul", "multiply"))
+@made_later()
 def _mul(call: Call, input: Any, other: Any) -> list[Entry] | None:
     if (operands := _operands(call, input, other)) is None:
         return None
@@ -88,6 +89,7 @@ def _cat(call: Call, tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> list[
 
 
 @register_use(F.prelu, torch.prelu, Tensor.prelu)
+@made_later((1, "weight"))
 def _prelu(call: Call, input: Tensor, weight: Tensor) -> list[Entry] | None:
     if call.consumes(input) or (weight.numel() > 1 and input.dim() < 2):
         return None

@@ -12,11 +12,12 @@ from packprop.algebra.structures import Lookup, Structure
 from packprop.functions.building import rowwise
 from packprop.functions.entry import Call, Entry, Scratch
 from packprop.functions.fallback import fallback
-from packprop.functions.registry import register_use
+from packprop.functions.registry import made_later, register_use
 from packprop.tensors.precision import accumulation_dtype
 
 
 @register_use(F.embedding)
+@made_later((1, "weight"))
 def _embedding(
     call: Call,
     input: Tensor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packprop.functions.building import SavedTensor, scaled
 from packprop.functions.entry import Call, Entry
-from packprop.functions.registry import register_use
+from packprop.functions.registry import made_later, register_use
 
 
 def _normalisation(
@@ -36,6 +36,7 @@ def _normalisation(
 
 
 @register_use(F.batch_norm)
+@made_later((3, "weight"))
 def _batch_norm(
     call: Call,
     input: Tensor,
@@ -58,6 +59,7 @@ def _batch_norm(
 
 
 @register_use(F.layer_norm, torch.layer_norm)
+@made_later((2, "weight"))
 def _layer_norm(
     call: Call,
     input: Tensor,
@@ -73,6 +75,7 @@ def _layer_norm(
 
 
 @register_use(F.rms_norm, torch.rms_norm)
+@made_later((2, "weight"))
 def _rms_norm(
     call: Call,
     input: Tensor,
@@ -86,6 +89,7 @@ def _rms_norm(
 
 
 @register_use(F.group_norm, torch.group_norm)
+@made_later((2, "weight"))
 def _group_norm(
     call: Call,
     input: Tensor,
@@ -100,6 +104,7 @@ def _group_norm(
 
 
 @register_use(F.instance_norm)
+@made_later((3, "weight"))
 def _instance_norm(
     call: Call,
     input: Tensor,

@@ -1,0 +1,147 @@
+"""Entries are made when a pass asks for them: what was changed between forward and backward pass is noticed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.functions import registry
+from packprop.recording import marks
+from tests.references.per_sample import batch, check_rows, network
+
+
+def rows_of(loss: Tensor) -> None:
+    """A backward pass that asks for gradients of single samples."""
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+class Functional(nn.Module):
+    """One function of the inputs, a weight and a bias."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(3, 3).double())
+        self.bias = nn.Parameter(torch.randn(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+def test_nothing_is_made_without_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training without ``backpack`` calls no rule; a pass inside it makes entries of the same forward pass."""
+    calls = []
+    rule = registry.RULES[F.linear]
+    monkeypatch.setitem(
+        registry.LATER, spy := lambda *a, **k: calls.append(a) or rule(*a, **k), ((1, "weight"),)
+    )
+    monkeypatch.setitem(registry.RULES, F.linear, spy)
+    model, (x, y) = packprop.extend(network()), batch()
+    F.cross_entropy(model(x), y).backward()
+    assert not calls
+    model.zero_grad()
+    check_rows(model, x, y)
+    assert calls
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: F.linear(x, w, b),
+        lambda x, w, b: (x @ w) + b,
+        lambda x, w, b: F.layer_norm(x, (3,), w[0], b),
+        lambda x, w, b: x * w[0] + b,
+        lambda x, w, b: torch.einsum("ni,oi->no", x, w) + b,
+    ],
+)
+def test_an_input_that_was_changed_is_refused(function: Callable[..., Tensor]) -> None:
+    """Autograd saw the change; packprop says so before, although the entry did not exist yet."""
+    model, (x, y) = packprop.extend(Functional(function)), batch()
+    x = x[:, :3].clone()
+    loss = F.cross_entropy(model(x), y)
+    x.mul_(2)
+    with pytest.raises(packprop.PackpropError, match="changed in place"):
+        rows_of(loss)
+
+
+def test_a_weight_that_was_changed_matters_no_more_than_to_autograd() -> None:
+    """An affine map of the data does not need its weight again."""
+    model, (x, y) = packprop.extend(Functional(F.linear)), batch()
+    x = x[:, :3]
+    rows_of(F.cross_entropy(model(x), y))
+    expected = model.weight.grad_batch.clone()
+    loss = F.cross_entropy(model(x), y)
+    with torch.no_grad():
+        model.weight.zero_()
+    rows_of(loss)
+    assert torch.equal(model.weight.grad_batch, expected)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_is_trained_is_decided_in_the_forward_pass(before: bool) -> None:
+    """A bias that is frozen, or no longer frozen, when the backward pass begins."""
+    model, (x, y) = packprop.extend(Functional(F.linear)), batch()
+    model.bias.requires_grad_(before)
+    loss = F.cross_entropy(model(x[:, :3]), y)
+    model.bias.requires_grad_(not before)
+    rows_of(loss)
+    assert hasattr(model.weight, "grad_batch")
+    assert hasattr(model.bias, "grad_batch") == before
+
+
+def test_lists_of_operands_may_be_changed() -> None:
+    """The list that a function was given is the user's."""
+    operands: list[Tensor] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        operands[:] = [x, weight]
+        return torch.einsum("ni,oi->no", operands) + bias
+
+    model, (x, y) = packprop.extend(Functional(product)), batch()
+    loss = F.cross_entropy(model(x[:, :3]), y)
+    operands.clear()
+    rows_of(loss)
+    reference = torch.stack(
+        [
+            torch.autograd.grad(F.cross_entropy(model(x[n : n + 1, :3]), y[n : n + 1]), model.weight)[0]
+            for n in range(len(x))
+        ]
+    ) / len(x)
+    assert torch.allclose(model.weight.grad_batch, reference)
+
+
+@pytest.mark.parametrize(
+    ("function", "frozen"),
+    [
+        (F.linear, True),
+        (lambda x, w, b: torch.addmm(x, x.detach(), w) + b, False),
+        (lambda x, w, b: x + b, False),
+    ],
+)
+def test_inputs_that_no_entry_needs_are_not_kept(function: Callable[..., Tensor], frozen: bool) -> None:
+    """Where a bias alone is trained, neither autograd nor packprop holds what went in."""
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        hidden = x + 1
+        inputs.append(weakref.ref(hidden))
+        return function(hidden, weight, bias)
+
+    model, (x, _) = packprop.extend(Functional(watched)), batch()
+    model.weight.requires_grad_(not frozen)
+    out = model(x[:, :3])
+    gc.collect()
+    uses = [
+        use for node in marks.nodes_upstream(out.grad_fn) for use, *_ in marks.marks_of(node).get(marks.USE, ())
+    ]
+    assert uses
+    assert inputs[0]() is None

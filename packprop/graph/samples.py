@@ -267,7 +267,8 @@ def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout
 def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[int, bool]]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
-    Each comes with whether it is the extent of a leading axis.
+    Each comes with whether it is the extent of a leading axis. One sample is a number that nothing can contradict,
+    mixed as many may be: it is tried only for a batch of one by its axes, and where the loss takes one.
     """
     deciding = [output for output in outputs if output.decides]
     extents = [output.samples for output in deciding]
@@ -289,9 +290,18 @@ def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[i
 
     if not shapes or (rows in leading and fits(rows)):
         return [(rows, True)]  # inputs and loss agree: nothing else may be tried
-    counts = [(size, True) for size in sorted({size for size in leading if fits(size)}, reverse=True)]
+    alone = all(sizes[0] == 1 for sizes in leading_by_call if sizes)  # a batch of one
+    counts = [
+        (size, True)
+        for size in sorted({size for size in leading if fits(size)}, reverse=True)
+        if size > 1 or alone
+    ]
     second = {shape[1] for shape in shapes if len(shape) > 1}
-    counts += [(size, False) for size in sorted(second, reverse=True) if size > 0 and rows % size == 0]
+    counts += [
+        (size, False)
+        for size in sorted(second, reverse=True)
+        if size > 0 and rows % size == 0 and (size > 1 or rows == 1)
+    ]
     counts += [(1, True)] * any(output.loss.one_sample for output in outputs)
     if not counts:
         raise _disagreement(graph, extents, shapes)

@@ -72,3 +72,34 @@ def test_an_input_without_a_batch_axis_is_refused_or_one_sample() -> None:
         with packprop.backpack(extensions.BatchGrad()):
             loss.backward()
         assert_near(model.weight.grad_batch, model.weight.grad[None], "one sample")
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("form", ["major", "minor", "time-first"])
+@pytest.mark.parametrize("mix", MIXING)
+def test_an_axis_of_one_entry_does_not_make_a_batch_one_sample(
+    mix: Callable[[Tensor], Tensor], form: str, size: int
+) -> None:
+    """``[n, 1, d]`` in, ``[n, c, t]`` out: where n samples are mixed, they are not one."""
+    axes = {"major": (0, 2, 1), "minor": (2, 0, 1), "time-first": (2, 0, 1)}[form]
+
+    def forward(m: Apply, x: Tensor) -> Tensor:
+        out = mix(torch.tanh(m.first(x[:, 0]))).view(len(x), 3, 2).permute(axes)
+        return out if form == "time-first" else out.flatten(0, 1)
+
+    model = packprop.extend(double(Apply(forward, first=nn.Linear(4, 6))))
+    out = model(torch.randn(size, 1, 4).double())
+    loss = packprop.extend(nn.MSELoss())(out, torch.randn_like(out.detach()))
+    with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 3), (5, 1, 3)])
+def test_a_batch_of_one_on_either_axis(shape: tuple[int, int, int]) -> None:
+    """Time comes second or first, and is mixed."""
+    time = 1 if shape[0] == 1 else 0
+    layers = {"first": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
+    check(
+        double(Apply(lambda m, x: m.head(torch.tanh(m.first(x)).cumsum(time).sum(time)), **layers)),
+        torch.randn(shape).double(),
+    )

@@ -14,6 +14,7 @@ from packprop.functions.losses.description import INPUT_NAMES, Root, input_of
 from packprop.functions.losses.roots import matrix_root
 from packprop.functions.nodes import is_once_differentiable
 from packprop.graph.graph import Graph, ReachedLoss
+from packprop.graph.pull import give_data
 from packprop.graph.search import nodes_above
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
@@ -33,6 +34,7 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     gradients = graph.root_gradients()
     with torch.enable_grad():
         (factor,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
+        give_data([factor])
         curved = None
         if factor.requires_grad:
             (curved,) = torch.autograd.grad(factor.sum(), edge, retain_graph=True, allow_unused=True)
@@ -67,6 +69,7 @@ def generic_root(
     _require_twice_differentiable(function, value)
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
+        give_data([gradient])
         front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
         if not gradient.requires_grad:
@@ -107,6 +110,7 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
     _require_twice_differentiable(call.function, value)
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
+        give_data([gradient])
 
     def product(vectors: Tensor) -> Tensor:
         if not gradient.requires_grad:

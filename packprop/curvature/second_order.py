@@ -13,6 +13,7 @@ from torch import Tensor
 from packprop.errors import PackpropError
 from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
 from packprop.graph.graph import Graph
+from packprop.graph.pull import give_data
 from packprop.graph.search import nodes_above
 
 ASKED = "A diagonal of the Hessian was asked for."
@@ -127,4 +128,6 @@ def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) 
         create_graph=create_graph,
         allow_unused=True,
     )
+    if create_graph:
+        give_data(gradients)
     return list(gradients)

@@ -20,6 +20,7 @@ from packprop.curvature.second_order import (
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.functions.operands import ENTRY_BY_ENTRY, REARRANGING, SUMS, is_linear
 from packprop.graph.graph import Graph
+from packprop.graph.pull import give_data
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
 from packprop.tensors.precision import accumulation_dtype
@@ -43,6 +44,8 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
             create_graph=create_graph,
             allow_unused=True,
         )
+    if create_graph:
+        give_data(gradients)
     return [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
 
 

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packprop.functions.nodes import WITHOUT_DATA, name_of_node
+from packprop.graph.search import nodes_above
+from packprop.recording.marks import marks_of
 from packprop.tensors.dry import chunk_starts
+
+DATA_GIVEN = "packprop: zeros with data"
+"""Key in the metadata of a node that hands zeros on with their data."""
+
+
+def give_data(gradients: Iterable[Tensor | None]) -> None:
+    """Have nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``.
+
+    To be called on gradients with a graph of their own, before they are differentiated.
+    """
+
+    def with_data(products: Sequence[Tensor | None], _: Any) -> Any:
+        return tuple(None if product is None else product.clone() for product in products)
+
+    for node in nodes_above(gradient.grad_fn for gradient in gradients if gradient is not None):
+        if name_of_node(node) in WITHOUT_DATA and DATA_GIVEN not in marks_of(node):
+            marks_of(node)[DATA_GIVEN] = True
+            node.register_hook(with_data)
 
 
 def pull_columns(
@@ -41,6 +62,8 @@ def pull_columns(
             allow_unused=True,
             is_grads_batched=batched,
         )
+        if create_graph:
+            give_data(products)
         return [
             product.to_dense() if product is not None and product.is_sparse else product for product in products
         ]

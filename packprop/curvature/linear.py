@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.graph.pull import give_data, pull_columns
+from packprop.graph.pull import derivatives, pull_columns
 from packprop.graph.traversal import made_by
 
 Vectors = Sequence[Tensor]
@@ -47,9 +47,7 @@ def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Te
     if not value.requires_grad:
         return [None] * len(inputs)
     with torch.enable_grad():
-        gradients: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
-    give_data(gradients)
-    return list(gradients)
+        return derivatives([value], inputs, create_graph=True)
 
 
 def vjps(

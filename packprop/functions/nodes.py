@@ -89,6 +89,10 @@ node alone makes such zeros: as the second derivative of an absolute value, an L
 """
 
 
+DIFFERENTIABLE_ONCE = _names("Hardsigmoid")
+"""Functions of ``ENTRYWISE``, linear by parts, whose backward pass PyTorch cannot differentiate."""
+
+
 RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """The same entries in the same order."""
 

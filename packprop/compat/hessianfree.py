@@ -6,6 +6,7 @@ Nothing needs to be extended; every function differentiates a graph that is alre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from packprop.curvature.linear import (
     vjps,
     with_zeros,
 )
+from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.curvature.products import ggnvp, shown
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 
@@ -59,6 +61,8 @@ def hessian_vector_product(
         if not any(part is not None and part.requires_grad for part in gradient):  # made without a graph
             gradient = differentiable_gradients(f, inputs)
         product = vjps(gradient, inputs, vectors, batched=False, create_graph=not detach)
+        search = functools.partial(faulty_node, [f], [None], inputs, inputs)
+        warn_unless_finite("A product by hessian_vector_product", product, vectors, search)
     return _result(with_zeros(product, inputs, None), detach)
 
 
@@ -158,6 +162,9 @@ def R_op(  # noqa: N802  # as above
         product = jvps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph
         )
+        if retain_graph:
+            search = functools.partial(faulty_jacobian, outputs, inputs)
+            warn_unless_finite("A product by R_op", product, vectors, search)
     return _result(product, detach)
 
 

@@ -8,12 +8,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.curvature.generic_loss import loss_hessian_products
 from packprop.curvature.linear import ASKED, INSTEAD, jvps, vjps
 from packprop.curvature.needed import read_by_products
 from packprop.curvature.nonlinearities import residuals
+from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.second_order import differentiating_twice, gradients_at, require_second_derivatives
 from packprop.curvature.seeds import columns
@@ -47,10 +48,11 @@ class BlockProduct:
     """
 
     leaf: Tensor
-    product: Callable[[Tensor], Tensor]
+    product: _HessianBlock | _GaussNewtonBlock
     snapshots: Sequence[Snapshot]
     name: str
     hooks: Hooks
+    _looked_at: bool = False
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Products of the shape of ``vectors``.
@@ -79,6 +81,10 @@ class BlockProduct:
         try:
             with self.hooks.quiet():
                 product = self.product(given[None] if single else given)
+                if not self._looked_at:  # once is enough, and waits for the device
+                    self._looked_at = True
+                    what = f"A product with the block of parameter {self.name!r}"
+                    warn_unless_finite(what, [product], [given], self.product.faulty_node, self.product.graph)
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -164,6 +170,10 @@ class _HessianBlock:
             (product,) = vjps([gradient], [self.leaf], [vectors])
         return torch.zeros_like(vectors) if product is None else product
 
+    def faulty_node(self) -> Node | None:
+        """The node whose second derivative is not finite."""
+        return faulty_node(self.graph.roots, self.graph.root_gradients(), [self.leaf], [self.leaf])
+
 
 @dataclass(eq=False)
 class _GaussNewtonBlock:
@@ -192,3 +202,8 @@ class _GaussNewtonBlock:
             curved = [hessian(each) for hessian, each in zip(self.hessians, at_tensors, strict=True)]
             (product,) = vjps(self.tensors, [self.leaf], curved)
         return torch.zeros_like(vectors) if product is None else product
+
+    def faulty_node(self) -> Node | None:
+        """The node whose second derivative is not finite."""
+        own = faulty_node(self.graph.roots, self.graph.root_gradients(), self.tensors, self.tensors)
+        return own or faulty_jacobian(self.tensors, [self.leaf])

@@ -19,7 +19,7 @@ from packprop.curvature.second_order import (
     require_second_derivatives,
 )
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.pull import pull_columns
+from packprop.graph.pull import derivatives, pull_columns
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.tensors.dry import chunk_starts
 from packprop.tensors.precision import accumulation_dtype
@@ -170,16 +170,10 @@ def estimated_diagonals(
         for _ in chunk_starts(draws, 1):  # without data few are drawn: sums take no more memory
             signs = [_signs(leaf, seed.generator) for leaf in leaves]
             pairs = [(g, u[None]) for g, u in zip(gradients, signs, strict=True) if g.requires_grad]
-            products: Any = [None] * len(leaves)
+            products: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs:
-                products = torch.autograd.grad(
-                    [gradient for gradient, _ in pairs],
-                    list(leaves),
-                    [u for _, u in pairs],
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+                given, along = [gradient for gradient, _ in pairs], [u for _, u in pairs]
+                products = derivatives(given, leaves, along, create_graph=create_graph)
             for place, (u, product) in enumerate(zip(signs, products, strict=True)):
                 if product is not None:
                     product = product.to_dense() if product.is_sparse else product

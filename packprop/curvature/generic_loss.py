@@ -14,6 +14,7 @@ from packprop.functions.losses.description import INPUT_NAMES, Root, input_of
 from packprop.functions.losses.roots import matrix_root
 from packprop.functions.nodes import is_once_differentiable
 from packprop.graph.graph import Graph, ReachedLoss
+from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
@@ -33,7 +34,8 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     edge = GradientEdge(loss.node, loss.output)
     gradients = graph.root_gradients()
     with torch.enable_grad():
-        (factor,) = torch.autograd.grad(graph.roots, edge, gradients, create_graph=True, retain_graph=True)
+        (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
+        assert factor is not None
         curved = None
         if factor.requires_grad:
             (curved,) = torch.autograd.grad(factor.sum(), edge, retain_graph=True, allow_unused=True)
@@ -67,7 +69,8 @@ def generic_root(
     outputs, value = evaluated_again(function, args, kwargs, factor)
     _require_twice_differentiable(function, value)
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
+        (gradient,) = derivatives([value], [outputs], create_graph=True)
+        assert gradient is not None
         front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
         if not gradient.requires_grad:
@@ -75,14 +78,8 @@ def generic_root(
 
         def product(vector: Tensor) -> Tensor:
             try:
-                (row,) = torch.autograd.grad(
-                    front,
-                    outputs,
-                    vector.expand_as(front),
-                    retain_graph=True,
-                    create_graph=differentiable,
-                    allow_unused=True,
-                )
+                given = [vector.expand_as(front)]
+                (row,) = derivatives([front], [outputs], given, create_graph=differentiable)
             except (RuntimeError, NotImplementedError) as error:
                 raise PackpropError(
                     "A generalized Gauss-Newton quantity was asked for.",
@@ -108,7 +105,8 @@ def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor],
         outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
     _require_twice_differentiable(call.function, value)
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(value, outputs, create_graph=True)
+        (gradient,) = derivatives([value], [outputs], create_graph=True)
+        assert gradient is not None
 
     def product(vectors: Tensor) -> Tensor:
         if not gradient.requires_grad:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.graph.pull import pull_columns
+from packprop.graph.pull import derivatives, pull_columns
 from packprop.graph.traversal import made_by
 
 Vectors = Sequence[Tensor]
@@ -47,8 +47,7 @@ def differentiable_gradients(value: Tensor, inputs: Sequence[Tensor]) -> list[Te
     if not value.requires_grad:
         return [None] * len(inputs)
     with torch.enable_grad():
-        gradients: Any = torch.autograd.grad(value, list(inputs), create_graph=True, allow_unused=True)
-    return list(gradients)
+        return derivatives([value], inputs, create_graph=True)
 
 
 def vjps(
@@ -81,7 +80,7 @@ def jvps(
 def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> LinearMap:
     """The map from v to ``J v``, for many calls: its graph is made once."""
     with torch.enable_grad():
-        arbitrary = [_zeros_at(output).requires_grad_() for output in outputs]
+        arbitrary = [zeros_at(output).requires_grad_() for output in outputs]
         linear = vjps(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
 
     def apply(vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
@@ -100,7 +99,8 @@ def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count:
     ]
 
 
-def _zeros_at(output: Any) -> Tensor:
+def zeros_at(output: Any) -> Tensor:
+    """Zeros of the shape of a tensor, or of what an edge stands for."""
     if isinstance(output, Tensor):
         return torch.zeros_like(output, requires_grad=False)
     made = made_by(output.node)[output.output_nr]

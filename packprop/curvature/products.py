@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packprop.curvature.linear import (
@@ -20,6 +22,7 @@ from packprop.curvature.linear import (
     vjps,
     with_zeros,
 )
+from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 from packprop.errors import BadInput
 from packprop.graph.hooks import hooks_below
@@ -58,6 +61,8 @@ def jvp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Vectors) -> Tens
     quiet = hooks_below([outputs], parameters).quiet()
     with differentiating_twice("the outputs given to jvp", ASKED, INSTEAD), quiet:
         (product,) = jvps([outputs], parameters, _with_axis(vectors, single))
+        search = functools.partial(faulty_jacobian, [outputs], parameters)
+        warn_unless_finite("A product by jvp", [product], vectors, search)
     return product[0] if single else product
 
 
@@ -112,8 +117,14 @@ def hessian_product(
 
     def product(vectors: Vectors) -> list[Tensor]:
         with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
-            return with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
+            products = with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
+            if not looked_at:  # once is enough, and waits for the device
+                looked_at.append(True)
+                search = functools.partial(faulty_node, [value], [None], parameters, parameters)
+                warn_unless_finite(f"A product by {asked}", products, vectors, search)
+            return products
 
+    looked_at: list[bool] = []
     return product, value
 
 
@@ -162,8 +173,17 @@ def ggn_product(
         with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
             at_outputs = jacobian(vectors)
             curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
-            return with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
+            products = with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
+            if not looked_at:  # once is enough, and waits for the device
+                looked_at.append(True)
+                warn_unless_finite(f"A product by {asked}", products, vectors, search)
+            return products
 
+    def search() -> Node | None:
+        own = faulty_node([loss], [None], [outputs], [outputs])
+        return own or faulty_jacobian([outputs], parameters)
+
+    looked_at: list[bool] = []
     return product, loss
 
 

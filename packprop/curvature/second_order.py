@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
 from packprop.graph.graph import Graph
+from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
 
 ASKED = "A diagonal of the Hessian was asked for."
@@ -119,12 +119,4 @@ def named(graph: Graph) -> Callable[[Tensor], str]:
 
 def gradients_at(graph: Graph, ends: Sequence[Any], create_graph: bool = False) -> list[Tensor | None]:
     """Gradients of the roots at tensors or edges."""
-    gradients: Any = torch.autograd.grad(
-        list(graph.roots),
-        list(ends),
-        graph.root_gradients(),
-        retain_graph=True,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    return list(gradients)
+    return derivatives(list(graph.roots), ends, graph.root_gradients(), create_graph=create_graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from packprop.curvature.second_order import (
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.functions.operands import ENTRY_BY_ENTRY, REARRANGING, SUMS, is_linear
 from packprop.graph.graph import Graph
+from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
 from packprop.tensors.precision import accumulation_dtype
@@ -35,13 +35,8 @@ def term_gradients(graph: Graph, leaves: Sequence[Tensor], create_graph: bool = 
     with torch.set_grad_enabled(create_graph):
         factors = gradients_at(graph, graph.terms)
         pairs = [(edge, at) for edge, at in zip(graph.terms, factors, strict=True) if at is not None]
-        gradients: Any = torch.autograd.grad(
-            [edge for edge, _ in pairs],
-            list(leaves),
-            [at for _, at in pairs],
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
+        gradients = derivatives(
+            [edge for edge, _ in pairs], leaves, [at for _, at in pairs], create_graph=create_graph
         )
     return [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
 
@@ -71,14 +66,8 @@ def term_diagonals(
             yield leaf, diagonals(where, leaf, gradient, create_graph)[0]
             continue
         with differentiating_twice(where):
-            (diagonal,) = torch.autograd.grad(
-                gradient,
-                leaf,
-                torch.ones_like(gradient),
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
+            ones = torch.ones_like(gradient)
+            (diagonal,) = derivatives([gradient], [leaf], [ones], create_graph=create_graph)
         if diagonal is not None:
             yield leaf, diagonal.to(accumulation_dtype(diagonal.dtype))
 

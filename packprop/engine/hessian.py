@@ -12,6 +12,7 @@ from packprop.algebra.structures import Dense, Diagonal
 from packprop.curvature.columns import Columns
 from packprop.curvature.double_backward import estimated_diagonals, hessian_columns, parameter_diagonals
 from packprop.curvature.nonlinearities import nonlinearity_terms
+from packprop.curvature.not_finite import cause_in
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.curvature.routes import Routes, choose_routes
 from packprop.curvature.seeds import columns
@@ -20,9 +21,10 @@ from packprop.curvature.terms import term_diagonals
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.column_sweeps import ColumnSweeps
 from packprop.engine.contributions import Contribution, diagonal, products_with
+from packprop.engine.finite import FiniteCheck
 from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import PackpropError
-from packprop.graph.graph import ReachedUse
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.types import EXACT, Seed
 
 
@@ -36,6 +38,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     if roots is None:  # a loss without a root has second derivatives, too
         with contextlib.suppress(PackpropError):
             roots = columns(graph, EXACT, create_graph)
+    noted = sweeps.results.finite_check
     routes = choose_routes(graph, roots is not None, per_sample, create_graph)
     _add_terms(sweeps, tasks, routes, per_sample)
     if routes.is_gauss_newton:
@@ -43,15 +46,18 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     swept = swept_uses(graph, routes)
     _add_nonlinearities(sweeps, tasks, routes, swept)
     for leaf, values in parameter_diagonals(graph, routes.parameter, per_sample, create_graph):
+        noted.note(leaf, [values])
         for chosen, group in by_subsampling(tasks):
             structure = Diagonal(Dense((values if chosen is None else values[chosen])[None]))
             for task in group:
                 sweeps.results.add_value(leaf, task, task.row.statistic(structure))
     for uses, leaves in routes.output:
         for units, products in hessian_columns(graph, uses, create_graph):
+            noted.note(leaves[0], [column for columns in products for column in columns])
             for leaf in leaves:
                 left, right = (_contributions(leaf, uses, each) for each in (products, units))
                 sweeps.results.add_contributions(leaf, left, tasks, ONE, products_with(right))
+    _find_cause(graph, noted)
     if routes.output or routes.parameter:
         if swept and roots is not None:
             sweeps.run(roots, tasks, swept)
@@ -66,6 +72,7 @@ def _add_terms(sweeps: ColumnSweeps, tasks: list[Task], routes: Routes, per_samp
     there = [] if per_sample else routes.parameter  # the whole loss was differentiated in these
     leaves = [leaf for leaf in graph.leaves() if not any(leaf is other for other in there)]
     for leaf, values in term_diagonals(graph, leaves if whole else [], sweeps.request.create_graph):
+        sweeps.results.finite_check.note(leaf, [values])
         for task in whole:
             value = task.row.statistic(Diagonal(Dense(values[None, None])))
             sweeps.results.add_value(leaf, task, value)
@@ -77,11 +84,22 @@ def _add_nonlinearities(
     """Add what the second derivatives of elementwise nonlinearities give at the uses of swept leaves."""
     graph, create_graph = sweeps.request.graph, sweeps.request.create_graph
     diagonals = OutputDiagonals(graph, routes, swept)
+    noted = sweeps.results.finite_check
     for term in nonlinearity_terms(graph, routes, swept, diagonals, create_graph):
+        noted.note(term.uses[0].sites[0].leaf, [term.columns.weights])
         sweeps.run([term.columns], tasks, term.uses, diagonals=diagonals)
     for use, cotangents in diagonals.take():
+        noted.note(use.sites[0].leaf, cotangents)
         for site in use.take():
             sweeps.results.add_contributions(site.leaf, [(use, site, cotangents)], tasks, ONE, diagonal)
+
+
+def _find_cause(graph: Graph, noted: FiniteCheck) -> None:
+    """If a second derivative is not finite, find out which: afterwards the graph may not be there any more."""
+    leaf = noted.first(graph)
+    if leaf is None:
+        return
+    noted.cause = cause_in(graph, f"The diagonal of the Hessian in parameter {graph.name(leaf)!r}")
 
 
 def _contributions(
@@ -97,8 +115,10 @@ def add_without_sweep(request: Request, results: Accumulator, seed: Seed, tasks:
     graph = request.graph
     if seed.kind == "hessian_mc":
         for leaf, values in estimated_diagonals(graph, graph.leaves(), seed, request.create_graph):
+            results.finite_check.note(leaf, [values])
             for task in tasks:
                 results.add_value(leaf, task, task.row.statistic(Diagonal(Dense(values[None, None]))))
+        _find_cause(graph, results.finite_check)
         return
     for task in tasks:
         for leaf, product in task.row.statistic(graph):

@@ -80,6 +80,19 @@ MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWith
 """Functions, entry by entry, whose values may keep an entry from its inputs."""
 
 
+WITHOUT_DATA = _names("Sgn")
+"""Nodes whose derivative is a tensor of zeros that holds no data, which few other nodes expect.
+
+Seen on torch 2.13: the backward pass of group norm reads memory that nobody has written in its place, and the
+second derivatives of other normalisations and of some losses raise. Of all functions that PyTorch tests, this
+node alone makes such zeros: as the second derivative of an absolute value, an L1 loss, or a norm.
+"""
+
+
+DIFFERENTIABLE_ONCE = _names("Hardsigmoid")
+"""Functions of ``ENTRYWISE``, linear by parts, whose backward pass PyTorch cannot differentiate."""
+
+
 RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """The same entries in the same order."""
 
@@ -179,7 +192,7 @@ def bias_without_weight(node: Node) -> Node | None:
     error, or an error about an undefined tensor. A weight that is not trained has no edge either; the one that
     the node has saved has no public name.
     """
-    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm"}):
+    if name_of_node(node) not in (NORMALISATIONS | {"NativeLayerNorm", "NativeGroupNorm"}):
         return None
     edges = node.next_functions
     if len(edges) < 3 or edges[1][0] is not None or edges[2][0] is None:

@@ -2,14 +2,98 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from packprop.functions.nodes import DIFFERENTIABLE_ONCE, WITHOUT_DATA, name_of_node
+from packprop.graph.search import nodes_above
+from packprop.recording.marks import marks_of
 from packprop.tensors.repeated import of_columns, one_by_one
+
+DATA_GIVEN = "packprop: zeros with data"
+"""Key in the metadata of a node that hands zeros on with their data."""
+
+
+def derivatives(
+    outputs: Sequence[Any],
+    ends: Sequence[Any],
+    seeds: Sequence[Tensor | None] | None = None,
+    *,
+    create_graph: bool = False,
+    retain_graph: bool = True,
+    batched: bool = False,
+) -> list[Tensor | None]:
+    """``torch.autograd.grad``, but where products shall be differentiable, they are so through more functions.
+
+    Args:
+        outputs: Tensors or edges to begin at.
+        ends: Tensors or edges where products are wanted; those that are not reached get ``None``.
+        seeds: One for each output, unless all are scalars.
+        create_graph: Whether products shall be differentiable.
+        retain_graph: Whether the graph stays.
+        batched: Whether seeds and products have a leading axis of columns.
+    """
+    with _with_slopes(outputs) if create_graph else contextlib.nullcontext():
+        products: Any = torch.autograd.grad(
+            list(outputs),
+            list(ends),
+            None if seeds is None else list(seeds),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+    if create_graph:
+        _give_data(products)
+    return list(products)
+
+
+@contextlib.contextmanager
+def _with_slopes(outputs: Iterable[Any]) -> Iterator[None]:
+    """Inside, nodes of ``DIFFERENTIABLE_ONCE`` multiply by their slopes, which are constant by parts.
+
+    A node is run on ones, which gives its slopes. It is run once: a checkpoint gives it what it saved once.
+    """
+    given: dict[Node, Tensor] = {}
+
+    def with_ones(node: Node, cotangents: Sequence[Tensor | None]) -> Any:
+        (cotangent,) = cotangents
+        if cotangent is None:
+            return None
+        given[node] = cotangent
+        return (torch.ones_like(cotangent, requires_grad=False),)
+
+    def scaled(node: Node, slopes: Sequence[Tensor | None]) -> Any:
+        (slope,), cotangent = slopes, given.pop(node, None)
+        return None if slope is None or cotangent is None else (cotangent * slope.detach(),)
+
+    starts = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
+    once = [node for node in nodes_above(starts) if name_of_node(node) in DIFFERENTIABLE_ONCE]
+    handles = [node.register_prehook(functools.partial(with_ones, node)) for node in once]
+    handles += [node.register_hook(lambda slopes, _, node=node: scaled(node, slopes)) for node in once]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _give_data(gradients: Iterable[Tensor | None]) -> None:
+    """Have nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``."""
+
+    def with_data(products: Sequence[Tensor | None], _: Any) -> Any:
+        return tuple(None if product is None else product.clone() for product in products)
+
+    for node in nodes_above(gradient.grad_fn for gradient in gradients if gradient is not None):
+        if name_of_node(node) in WITHOUT_DATA and DATA_GIVEN not in marks_of(node):
+            marks_of(node)[DATA_GIVEN] = True
+            node.register_hook(with_data)
 
 
 def pull_columns(
@@ -33,14 +117,8 @@ def pull_columns(
     """
 
     def pull(given: Sequence[Tensor], batched: bool, retain_graph: bool = True) -> list[Tensor | None]:
-        products: Any = torch.autograd.grad(
-            list(outputs),
-            list(ends),
-            list(given),
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-            is_grads_batched=batched,
+        products = derivatives(
+            outputs, ends, given, create_graph=create_graph, retain_graph=retain_graph, batched=batched
         )
         return [
             product.to_dense() if product is not None and product.is_sparse else product for product in products

@@ -1,0 +1,34 @@
+"""Whether tensors are finite, asked of many at once: a device is waited for once, and not before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.tensors.dry import is_dry_run
+
+
+def extremes(tensor: Tensor) -> list[Tensor]:
+    """Smallest and largest entry of a tensor: NaN and infinity show in them."""
+    if not tensor.numel():
+        return []
+    values = tensor.detach()
+    return [*(torch.view_as_real(values) if values.is_complex() else values).aminmax()]
+
+
+def all_finite(scalars: Sequence[Tensor]) -> bool:
+    """Whether all of some scalars are finite; waits for each device once. Without data, they are."""
+    if is_dry_run():
+        return True
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for scalar in scalars:
+        by_device.setdefault(scalar.device, []).append(scalar)
+    return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
+
+
+def are_finite(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all entries of some tensors are finite; waits for each device once."""
+    return all_finite([each for tensor in tensors if tensor is not None for each in extremes(tensor)])

@@ -183,16 +183,17 @@ def note_hooks(tensor: Tensor) -> None:
         noted.append(hooks)
 
 
-def nodes_upstream(start: Node, end: Node | None = None) -> Iterator[Node]:
-    """A node and every node that its inputs come from, each once; none that lies behind ``end`` alone."""
-    stack, seen = [start], {start, end}
+def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:
+    """Some nodes and everything that they were computed from, each once; not what lies behind ``end`` alone."""
+    stack = [node for node in dict.fromkeys(nodes) if node is not None]
+    seen = {*stack, end}
     while stack:
         node = stack.pop()
         yield node
-        for upstream, _ in node.next_functions:
-            if upstream is not None and upstream not in seen:
-                seen.add(upstream)
-                stack.append(upstream)
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                stack.append(above)
 
 
 def graph_is_kept() -> bool:

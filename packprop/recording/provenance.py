@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packprop.functions.traits import EXPANSIONS
 from packprop.recording.compiled import is_compiled_region
-from packprop.recording.marks import USE, marks_of, nodes_upstream
+from packprop.recording.marks import USE, marks_of, nodes_above
 from packprop.tensors.nesting import tensors_in
 
 
@@ -98,7 +98,7 @@ class Provenance:
     def _comes_from_samples(self, tensor: Tensor) -> bool:
         """Whether a tensor that no torch function was seen to make depends on the samples, by its graph."""
         assert tensor.grad_fn is not None
-        for node in nodes_upstream(tensor.grad_fn):
+        for node in nodes_above([tensor.grad_fn]):
             if USE in marks_of(node) or is_compiled_region(node):
                 return True
             leaf = getattr(node, "variable", None)

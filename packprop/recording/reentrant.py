@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import detach_variable, set_device_states
 
 from packprop.errors import FreedGraph, PackpropError
-from packprop.recording.marks import USE, marks_of, nodes_upstream
+from packprop.recording.marks import USE, marks_of, nodes_above
 from packprop.recording.switch import recording
 
 FIELDS = frozenset(
@@ -116,7 +116,7 @@ def _places_of_data(node: Any) -> list[int]:
 
 def _depends_on_samples(start: Node) -> bool:
     """Whether a use, another checkpoint or a leaf that is no parameter lies upstream."""
-    for node in nodes_upstream(start):
+    for node in nodes_above([start]):
         leaf = getattr(node, "variable", None)
         if USE in marks_of(node) or node.name() == NAME:
             return True

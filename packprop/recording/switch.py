@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_backward_hooks
 from packprop.errors import BadInput
 from packprop.recording import aside
 from packprop.recording.compiled import is_compiled, warn_of_compiled
-from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_upstream
+from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current, record_loss
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
@@ -219,7 +219,7 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     assert out.grad_fn is not None
     if out.grad_fn is loss_input.grad_fn:
         return False
-    return any(LOSS in marks_of(node) for node in nodes_upstream(out.grad_fn, loss_input.grad_fn))
+    return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
 
 
 def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None) -> Recorder:

@@ -17,6 +17,21 @@ from packprop import extensions
 from tests.references.running import assert_near
 
 
+class GatedMean(nn.Module):
+    """A mean over the batch behind a trainable gate that is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ``[n, 3]`` to ``[n, 2]``."""
+        h = torch.tanh(self.first(x))
+        out: Tensor = self.head(h + self.gate * h.mean(0))
+        return out
+
+
 def rows_of(
     model: nn.Module, forward: Callable[[], Tensor], target: Tensor, seed: int = 0
 ) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
-from tests.graph.one_by_one import check, double, rows_of
+from tests.graph.one_by_one import GatedMean, check, double, rows_of
 from tests.references.running import assert_near, right_or_refused
 
 
@@ -35,17 +35,7 @@ def test_signals_that_vanish_say_nothing_about_the_samples() -> None:
 def test_mixing_that_begins_later_is_noticed() -> None:
     """A gate that starts at zero hides a mean over the batch until it opens."""
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-            self.gate = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.first(x))
-            return self.head(h + self.gate * h.mean(0))
-
-    model = packprop.extend(double(Gated()))
+    model = packprop.extend(double(GatedMean()))
     loss_function = packprop.extend(nn.MSELoss())
     x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     for value in (0.0, 1.0):

@@ -14,7 +14,7 @@ from packprop.errors import PackpropError
 from packprop.graph import samples as located
 from packprop.graph.hidden_mixing import parts
 from tests.cases.models.wrapping import Apply
-from tests.graph.one_by_one import check, double
+from tests.graph.one_by_one import GatedMean, check, double
 
 
 class Gated(nn.Module):
@@ -123,18 +123,7 @@ def test_a_leak_that_is_small() -> None:
 
 def test_a_trainable_gate_of_zero_on_the_mean_of_the_batch() -> None:
     """The gate's own gradient for one sample depends on the others: refused by its name in the first pass."""
-
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-            self.gate = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.first(x))
-            return self.head(h + self.gate * h.mean(0).expand_as(h))
-
-    refused(double(Mean()), torch.randn(4, 3).double(), "'gate'")
+    refused(double(GatedMean()), torch.randn(4, 3).double(), "'gate'")
 
 
 def test_a_trainable_matrix_of_zeros_over_samples() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.hunt.writing import LAST, Form, Writer, block, same_form
 
 SMOOTH = (
@@ -289,23 +291,23 @@ def residual(w: Writer, form: Form) -> Form:
 
 @block(*LAST, "image", "map", weight=0.7, same=True)
 def checkpointed(w: Writer, form: Form) -> Form:
-    if w.depth > 0 or not form.leading:
-        return raw_scale(w, form)
-    w.depth += 1
-    with w.method() as name:
-        same_form(w, form, w.choose(1, 2))
-    w.set(f"checkpoint({name}, h, use_reentrant={w.chance(0.4)})")
-    w.depth -= 1
-    return form
+    return in_a_method(w, form, lambda name: f"checkpoint({name}, h, use_reentrant={w.chance(0.4)})")
 
 
 @block(*LAST, "image", "map", weight=0.5, same=True)
 def called_twice(w: Writer, form: Form) -> Form:
+    return in_a_method(
+        w, form, lambda name: f"{name}({name}(h))" if w.chance(0.5) else f"{name}(h) + {name}(0.5 * h)"
+    )
+
+
+def in_a_method(w: Writer, form: Form, call: Callable[[str], str]) -> Form:
+    """One or two blocks in a method of their own, which is then called."""
     if w.depth > 0 or not form.leading:
         return raw_scale(w, form)
     w.depth += 1
     with w.method() as name:
         same_form(w, form, w.choose(1, 2))
-    w.set(f"{name}({name}(h))" if w.chance(0.5) else f"{name}(h) + {name}(0.5 * h)")
+    w.set(call(name))
     w.depth -= 1
     return form

@@ -17,7 +17,7 @@ from benchmarks.checkpointing import EXTENSIONS, Size, Step
 from packprop import extensions
 from packprop.algebra import cells
 from packprop.engine import chunks
-from packprop.recording.marks import USE, marks_of
+from packprop.recording.marks import USE, marks_of, nodes_above
 from tests.recording.saving import REFERENCE, WAYS, Net, assert_equal, plain, run
 from tests.references.running import ROWS, Row
 
@@ -51,14 +51,8 @@ def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch
 
 
 def uses_of(loss: Tensor) -> Iterator[Any]:
-    stack, seen = [loss.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_above([loss.grad_fn]):
         yield from (use for use, *_ in marks_of(node).get(USE, ()))
-        stack += [upstream for upstream, _ in node.next_functions]
 
 
 def test_nothing_is_held_and_nothing_is_left() -> None:

@@ -105,6 +105,16 @@ class Extension:
         """The statistics that the value is computed from."""
         raise NotImplementedError(f"{type(self).__name__} must define rows")
 
+    @property
+    def degrees(self) -> tuple[float, ...]:
+        """The power of the loss that each of the results grows with that ``finish`` is given.
+
+        What a second pass comes after are eigenvectors by then, which are the same for every factor.
+        """
+        rows = self.rows
+        first = 0.0 if rows[-1].after is not None else None
+        return (*(row.degree if first is None else first for row in rows[:-1]), rows[-1].degree)
+
     def finish(self, values: list[Any], samples: int) -> Any:
         """The value, from the merged results of the rows and the number of samples that they cover."""
         return values[0]

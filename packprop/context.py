@@ -74,8 +74,8 @@ def backpack(
         retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
         debug: Print what the pass goes through.
         loss_scale: What the loss that is meant was multiplied by before ``backward()``. Values are those of the
-            loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is not
-            waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
+            loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
+            not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
             ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
 
     Raises:

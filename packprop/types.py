@@ -84,6 +84,8 @@ class Extension:
     """Whether values hold the graph, so that the backward pass must not free it."""
     of_batch: ClassVar[bool] = False
     """Whether it is a quantity of the whole batch, which needs no samples that are apart."""
+    cheaper: ClassVar[str] = ""
+    """What takes less time in its place, if something does: for the warning about work that takes long."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

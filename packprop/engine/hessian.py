@@ -23,6 +23,7 @@ from packprop.engine.contributions import Contribution, diagonal, products_with
 from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
+from packprop.tensors.long_work import expect
 from packprop.types import EXACT, Seed
 
 
@@ -54,6 +55,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
                 sweeps.results.add_contributions(leaf, left, tasks, ONE, products_with(right))
     if routes.output or routes.parameter:
         if swept and roots is not None:
+            expect("columns", sum(group.count for group in roots))
             sweeps.run(roots, tasks, swept)
         return None
     return roots

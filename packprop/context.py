@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ def backpack(
     memory: int | str | Plan | None = None,
     retain_graph: bool = False,
     debug: bool = False,
+    loss_scale: float | Tensor = 1.0,
 ) -> Backpack:
     """Compute more than the gradient in every backward pass inside the context.
 
@@ -70,20 +72,29 @@ def backpack(
             more for each new shape, without data, to find the chunks that fit.
         retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
         debug: Print what the pass goes through.
+        loss_scale: What the loss that is meant was multiplied by before ``backward()``. Values are those of the
+            loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
+            not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
+            ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
             number of bytes. In the backward pass, before any work: for a budget that no choice of chunks keeps
             to, or a plan that was made for something else.
     """
-    return Backpack(extensions, extension_hook, memory, debug)
+    return Backpack(extensions, extension_hook, memory, debug, loss_scale)
 
 
 class Backpack(OwnMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
     def __init__(
-        self, extensions: Sequence[Any], hook: Hook | None, memory: int | str | Plan | None, debug: bool
+        self,
+        extensions: Sequence[Any],
+        hook: Hook | None,
+        memory: int | str | Plan | None,
+        debug: bool,
+        loss_scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__()
         self.extensions = check_extensions("backpack(...) was entered.", extensions)
@@ -94,6 +105,7 @@ class Backpack(OwnMode):
                 "it cannot be called",
                 "give a function of one module",
             )
+        self._loss_scale = _scale_of(loss_scale)
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
@@ -161,7 +173,7 @@ class Backpack(OwnMode):
         check_graph(graph, not all(extension.of_batch for extension in self.extensions))
         if call.create_graph:
             require_differentiable(graph)
-        saver = ResultSaver(graph, self._hook)
+        saver = ResultSaver(graph, self._hook, self._loss_scale)
         backward_pass = BackwardPass(
             Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
             saver.save,
@@ -254,6 +266,25 @@ def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     if len(args) > 2:
         return (*args[:2], True, *args[3:]), kwargs
     return args, {**kwargs, "retain_graph": True}
+
+
+def _scale_of(loss_scale: Any) -> float | Tensor | None:
+    """A factor on the loss, which is not looked at if it is a tensor; ``None`` for 1.
+
+    Raises:
+        BadInput: If it is no positive number.
+    """
+    if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1 and loss_scale.is_floating_point():
+        return loss_scale.detach().reshape(())
+    is_number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
+    if is_number and 0 < loss_scale < math.inf:
+        return None if loss_scale == 1 else float(loss_scale)
+    raise BadInput(
+        "backpack(loss_scale=...) was entered.",
+        f"loss_scale={loss_scale!r}",
+        "it is no positive number, nor a tensor of one",
+        "give what the loss was multiplied by: 1 / steps under accumulation, scaler.get_scale() of a scaler",
+    )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -84,6 +84,8 @@ class Extension:
     """Whether values hold the graph, so that the backward pass must not free it."""
     of_batch: ClassVar[bool] = False
     """Whether it is a quantity of the whole batch, which needs no samples that are apart."""
+    cheaper: ClassVar[str] = ""
+    """What takes less time in its place, if something does: for the warning about work that takes long."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +106,16 @@ class Extension:
     def rows(self) -> tuple[Row, ...]:
         """The statistics that the value is computed from."""
         raise NotImplementedError(f"{type(self).__name__} must define rows")
+
+    @property
+    def degrees(self) -> tuple[float, ...]:
+        """The power of the loss that each of the results grows with that ``finish`` is given.
+
+        What a second pass comes after are eigenvectors by then, which are the same for every factor.
+        """
+        rows = self.rows
+        first = 0.0 if rows[-1].after is not None else None
+        return (*(row.degree if first is None else first for row in rows[:-1]), rows[-1].degree)
 
     def finish(self, values: list[Any], samples: int) -> Any:
         """The value, from the merged results of the rows and the number of samples that they cover."""

@@ -95,12 +95,15 @@ MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
 def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
     """A result for a loss that is multiplied by ``factor``.
 
-    ``degree`` is that of the row; for moments it is that of their mean.
+    ``degree`` is that of the row; for moments it is that of their mean. A value that is no tensor, such as a
+    product with a block, says itself what its multiples are: by a method ``scaled``.
     """
     if value is None or degree == 0:
         return value
     if isinstance(value, Moments):
         return Moments(value.samples, value.mean * factor, value.deviation * factor**2)
+    if hasattr(value, "scaled"):
+        return value.scaled(factor**degree)
     return value * factor**degree
 
 

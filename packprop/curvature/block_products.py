@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -41,6 +41,7 @@ class BlockProduct:
         snapshots: The parameters that the product reads, as they were in the backward pass.
         name: Name of the parameter, for messages.
         hooks: The user's hooks on the graph, which products do not run.
+        factor: What products are multiplied by.
 
     It keeps the graph of its forward pass, and nothing is run again: it stays valid, and takes memory, until it
     is dropped (``del parameter.hmp``) or overwritten by another backward pass. Where a parameter that it reads
@@ -52,7 +53,12 @@ class BlockProduct:
     snapshots: Sequence[Snapshot]
     name: str
     hooks: Hooks
+    factor: Tensor | float = 1.0
     _looked_at: bool = False
+
+    def scaled(self, factor: Tensor | float) -> BlockProduct:
+        """The product with a multiple of the block."""
+        return replace(self, factor=self.factor * factor)
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Products of the shape of ``vectors``.
@@ -94,7 +100,8 @@ class BlockProduct:
                 "inputs or other tensors of the forward pass were changed in place since",
                 "run a forward and a backward pass with the extension again",
             ) from error
-        return (product[0] if single else product).to(result_dtype(vectors, product)).contiguous()
+        product = product[0] if single else product
+        return (self.factor * product).to(result_dtype(vectors, product)).contiguous()
 
 
 def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tuple[Tensor, BlockProduct]]:

@@ -22,11 +22,16 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import derivatives, pull_columns
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.tensors.dry import chunk_starts
+from packprop.tensors.long_work import doing, expect
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Seed
 
 BATCHED_ENTRIES = 2**23
 """So many entries of all outputs of uses may be taken at once in columns by double backward."""
+
+
+BY_DOUBLE_BACKWARD = "columns by double backward"
+"""The kind of work, for estimates of time."""
 
 
 def hessian_columns(
@@ -54,13 +59,15 @@ def hessian_columns(
     ]
     total = sum(gradient.numel() for gradient in gradients)
     step = at_once or max(1, BATCHED_ENTRIES // max(1, total))
+    expect(BY_DOUBLE_BACKWARD, total // max(1, graph.samples))
     for active, ((use, index), gradient) in enumerate(zip(places, gradients, strict=True)):
         layout = use.layouts[index]
         entries = gradient.numel() // layout.samples
         for start in chunk_starts(entries, step):
             stop = min(entries, start + step)
             unit = unit_columns(gradient.shape, layout, gradient, start, stop)
-            columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
+            with doing(BY_DOUBLE_BACKWARD, stop - start):
+                columns = _derivatives_along(graph.label(use), gradient, edges, unit, create_graph)
             units: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
             products: list[list[Tensor | None]] = [[None] * len(each.recorded.shapes) for each in uses]
             for place, (other, output) in enumerate(places):
@@ -95,6 +102,7 @@ def parameter_diagonals(
     require_second_derivatives(graph.roots, leaves, named(graph))
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
+    expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
     for leaf, gradient in zip(leaves, gradients, strict=True):
         yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph)
 
@@ -143,7 +151,8 @@ def diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) ->
         places = torch.arange(start, stop, device=flat.device)
         unit = torch.zeros(stop - start, flat.numel(), dtype=flat.dtype, device=flat.device)
         unit[torch.arange(stop - start), places] = 1.0
-        (columns,) = _derivatives_along(where, flat, [leaf], unit, create_graph)
+        with doing(BY_DOUBLE_BACKWARD, stop - start):
+            (columns,) = _derivatives_along(where, flat, [leaf], unit, create_graph)
         if columns is None:
             pieces.append(flat.new_zeros(stop - start))
         else:

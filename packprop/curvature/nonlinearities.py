@@ -20,6 +20,7 @@ from packprop.curvature.swept_uses import with_own_ends
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
+from packprop.tensors.long_work import expect
 from packprop.tensors.precision import accumulation_dtype
 
 
@@ -48,6 +49,7 @@ def nonlinearity_terms(
         key = (nonlinearity.input.node, nonlinearity.input.output_nr)
         before = by_input.get(key)
         by_input[key] = (weight if before is None else weight + before[0], layout, nonlinearity)
+    swept = []
     for (node, output), (weight, layout, nonlinearity) in by_input.items():
         at_input = [use for use in uses if diagonals.needs_no_sweep(use, node, output)]
         for use in at_input:
@@ -55,8 +57,14 @@ def nonlinearity_terms(
         upstream = [use for use in uses if routes.bits[use] & nonlinearity.upstream and use not in at_input]
         reached = with_own_ends(upstream, routes)
         if reached:
-            shared = shared_rows_below(graph, nonlinearity, layout, reached, routes.masks, create_graph)
-            yield CurvatureTerm(_weighted_columns(weight, layout, shared or nonlinearity.input), reached)
+            swept.append((weight, layout, nonlinearity, reached))
+    del weight, weights
+    expect("columns", sum(weight.numel() // layout.samples for weight, layout, _, _ in swept))
+    by_input.clear()
+    while swept:
+        weight, layout, nonlinearity, reached = swept.pop(0)
+        shared = shared_rows_below(graph, nonlinearity, layout, reached, routes.masks, create_graph)
+        yield CurvatureTerm(_weighted_columns(weight, layout, shared or nonlinearity.input), reached)
 
 
 def residuals(graph: Graph, routes: Routes, create_graph: bool = False) -> list[Tensor]:

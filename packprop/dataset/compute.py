@@ -17,7 +17,7 @@ from packprop.context import check_extensions
 from packprop.dataset.batches import Batches, Data
 from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
-from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.backward_pass import BackwardPass, long_work_of
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request
 from packprop.errors import BadInput, PackpropError, PackpropWarning
@@ -87,7 +87,7 @@ def compute(
     with _extended(model):
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
-        with batches.explained():
+        with batches.explained(), long_work_of(chosen, bar=False):
             for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
                 stream.add(batch, chunk_sizes.of(batch))
     return stream.results.result()

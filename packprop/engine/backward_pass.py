@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,12 @@ from packprop.engine.collector import Collector
 from packprop.engine.column_sweeps import ColumnSweeps, groups_of_uses
 from packprop.engine.gradient import Backward, GradientPass
 from packprop.engine.hessian import add_hessian, add_without_sweep
-from packprop.engine.partial_results import Begin
+from packprop.engine.partial_results import Begin, cubes_of_factors
 from packprop.engine.request import Request, Task, require_possible, tasks_by_seed
 from packprop.recording.regions import opened
-from packprop.types import ENTRYWISE, EXACT, GRADIENT, HESSIAN, INPUTS, Seed
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.long_work import expect, long_work
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Seed
 
 
 class BackwardPass:
@@ -48,7 +52,12 @@ class BackwardPass:
 
         user_pass = None if backward is None else with_autocast
         quiet = graph.hooks.quiet()
-        with torch.set_grad_enabled(self._request.create_graph), autocast.switched(False), quiet:
+        with (
+            long_work_of(self._request.extensions),
+            torch.set_grad_enabled(self._request.create_graph),
+            autocast.switched(False),
+            quiet,
+        ):
             self._sweep_in_order(GradientPass(self._request, self.results, user_pass, autocast))
         self.results.finite_check.warn(graph)
 
@@ -72,7 +81,12 @@ class BackwardPass:
         swept = sweeps.in_order(tasks, roots)
         if inputs:
             self._look_at_inputs(inputs)
-        for uses in groups_of_uses(self._request, waits=bool(gradient)):
+        groups = groups_of_uses(self._request, waits=bool(gradient))
+        counts = [sum(group.count for group in roots[seed]) for seed, _ in swept]
+        expect("columns", len(groups) * sum(counts))
+        if any(task.row.after is not None for _, work in swept for task in work):
+            expect("eigenvectors", cubes_of_factors(graph))
+        for uses in groups:
             for number, (seed, work) in enumerate(swept, 1):
                 last = not gradient and number == len(swept)
                 sweeps.run(roots[seed], work, uses, last=last)
@@ -99,6 +113,14 @@ class BackwardPass:
         with opened((use.recorded.source for use in uses), self._request.create_graph):
             for use in uses:
                 collector.visit(use, [None] * len(use.recorded.shapes))
+
+
+def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Inside, the work for these extensions is timed; see NOTE [Long work]. A dry run is not."""
+    if is_dry_run():
+        return contextlib.nullcontext()
+    cheaper = [f"{each.cheaper} in place of {each.name}" for each in extensions if each.cheaper]
+    return long_work(", ".join(extension.name for extension in extensions), cheaper, bar)
 
 
 def _share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:

@@ -17,6 +17,7 @@ from packprop.engine.request import Request, Task
 from packprop.graph.graph import ReachedUse
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.tensors.dry import chunk_starts
+from packprop.tensors.long_work import doing
 from packprop.types import Seed
 
 
@@ -57,36 +58,48 @@ class ColumnSweeps:
             step = self.columns_at_once(group, uses)
             for start in chunk_starts(group.count, step):
                 stop = min(group.count, start + step)
-                seeds = group.chunk(start, stop)
                 extent = Extent(before + start, before + stop, total)
-                weights = None if group.weights is None else group.weights[start:stop]
-                build = joint_structure if weights is None else weighted_squares(weights)
                 final = last and extent.stop == total
-                collector = Collector(self.results, collected, tasks, last=final, columns=extent, build=build)
-
-                def visit(
-                    use: ReachedUse,
-                    cotangents: list[Tensor | None],
-                    collector: Collector = collector,
-                    weights: Tensor | None = weights,
-                ) -> None:
-                    if use not in at_outputs or diagonals is None or weights is None:
-                        collector.visit(use, cotangents)
-                    else:
-                        diagonals.add_columns(use, cotangents, weights)
-
-                sweep(
-                    group.edges,
-                    seeds if stop - start > 1 else [seed[0] for seed in seeds],
-                    uses,
-                    visit,
-                    SweepOptions(
-                        batched=stop - start > 1,
-                        create_graph=self.request.create_graph,
-                    ),
-                )
-                collector.flush()
+                with doing("columns", stop - start):
+                    self._run_chunk(group, start, extent, tasks, uses, collected, final, diagonals)
             before += group.count
+
+    def _run_chunk(
+        self,
+        group: Columns,
+        start: int,
+        extent: Extent,
+        tasks: list[Task],
+        uses: Sequence[ReachedUse],
+        collected: Sequence[ReachedUse],
+        last: bool,
+        diagonals: OutputDiagonals | None,
+    ) -> None:
+        """Sweep the columns of a group from ``start`` on, which are the ``extent`` of all."""
+        stop = start + extent.stop - extent.start
+        seeds = group.chunk(start, stop)
+        weights = None if group.weights is None else group.weights[start:stop]
+        build = joint_structure if weights is None else weighted_squares(weights)
+        collector = Collector(self.results, collected, tasks, last=last, columns=extent, build=build)
+        at_outputs = set(uses) - set(collected)
+
+        def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+            if use not in at_outputs or diagonals is None or weights is None:
+                collector.visit(use, cotangents)
+            else:
+                diagonals.add_columns(use, cotangents, weights)
+
+        sweep(
+            group.edges,
+            seeds if stop - start > 1 else [seed[0] for seed in seeds],
+            uses,
+            visit,
+            SweepOptions(
+                batched=stop - start > 1,
+                create_graph=self.request.create_graph,
+            ),
+        )
+        collector.flush()
 
     def columns_at_once(self, group: Columns, uses: Sequence[ReachedUse]) -> int:
         """How many columns one sweep takes: one where inputs are recomputed, which is done column by column."""

@@ -25,6 +25,7 @@ from packprop.engine.finite import FiniteCheck
 from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.tensors.long_work import expect
 from packprop.types import EXACT, Seed
 
 
@@ -60,6 +61,7 @@ def add_hessian(sweeps: ColumnSweeps, tasks: list[Task], roots: list[Columns] | 
     _find_cause(graph, noted)
     if routes.output or routes.parameter:
         if swept and roots is not None:
+            expect("columns", sum(group.count for group in roots))
             sweeps.run(roots, tasks, swept)
         return None
     return roots

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from packprop.algebra.factors import LARGEST_FACTOR
 from packprop.algebra.partial import Partial
 from packprop.engine.request import Task
+from packprop.graph.graph import Graph
+from packprop.tensors.long_work import doing
 from packprop.tensors.nesting import tensors_in
 from packprop.types import Extension
 
@@ -51,7 +54,10 @@ class PartialResults:
         for task in tasks:
             after, key = task.row.after, (id(task.extension), id(leaf))
             if after is not None and key not in self._first_pass:
-                self._first_pass[key] = after(self._take_rows(leaf, task.extension, range(task.index)))
+                results = self._take_rows(leaf, task.extension, range(task.index))
+                sizes = [len(tensor) for tensor in tensors_in(results) if tensor.dim() == 2]
+                with doing("eigenvectors", sum(size**3 for size in sizes)):
+                    self._first_pass[key] = after(results)
 
     def first_pass(self, leaf: Tensor, extension: Extension) -> list[Any]:
         """What ``end_first_pass`` made."""
@@ -75,3 +81,14 @@ class PartialResults:
         for partial in self._partial.values():
             yield from partial.tensors()
         yield from tensors_in([*self._first_pass.values()])
+
+
+def cubes_of_factors(graph: Graph) -> float:
+    """Rows of all Kronecker factors, cubed: what the time for their eigenvectors grows with."""
+    sizes: dict[int, list[int]] = {}
+    for site in (site for use in graph.uses for site in use.sites):
+        fans = site.entry.fans if site.direct else None
+        table = site.direct and site.entry.structure == "Lookup"
+        size = [site.leaf.numel()] if fans is None else [fans.groups * fans.fan_out, fans.fan_in]
+        sizes[id(site.leaf)] = list(site.leaf.shape) if table else size
+    return float(sum(size**3 for each in sizes.values() for size in each if size <= LARGEST_FACTOR))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.algebra.monoid import rescale
 from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.tensors.nesting import map_tensors
+from packprop.tensors.precision import wider_dtype
 from packprop.tensors.state import is_sole
 from packprop.types import Extension
 
@@ -20,10 +22,16 @@ Hook = Callable[[nn.Module], Any]
 
 
 class ResultSaver:
-    """Saves the results of a pass on its leaves, and calls the hook of each module that is done."""
+    """Saves the results of a pass on its leaves, and calls the hook of each module that is done.
 
-    def __init__(self, graph: Graph, hook: Hook | None) -> None:
-        self._graph, self._hook = graph, hook
+    Args:
+        graph: What the pass goes through.
+        hook: The user's extension hook.
+        loss_scale: How many times the loss that is meant was differentiated; ``None`` for once.
+    """
+
+    def __init__(self, graph: Graph, hook: Hook | None, loss_scale: Tensor | float | None = None) -> None:
+        self._graph, self._hook, self._loss_scale = graph, hook, loss_scale
         self._waiting = [] if hook is None else graph.owners()
         self._skipped: dict[Extension, list[str]] = {}
 
@@ -52,7 +60,7 @@ class ResultSaver:
             samples = self._graph.samples
             if extension.subsampling is not None:
                 samples = len(extension.subsampling)
-            value = extension.finish(values, samples)
+            value = extension.finish(self._of_loss_meant(leaf, extension, values), samples)
             if value is None:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
@@ -62,6 +70,16 @@ class ResultSaver:
                 unfinished.remove(id(leaf))
                 if not unfinished and self._hook is not None:
                     self._hook(module)
+
+    def _of_loss_meant(self, leaf: Tensor, extension: Extension, values: list[Any]) -> list[Any]:
+        """The results of rows for the loss that is meant, of which a multiple was differentiated."""
+        scale = self._loss_scale
+        if scale is None:
+            return values
+        if isinstance(scale, Tensor):
+            scale = scale.to(leaf.device, wider_dtype(scale.dtype, leaf.device.type) or scale.dtype)
+        factor = 1 / scale
+        return [rescale(value, factor, degree) for value, degree in zip(values, extension.degrees, strict=True)]
 
     def warn_of_skipped(self) -> None:
         """Warn of parameters on which nothing was saved, as an extension's options allow."""

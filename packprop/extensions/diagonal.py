@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from packprop.algebra.monoid import CAT
 from packprop.algebra.statistics import batch_sq, sum_sq
@@ -28,6 +29,7 @@ class DiagGGNExact(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "DiagGGNMC"
     savefield = "diag_ggn_exact"
     rows = (Row(EXACT, sum_sq),)
 
@@ -43,6 +45,7 @@ class BatchDiagGGNExact(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "BatchDiagGGNMC"
     savefield = "diag_ggn_exact_batch"
     rows = (Row(EXACT, batch_sq, over_n=CAT[0]),)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,7 @@ class DiagHessian(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "DiagGGNMC or DiagHessianMC"
     savefield = "diag_h"
     rows = (Row(HESSIAN, sum_sq),)
 
@@ -43,6 +45,7 @@ class BatchDiagHessian(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "BatchDiagGGNMC"
     savefield = "diag_h_batch"
     rows = (Row(HESSIAN, batch_sq, over_n=CAT[0]),)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class BatchJacobian(Extension):
 
     outputs: Sequence[int] | None = None
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "BatchJacobian(outputs=...) for some outputs"
     savefield = "jac_batch"
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -104,6 +104,7 @@ class KFLR(Extension):
     subsampling: Sequence[int] | None = None
     approximation: Approximation = "mixed"
     otherwise: Otherwise = "error"
+    cheaper: ClassVar[str] = "KFAC"
     savefield = "kflr"
 
     def __post_init__(self) -> None:
@@ -151,6 +152,7 @@ class EKFAC(Sampled):
 
     approximation: Approximation = "mixed"
     fisher: Columns = "sampled"
+    cheaper: ClassVar[str] = "KFAC"
     savefield = "ekfac"
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class _Products(Extension):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One function for each parameter."""
-        return (Row(GRAPH, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE, degree=0),)
+        return (Row(GRAPH, functools.partial(self._build), over_v=SINGLE, over_n=SINGLE),)
 
     def _build(self, graph: Graph) -> Iterable[tuple[Tensor, BlockProduct]]:
         return block_products(graph, self.matrix, getattr(self, "modify", "clip"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from packprop.algebra.monoid import CAT
 from packprop.algebra.statistics import per_sample_grad
@@ -25,6 +26,7 @@ class SqrtGGNExact(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    cheaper: ClassVar[str] = "SqrtGGNMC"
     savefield = "sqrt_ggn_exact"
     rows = (Row(ENTRYWISE, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
 

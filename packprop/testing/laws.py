@@ -57,9 +57,7 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
     larger = observed(problem, extension, (samples, 1), FACTOR)
     scaled = {
         name: [
-            # a first pass yields a basis, which does not depend on what the loss is multiplied by
-            rescale(result, FACTOR, 0 if two_passes(extension) and row.after is None else row.degree)
-            for row, result in zip(extension.rows, results, strict=True)
+            rescale(result, FACTOR, degree) for degree, result in zip(extension.degrees, results, strict=True)
         ]
         for name, results in copy.deepcopy(whole).items()
     }

@@ -1,0 +1,164 @@
+"""Work that takes long: how far a pass has come, a warning if it will take minutes, a bar on a terminal.
+
+# NOTE [Long work]
+How long a pass takes is not known before it runs: it depends on the machine. How many columns there are, and
+how large the matrices to decompose, is known before. So the first of them are timed while the work is done, and
+the rest is taken to go on at that rate. Nothing waits for a device: on an accelerator, where calls return
+before their work is done, an estimate comes later, when its queue is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from packprop.errors import PackpropWarning
+
+clock = time.perf_counter
+
+LONG = 60.0
+"""Seconds of work from which on a warning says so."""
+
+SHOWN = 5.0
+"""Seconds after which a terminal shows how far the work has come."""
+
+SETTLED = 0.5
+"""Seconds of work that an estimate is made from, at least: the first calls take longer than others."""
+
+
+@dataclass
+class Gauge:
+    """How much of one kind of work is done.
+
+    Args:
+        total: How much there is, as far as it is known.
+        done: How much of it is done.
+        seconds: How long that took.
+        pieces: How many times something was done.
+    """
+
+    total: float = 0.0
+    done: float = 0.0
+    seconds: float = 0.0
+    pieces: int = 0
+
+    @property
+    def left(self) -> float:
+        """Seconds that the rest will take at the rate so far; 0 while that is not known."""
+        if self.seconds < SETTLED or not self.done:
+            return 0.0
+        return self.seconds * max(0.0, self.total - self.done) / self.done
+
+
+class LongWork:
+    """The work of one pass.
+
+    Args:
+        asked: What the pass is asked for.
+        cheaper: What would take less time.
+        bar: Whether a terminal may show a bar.
+    """
+
+    def __init__(self, asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> None:
+        self._asked, self._cheaper, self._bar = asked, cheaper, bar
+        self._gauges: dict[str, Gauge] = {}
+        self._begin, self._warned = clock(), False
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def expect(self, what: str, count: float) -> None:
+        """There is so much more of this kind of work: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
+        self._gauges.setdefault(what, Gauge()).total += count
+
+    @contextlib.contextmanager
+    def doing(self, what: str, count: float) -> Iterator[None]:
+        """Inside, so much of it is done."""
+        start = clock()
+        yield
+        gauge = self._gauges.setdefault(what, Gauge())
+        gauge.done += count
+        gauge.pieces += 1
+        gauge.seconds += clock() - start
+        self._look(what, gauge)
+
+    def _look(self, what: str, gauge: Gauge) -> None:
+        left, passed = sum(gauge.left for gauge in self._gauges.values()), clock() - self._begin
+        if not self._warned and passed + left > LONG and left > LONG / 4:
+            self._warned = True
+            warnings.warn(self._text(what, gauge, left), PackpropWarning, stacklevel=2)
+        if self._bar and passed > SHOWN and sys.stderr.isatty():
+            self._show(passed, left)
+
+    def _text(self, what: str, gauge: Gauge, left: float) -> str:
+        done = f"{gauge.done:,.0f} of {gauge.total:,.0f} {what}"
+        if what != "columns":
+            done = f"{gauge.done / max(gauge.total, gauge.done):.0%} of the work on {what}"
+        cheaper = "; ".join([*self._cheaper, "requires_grad=False on parameters that do not matter"])
+        return (
+            f"{self._asked} will take about {_duration(left)} more: {done} took {gauge.seconds:.2g} s. "
+            f"Cheaper: {cheaper}."
+        )
+
+    def _show(self, passed: float, left: float) -> None:
+        if self._progress is None:
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task(self._asked)
+            self._progress.start()
+        assert self._task is not None
+        self._progress.update(self._task, total=passed + left, completed=passed)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+_CURRENT: ContextVar[LongWork | None] = ContextVar("packprop_long_work", default=None)
+
+
+@contextlib.contextmanager
+def long_work(asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> Iterator[LongWork]:
+    """Inside, what is done is timed; inside of another such work, it is part of that."""
+    outer = _CURRENT.get()
+    if outer is not None:
+        yield outer
+        return
+    work = LongWork(asked, cheaper, bar)
+    token = _CURRENT.set(work)
+    try:
+        yield work
+    finally:
+        _CURRENT.reset(token)
+        work.close()
+
+
+def expect(what: str, count: float) -> None:
+    """There is so much more of this kind of work in the current pass, if there is one."""
+    work = _CURRENT.get()
+    if work is not None:
+        work.expect(what, count)
+
+
+def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
+    """Inside, so much of this kind of work is done for the current pass."""
+    work = _CURRENT.get()
+    return contextlib.nullcontext() if work is None else work.doing(what, count)
+
+
+def _duration(seconds: float) -> str:
+    """Roughly how long.
+
+    >>> [_duration(s) for s in (70, 200, 8000)]
+    ['70 s', '3 minutes', '2.2 hours']
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

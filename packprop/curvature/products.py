@@ -26,6 +26,7 @@ from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unl
 from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
 from packprop.errors import BadInput
 from packprop.graph.hooks import hooks_below
+from packprop.graph.own_backward import require_linear_backward
 
 
 def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[Tensor]:
@@ -40,6 +41,7 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
     single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    require_linear_backward(ASKED, [outputs.grad_fn])
     with hooks_below([outputs], parameters).quiet():
         products = vjps([outputs], parameters, _with_axis([vectors], single))
     return _finished(products, parameters, [vectors], single)

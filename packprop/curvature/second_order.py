@@ -12,6 +12,7 @@ from torch import Tensor
 from packprop.errors import PackpropError
 from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
 from packprop.graph.graph import Graph
+from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
 
@@ -95,6 +96,8 @@ def require_second_derivatives(
     Raises:
         PackpropError: With the name of the node.
     """
+    roots = list(roots)
+    require_linear_backward(asked, starts_of(roots))
     wanted = {id(leaf): leaf for leaf in leaves}
     made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
     for node in nodes_above(root.grad_fn for root in roots):

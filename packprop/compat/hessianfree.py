@@ -22,7 +22,7 @@ from packprop.curvature.linear import (
 )
 from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
 from packprop.curvature.products import ggnvp, shown
-from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
+from packprop.curvature.second_order import differentiating_twice, require_passable, require_second_derivatives
 
 Vectors = Tensor | Iterable[Tensor]
 
@@ -129,6 +129,7 @@ def L_op(  # noqa: N802  # the name in the literature
     """
     outputs, inputs, vectors = _listed(ys), _listed(xs), _listed(ws)
     require_vectors("L_op(ys, xs, ws)", outputs, vectors)
+    require_passable(outputs, ASKED)
     with differentiating_twice(WHERE, ASKED, INSTEAD):
         product = vjps(
             outputs, inputs, vectors, batched=False, create_graph=not detach, retain_graph=retain_graph

@@ -1,8 +1,8 @@
 """Which function's second derivative is not finite: looked for only where a result is not.
 
 PyTorch's second derivatives are NaN where a formula divides by what is zero: a norm or a standard deviation at
-zero, ``sinc`` at zero. Often the function has a second derivative there, or is taken to have none; PyTorch gives
-neither, so the result is NaN, and a warning names the function.
+zero, ``sinc`` at zero. Often the function has a second derivative there, or is taken to have none; PyTorch
+gives neither, so the result is NaN, and a warning names the function.
 """
 
 from __future__ import annotations

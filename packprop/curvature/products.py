@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from packprop.curvature.linear import (
     with_zeros,
 )
 from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
-from packprop.curvature.second_order import differentiating_twice, require_second_derivatives
+from packprop.curvature.second_order import differentiating_twice, require_passable, require_second_derivatives
 from packprop.errors import BadInput
 from packprop.graph.hooks import hooks_below
 
@@ -40,6 +41,7 @@ def vjp(outputs: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> list[
         For each parameter ``[*p]`` or ``[v, *p]``; zeros where it is not reached.
     """
     single = _is_single("vjp(outputs, parameters, vectors)", [outputs], [vectors])
+    require_passable([outputs], ASKED)
     with hooks_below([outputs], parameters).quiet():
         products = vjps([outputs], parameters, _with_axis([vectors], single))
     return _finished(products, parameters, [vectors], single)
@@ -105,18 +107,18 @@ def hessian_product(
         BadInput: If the loss is no scalar.
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
     """
-    value = _evaluated(loss)
+    value, kernels = _evaluated(loss)
     if value.numel() != 1:
         raise BadInput(
             f"{asked}(...) was called.", f"loss of shape {list(value.shape)}", "it is no scalar", "reduce it"
         )
     require_second_derivatives([value], parameters, shown, ASKED)
     where, hooks = f"the loss given to {asked}", hooks_below([value], parameters)
-    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
         gradients = differentiable_gradients(value, parameters)
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
             products = with_zeros(vjps(gradients, parameters, vectors), parameters, len(vectors[0]))
             if not looked_at:  # once is enough, and waits for the device
                 looked_at.append(True)
@@ -163,14 +165,14 @@ def ggn_product(
     Raises:
         PackpropError: If something in the graph is not twice differentiable; the product raises it, too.
     """
-    outputs, loss = _evaluated(graph)
+    (outputs, loss), kernels = _evaluated(graph)
     require_second_derivatives([loss], parameters, shown, ASKED, linear=True)
     where, hooks = f"the graph given to {asked}", hooks_below([loss, outputs], parameters)
-    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
+    with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
         jacobian, gradient = linearize([outputs], parameters), differentiable_gradients(loss, [outputs])
 
     def product(vectors: Vectors) -> list[Tensor]:
-        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet():
+        with differentiating_twice(where, ASKED, INSTEAD), hooks.quiet(), kernels():
             at_outputs = jacobian(vectors)
             curved = with_zeros(vjps(gradient, [outputs], at_outputs), [outputs], len(at_outputs[0]))
             products = with_zeros(vjps([outputs], parameters, curved), parameters, len(vectors[0]))
@@ -187,11 +189,13 @@ def ggn_product(
     return product, loss
 
 
-def _evaluated(value: Any) -> Any:
+def _evaluated(value: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
+    """What a function returns, and the context that it ran in: checkpoints run it again in the products."""
     if not callable(value) or isinstance(value, Tensor):
-        return value
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        return value()
+        return value, nullcontext
+    kernels = functools.partial(sdpa_kernel, SDPBackend.MATH)
+    with torch.enable_grad(), kernels():
+        return value(), kernels
 
 
 def shown(tensor: Tensor) -> str:

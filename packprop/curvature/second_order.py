@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
 
 from packprop.errors import PackpropError
 from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
 from packprop.graph.graph import Graph
+from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
+from packprop.recording.reentrant import NAME
 
 ASKED = "A diagonal of the Hessian was asked for."
 
@@ -40,6 +44,21 @@ NO_WEIGHT = (
 )
 
 
+CHECKPOINT = (
+    "torch.utils.checkpoint ran a part of the model again and got other tensors than in the forward pass: "
+    "attention chose another kernel, or a context (autocast) was another one",
+    "give a function that computes the loss, or make forward pass and call inside the same contexts, for "
+    "attention `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`",
+)
+
+
+REENTRANT = (
+    "PyTorch goes through reentrant checkpoints in backward() alone, and once: they would count as zero",
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
+    "gradient_checkpointing_enable({'use_reentrant': False})",
+)
+
+
 @contextlib.contextmanager
 def differentiating_twice(
     where: str,
@@ -60,6 +79,10 @@ def differentiating_twice(
         if "a second time" in said:
             kept = "keep it there by backward(retain_graph=True), or run the forward pass again"
             raise PackpropError(asked, where, "another backward pass has freed the graph", kept) from error
+        if isinstance(error, CheckpointError):
+            raise PackpropError(asked, where, *CHECKPOINT) from error
+        if "use_reentrant" in said:
+            raise PackpropError(asked, where, *REENTRANT) from error
         if not NOT_TWICE.search(said):
             raise
         why = f"PyTorch cannot differentiate twice what lies above: {said}"
@@ -70,8 +93,9 @@ def _advice_on_attention(said: str) -> str:
     """What to do where PyTorch names a fused kernel of attention."""
     if any(word in said for word in ("flash", "efficient", "attention", "cudnn")):
         return (
-            "run the forward pass inside `with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused "
-            "kernels of scaled_dot_product_attention have no second derivative"
+            "run the forward pass (with torch.utils.checkpoint: the backward pass, too) inside "
+            "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):`: the fused kernels of "
+            "scaled_dot_product_attention have no second derivative"
         )
     return ""
 
@@ -95,6 +119,8 @@ def require_second_derivatives(
     Raises:
         PackpropError: With the name of the node.
     """
+    roots = list(roots)
+    require_passable(roots, asked)
     wanted = {id(leaf): leaf for leaf in leaves}
     made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
     for node in nodes_above(root.grad_fn for root in roots):
@@ -110,6 +136,17 @@ def require_second_derivatives(
             leaf = wanted.get(id(getattr(above, "variable", None)), made.get(above))
             if leaf is not None:
                 raise PackpropError(asked, f"{node.name()}, between the loss and {name(leaf)}", *fault)
+
+
+def require_passable(outputs: Sequence[Tensor | GradientEdge], asked: str) -> None:
+    """Refuse what no vector can be pulled through: reentrant checkpoints, and backward functions not linear.
+
+    Raises:
+        PackpropError: With the name of the function.
+    """
+    if any(node.name() == NAME for node in nodes_above(starts_of(outputs))):
+        raise PackpropError(asked, "a part of the model inside torch.utils.checkpoint", *REENTRANT)
+    require_linear_backward(asked, starts_of(outputs))
 
 
 def named(graph: Graph) -> Callable[[Tensor], str]:

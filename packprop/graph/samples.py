@@ -16,6 +16,7 @@ from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, 
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
+from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
@@ -219,6 +220,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         first = first or candidate
         if first.found.is_conclusive:
             break
+    if first is None or first.samples == 1:
+        require_linear_backward(graph.asked, starts_of(graph.roots))
     if first is None:
         if mixing is not None:
             raise _mixed(graph, mixing)

@@ -1,0 +1,138 @@
+"""Backward functions of the user's own that are no derivative: named as what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions, products
+from packprop.compat import hessianfree
+from packprop.errors import PackpropError
+
+
+def function(pull: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """An autograd function that doubles, with a backward function of one's own."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+            return pull(cotangents[0], *ctx.saved_tensors)
+
+    return Doubled
+
+
+NONLINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clipped": lambda g, x: (2 * g).clamp(-0.01, 0.01),
+    "clipped-far-away": lambda g, x: (2 * g).clamp(-100, 100),
+    "without-small-ones": lambda g, x: torch.where(g.abs() > 0.01, 2 * g, 0.0),
+    "normalised": lambda g, x: g / (g.norm(dim=1, keepdim=True) + 1e-12),
+    "its-sign": lambda g, x: g.sign(),
+}
+LINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "derivative": lambda g, x: 2 * g,
+    "straight-through": lambda g, x: g,
+    "reversed": lambda g, x: -0.1 * g,
+    "masked": lambda g, x: torch.where(x > 0, g, 0.0),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, applied: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.applied = nn.Linear(3, 4), nn.Linear(4, 2), applied
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.applied.apply(self.first(x)))
+
+
+def problem(pull: Callable[[Tensor, Tensor], Tensor], samples: int = 5) -> tuple[Any, Any, Tensor, Tensor]:
+    model = packprop.extend(Model(function(pull)).double())
+    return (
+        model,
+        packprop.extend(nn.MSELoss()),
+        torch.randn(samples, 3).double(),
+        torch.randn(samples, 2).double(),
+    )
+
+
+MADE = [
+    extensions.BatchGrad,
+    extensions.Variance,
+    extensions.KFAC,
+    extensions.DiagGGNExact,
+    extensions.DiagHessian,
+    extensions.DiagHessianMC,
+]
+
+
+def assert_named(caught: pytest.ExceptionInfo[PackpropError]) -> None:
+    assert "the backward function of Doubled" in caught.value.where
+    assert "not linear" in caught.value.why
+    assert "mixed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_extensions_say_what_it_is(name: str, make: Any) -> None:
+    model, loss, x, y = problem(NONLINEAR[name])
+    with pytest.raises(PackpropError) as caught, packprop.backpack(make()):
+        loss(model(x), y).backward()
+    assert_named(caught)
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP])
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_products_with_blocks_say_what_it_is(name: str, make: Any) -> None:
+    model, loss, x, y = problem(NONLINEAR[name])
+    asked = make()
+    with packprop.backpack(asked):
+        loss(model(x), y).backward()
+    weight = model.first.weight
+    with pytest.raises(PackpropError) as caught:
+        getattr(weight, asked.savefield)(torch.ones_like(weight))
+    assert_named(caught)
+
+
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_products_of_the_whole_model_say_what_it_is(name: str) -> None:
+    model, loss, x, y = problem(NONLINEAR[name])
+    parameters = list(model.parameters())
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    calls: list[Callable[[], Any]] = [
+        lambda: products.hvp(loss(model(x), y), parameters, ones),
+        lambda: products.jvp(model(x), parameters, ones),
+        lambda: products.vjp(model(x), parameters, torch.ones_like(y)),
+        lambda: hessianfree.hessian_vector_product(loss(model(x), y), parameters, ones),
+        lambda: hessianfree.L_op(model(x), parameters, torch.ones_like(y)),
+    ]
+    for call in calls:
+        with pytest.raises(PackpropError) as caught:
+            call()
+        assert_named(caught)
+
+
+def test_curvature_of_one_sample_says_what_it_is() -> None:
+    """One sample is not mixed with anything, and no column can be pulled back all the same."""
+    model, loss, x, y = problem(NONLINEAR["clipped"], samples=1)
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.DiagGGNExact()):
+        loss(model(x), y).backward()
+    assert_named(caught)
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("name", LINEAR)
+def test_backward_functions_that_are_linear_are_not_refused(name: str, make: Any) -> None:
+    model, loss, x, y = problem(LINEAR[name])
+    with packprop.backpack(make()):
+        loss(model(x), y).backward()
+    assert hasattr(model.first.weight, make().savefield)

@@ -1,9 +1,10 @@
 """``python -m benchmarks.recording``: what it costs to be extended where nothing is asked for; writes
 ``results/recording.json``.
 
-Each model is trained plainly and extended, in turns within one process: a turn times a few steps (forward pass,
-loss, backward pass) of one and then of the other, in changing order. Seconds are those of the processor, for a
-machine that others use, too. The median of the ratios counts.
+Each model is trained plainly, extended, and watched by a torch-function mode and by hooks that do nothing, the
+least that watching in Python can cost. These take turns within one process: a turn times a few steps (forward
+pass, loss, backward pass) of each, in changing order. Seconds are those of the processor, for a machine that
+others use, too. The median of the ratios counts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.measure import ROOT, Spread
 from benchmarks.run import environment
@@ -136,6 +139,30 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
+class Empty(TorchFunctionMode):
+    """Sees every torch function, and does nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(nn.Module):
+    """A module under an empty mode, with an empty hook on each part."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for part in module.modules():
+            part.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+
+    def forward(self, *args: Any) -> Any:
+        """What the module returns."""
+        with Empty():
+            return self.module(*args)
+
+
 def seconds_of(problem: Problem, loss_function: nn.Module, steps: int) -> float:
     """Seconds of the processor for a training step, on average over a few."""
     model, x, y = problem
@@ -149,22 +176,27 @@ def seconds_of(problem: Problem, loss_function: nn.Module, steps: int) -> float:
 def measure(name: str, rounds: int, steps: int) -> dict[str, object]:
     """Seconds of a step, plain and extended, and the ratios of each turn."""
     torch.manual_seed(0)
-    plain, extended = PROBLEMS[name](), PROBLEMS[name]()
+    plain, extended, (model, x, y) = PROBLEMS[name](), PROBLEMS[name](), PROBLEMS[name]()
     extend(extended[0])
-    sides = [(plain, nn.CrossEntropyLoss()), (extended, extend(nn.CrossEntropyLoss()))]
+    sides = [
+        (plain, nn.CrossEntropyLoss()),
+        (extended, extend(nn.CrossEntropyLoss())),
+        ((Watched(model), x, y), Watched(nn.CrossEntropyLoss())),
+    ]
     for side in sides:
         seconds_of(*side, steps)
     shuffle, taken = random.Random(0), []
     for _ in range(rounds):
-        order = [0, 1]
+        order = [0, 1, 2]
         shuffle.shuffle(order)
         turn = {place: seconds_of(*sides[place], steps) for place in order}
-        taken.append((turn[0], turn[1]))
+        taken.append((turn[0], turn[1], turn[2]))
     return {
         "problem": name,
-        "plain_seconds": vars(Spread.of([a for a, _ in taken])),
-        "extended_seconds": vars(Spread.of([b for _, b in taken])),
-        "extended_over_plain": vars(Spread.of([b / a for a, b in taken])),
+        "plain_seconds": vars(Spread.of([a for a, _, _ in taken])),
+        "extended_seconds": vars(Spread.of([b for _, b, _ in taken])),
+        "extended_over_plain": vars(Spread.of([b / a for a, b, _ in taken])),
+        "empty_over_plain": vars(Spread.of([c / a for a, _, c in taken])),
     }
 
 

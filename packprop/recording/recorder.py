@@ -278,15 +278,16 @@ class Recorder(OwnMode):
         if out is None:  # an assignment: the graph walk names the parameter that went into it
             self._provenance.from_samples.add(args[0])
             return None
-        self._provenance.from_samples.add_all(out)
+        results = [out] if isinstance(out, Tensor) else list(tensors_in(out))
+        for tensor in results:
+            self._provenance.from_samples.add(tensor)
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
             _mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):
             return out  # a tensor made of parameters now depends on samples: the graph walk names it
-        made_here = (out,) if isinstance(out, Tensor) else tensors_in(out)
-        outputs = [tensor for tensor in made_here if tensor.grad_fn is not None]
+        outputs = [tensor for tensor in results if tensor.grad_fn is not None]
         if outputs:
             shapes = [tensor.shape for tensor in outputs]
             call = Call(func, inputs, kwargs, tuple(parameters), shapes[0], self._expansions.source, state)

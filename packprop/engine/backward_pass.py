@@ -17,6 +17,7 @@ from packprop.engine.gradient import Backward, GradientPass
 from packprop.engine.hessian import add_hessian, add_without_sweep
 from packprop.engine.partial_results import Begin
 from packprop.engine.request import Request, Task, require_possible, tasks_by_seed
+from packprop.functions.entry import ArrivedCotangents
 from packprop.recording.regions import opened
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, HESSIAN, INPUTS, Seed
 
@@ -98,7 +99,7 @@ class BackwardPass:
         collector = Collector(self.results, uses, tasks)
         with opened((use.recorded.source for use in uses), self._request.create_graph):
             for use in uses:
-                collector.visit(use, [None] * len(use.recorded.shapes))
+                collector.visit(use, ArrivedCotangents([None] * len(use.recorded.shapes)))
 
 
 def _share_exact_columns(tasks: dict[Seed, list[Task]]) -> Seed:

@@ -151,7 +151,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     chosen = [(_layouts_of(output, samples, leading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
     for use in graph.uses:
-        layouts = [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes]
+        layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         if not all(layouts):
             raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])

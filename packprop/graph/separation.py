@@ -114,7 +114,8 @@ def separate(
     if samples == 1:
         return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
     fitting = {
-        use: [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes] for use in graph.uses
+        use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
+        for use in graph.uses
     }
     generator = torch.Generator().manual_seed(samples)
     noise = [torch.randn(output.shape, generator=generator) for output in outputs]
@@ -230,14 +231,20 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
     return [layout for layout in layouts if layout is not None]
 
 
-def admitted_layouts(use: ReachedUse, shape: torch.Size, samples: int) -> list[Layout]:
+def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
-    return [layout for layout in possible_layouts(shape, samples) if _is_admitted(use, layout)]
+    layouts = possible_layouts(use.recorded.shapes[index], samples)
+    return [layout for layout in layouts if _is_admitted(use, index, layout)]
 
 
-def _is_admitted(use: ReachedUse, layout: Layout) -> bool:
-    """Whether the entries of a use allow the samples to be there."""
-    return layout.axis is None or all(site.entry.admits(layout.axis) for site in use.sites)
+def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
+    """Whether the entries of a use allow the samples to be there in one of its outputs."""
+    if layout.axis is None:
+        return True
+    axes = [site.entry.sample_axes for site in use.sites]
+    return all(known is None or known[index] == layout.axis for known in axes) and all(
+        site.entry.admits(layout.axis) for site in use.sites
+    )
 
 
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:

@@ -21,7 +21,15 @@ from torch.autograd.graph import get_gradient_edge
 from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
-from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
+from packprop.functions.traits import (
+    CONSTANTS,
+    EXPANSIONS,
+    LIKE_ANOTHER,
+    MAY_DRAW,
+    MIXERS,
+    REORDERINGS,
+    SEPARATE,
+)
 from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
@@ -239,7 +247,8 @@ class Recorder(OwnMode):
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
-        state = None if func in RULES or is_dry_run() else random_states()
+        draws = func not in RULES or func in MAY_DRAW
+        state = random_states() if draws and not is_dry_run() else None
         out = func(*args, **kwargs)
         if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None

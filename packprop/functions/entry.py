@@ -35,7 +35,7 @@ class Fans(NamedTuple):
     """Groups of an affine map, and how many entries of each go in and come out.
 
     ``unfolds``: whether the map unfolds its inputs to positions. Gradients can be computed without unfolding.
-    ``rows``: how often the map is applied in one call; ``None`` if that is what the (first) output has room for.
+    ``rows``: how often the map is applied in one call; ``None`` for what the (first) output has room for.
     """
 
     groups: int

@@ -47,7 +47,7 @@ class RecurrentCall:
         directions: 1 or 2.
         batch_first: Whether the first axis of the input holds the samples.
         is_cell: Whether it is a cell: one step, whose outputs are the states after it.
-        is_total: Whether what arrives at the memory, if anything does, holds already what comes through the state.
+        is_total: Whether what arrives at the memory, if anything does, holds what comes by the state already.
         dropout: Probability of dropout between layers.
         random_state: State of the random generators before the call, if it drew from them.
         lowest: The lowest layer that something is asked of.
@@ -95,8 +95,12 @@ class RecurrentCall:
             self._source, self._opened = None, []
 
     def _open(self, cotangents: Cotangents) -> list[Opened]:
+        precise = self._precise
         weights = [
-            Weights(*(None if each is None else self._precise(each) for each in own)) for own in self.weights
+            Weights(
+                precise(own[0]), precise(own[1]), *(each if each is None else precise(each) for each in own[2:])
+            )
+            for own in self.weights
         ]
         forward = self._forward(weights)
         if all(cotangent is None for cotangent in cotangents):
@@ -185,7 +189,7 @@ class RecurrentCall:
         return opened
 
     def _arriving(self, cotangents: Cotangents) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What arrives at the outputs ``[t, v, b, d*p]``, the last states and the last memories ``[v, l*d, b, *]``."""
+        """What arrives at outputs ``[t, v, b, d*p]``, last states and last memories ``[v, l*d, b, *]``."""
         own = [None if each is None else self._precise(each) for each in cotangents]
         if self.is_cell:
             ends = [None if each is None else each.reshape(len(each), 1, -1, each.shape[-1]) for each in own]

@@ -1,9 +1,9 @@
 """Recurrences opened up: what arrives at the affine maps of every step, from what arrives at the states.
 
-Axes are ``[t, b, *]``: steps in the order in which they are taken, and rows of the batch, which may be samples
-and positions; cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state before it, are
-affine; everything between them is entry by entry. So one product with derivatives that are known for all steps
-at once, and one product with a weight, lead from a step to the one before it.
+Axes are ``[t, b, *]``: steps in the order in which they are taken, and rows of the batch, which may be
+samples and positions; cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state
+before it, are affine; everything between them is entry by entry. So one product with derivatives that are known
+for all steps at once, and one product with a weight, lead from a step to the one before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Arrived(NamedTuple):
     Args:
         states: At the state after each step ``[t, v, b, p]``.
         memory: At the memory after the last step ``[v, b, h]``, or ``None``.
-        memories: At the memory after each step ``[t, v, b, h]``, where rows end at different steps, or ``None``.
+        memories: At the memory after each step ``[t, v, b, h]``, if rows end at different steps.
         is_total: Whether what arrives at the memory holds what comes through the state of that step.
     """
 

@@ -78,6 +78,8 @@ class Entry:
         refusal: Why no number can be given and what to do instead, where that is so.
         admits: Whether an axis of the outputs can hold the samples.
         sample_axes: For each output the one axis that can hold the samples; ``None`` if ``admits`` says it all.
+        sequences: For each output the sequence that each entry along its sample axis belongs to, where outputs
+            are packed sequences: all entries of a sequence are of one sample.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
@@ -92,6 +94,7 @@ class Entry:
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
     sample_axes: Sequence[int] | None = None
+    sequences: Sequence[tuple[int, ...]] | None = None
     scratch: Scratch = NO_SCRATCH
     fans: Fans | None = None
     linear: bool = False

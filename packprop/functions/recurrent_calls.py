@@ -32,6 +32,50 @@ class Opened(NamedTuple):
     signals: Signals | None = None
 
 
+class Packing(NamedTuple):
+    """How sequences of different lengths, the longest first, are packed: those that are there, step by step.
+
+    Args:
+        steps: Length of the longest.
+        sequences: How many there are.
+        lengths: The length of each.
+        sequence_of_row: The sequence of each row of the packed data.
+    """
+
+    steps: int
+    sequences: int
+    lengths: tuple[int, ...]
+    sequence_of_row: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch_sizes: Tensor) -> Packing:
+        """From how many sequences there are at each step; this tensor is on the CPU whatever the device."""
+        there = batch_sizes.tolist()
+        lengths = tuple(sum(size > sequence for size in there) for sequence in range(there[0]))
+        return cls(len(there), there[0], lengths, tuple(number for size in there for number in range(size)))
+
+    def padded(self, data: Tensor) -> Tensor:
+        """``[s, *]`` to ``[t, b, *]``, with zeros behind the end of each sequence."""
+        there = torch.arange(self.steps)[:, None] < torch.tensor(self.lengths)
+        places = there.flatten().nonzero().flatten().to(data.device)
+        flat = data.new_zeros(self.steps * self.sequences, *data.shape[1:])
+        return flat.index_copy(0, places, data).view(self.steps, self.sequences, *data.shape[1:])
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """Each sequence of ``[t, *, b, f]`` from its end to its start."""
+        steps, lengths = torch.arange(self.steps)[:, None], torch.tensor(self.lengths)
+        index = torch.where(steps < lengths, lengths - 1 - steps, steps).to(tensor.device)
+        form = [self.steps, *[1] * (tensor.dim() - 3), self.sequences, 1]
+        return tensor.gather(0, index.view(form).expand_as(tensor))
+
+    def at_ends(self, values: Tensor) -> Tensor:
+        """``[v, b, *]`` at the last step of each sequence, and zeros elsewhere: ``[t, v, b, *]``."""
+        last = torch.tensor(self.lengths, device=values.device) - 1
+        is_last = torch.arange(self.steps, device=values.device)[:, None] == last
+        placed: Tensor = values * is_last[:, None, :, None].to(values.dtype)
+        return placed
+
+
 @dataclass(eq=False)
 class RecurrentCall:
     """One call of a recurrent function, or of one of its cells.
@@ -51,6 +95,7 @@ class RecurrentCall:
         dropout: Probability of dropout between layers.
         random_state: State of the random generators before the call, if it drew from them.
         lowest: The lowest layer that something is asked of.
+        packing: How the sequences of a packed input, which is ``[s, f]``, are packed.
     """
 
     kind: Kind
@@ -64,6 +109,7 @@ class RecurrentCall:
     dropout: float = 0.0
     random_state: RandomStates | None = None
     lowest: int = 0
+    packing: Packing | None = None
     _source: weakref.ref[Any] | None = field(default=None, init=False)
     _opened: list[Opened] = field(default_factory=list, init=False)
 
@@ -88,6 +134,8 @@ class RecurrentCall:
         """Where axis 0 of ``[b, *]`` holds the samples."""
         pairs = zip(cotangents, layouts, strict=False)
         layout = next((layout for cotangent, layout in pairs if cotangent is not None), layouts[0])
+        if self.packing is not None:
+            layout = layouts[1]  # all outputs agree, and this one has a row for each sequence
         return layout if layout.axis is None else layout._replace(axis=0)
 
     def _forget(self, source: weakref.ref[Any]) -> None:
@@ -118,6 +166,8 @@ class RecurrentCall:
             x, states = x.reshape(1, -1, x.shape[-1]), [s.reshape(1, -1, s.shape[-1]) for s in states]
         elif self.batch_first:
             x = x.transpose(0, 1)
+        elif self.packing is not None:
+            x = self.packing.padded(x)
         forward = _Forward([], [])
         with self._random_numbers():
             for layer in range(self.layers):
@@ -126,17 +176,28 @@ class RecurrentCall:
                     number = layer * self.directions + direction
                     first = states[0][number]
                     memory = states[1][number] if len(states) > 1 else None
-                    own = x.flip(0) if direction else x
+                    own = self._turned(x) if direction else x
                     after = self._states(own, first, memory, weights[number], layer == self.layers - 1)
                     before = torch.cat([first[None], after[: len(own) - 1]])
                     forward.steps.append(Steps(own, before, memory))
-                    outputs.append(after.flip(0) if direction else after)
+                    outputs.append(self._turned(after) if direction else after)
                 if layer < self.layers - 1:
                     x = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)
                     if self.dropout:
-                        forward.masks.append(F.dropout(torch.ones_like(x), self.dropout))
+                        forward.masks.append(self._mask(x))
                         x = x * forward.masks[-1]
         return forward
+
+    def _turned(self, tensor: Tensor) -> Tensor:
+        """Steps in the order of the other direction."""
+        return tensor.flip(0) if self.packing is None else self.packing.turned(tensor)
+
+    def _mask(self, x: Tensor) -> Tensor:
+        """What dropout multiplied the outputs of a layer by."""
+        if self.packing is None:
+            return F.dropout(torch.ones_like(x), self.dropout)
+        ones = x.new_ones(len(self.packing.sequence_of_row), x.shape[-1])
+        return self.packing.padded(F.dropout(ones, self.dropout))
 
     def _random_numbers(self) -> AbstractContextManager[None]:
         return nullcontext() if self.random_state is None else random_numbers_from(self.random_state)
@@ -170,18 +231,15 @@ class RecurrentCall:
                 states = at_output
                 if states is not None:
                     states = states[..., direction * size : (direction + 1) * size]
-                    states = states.flip(0) if direction else states
+                    states = self._turned(states) if direction else states
                 last = None if at_states is None else at_states[:, number]
-                arrived = Arrived(
-                    _with_last(states, last, cotangents, steps),
-                    None if at_memories is None else at_memories[:, number],
-                    is_total=self.is_total and at_memories is not None,
-                )
+                memory = None if at_memories is None else at_memories[:, number]
+                arrived = self._arrived(states, last, memory, cotangents, steps)
                 signals = pull_back(self.kind, steps, weights[number], arrived)
                 opened[number] = Opened(weights[number], steps, signals)
                 if layer > self.lowest:
                     own = signals.input @ weights[number].input
-                    own = own.flip(0) if direction else own
+                    own = self._turned(own) if direction else own
                     at_input = own if at_input is None else at_input + own
             if at_input is not None and self.dropout:
                 at_input = at_input * forward.masks[layer - 1][:, None]
@@ -195,9 +253,39 @@ class RecurrentCall:
             ends = [None if each is None else each.reshape(len(each), 1, -1, each.shape[-1]) for each in own]
             return None, ends[0], ends[1] if len(ends) > 1 else None
         output = own[0]
-        if output is not None:
+        if output is not None and self.packing is not None:
+            output = self.packing.padded(output.transpose(0, 1)).transpose(1, 2)
+        elif output is not None:
             output = output.permute(2, 0, 1, 3) if self.batch_first else output.transpose(0, 1)
         return output, own[1], own[2] if len(own) > 2 else None
+
+    def _arrived(
+        self,
+        states: Tensor | None,
+        last: Tensor | None,
+        memory: Tensor | None,
+        cotangents: Cotangents,
+        steps: Steps,
+    ) -> Arrived:
+        """What arrives at one direction of a layer.
+
+        Args:
+            states: At its outputs ``[t, v, b, p]``.
+            last: At its last state ``[v, b, p]``.
+            memory: At its last memory ``[v, b, h]``.
+            cotangents: What arrives at the outputs of the call.
+            steps: What it was given.
+        """
+        if states is None:
+            columns = next(len(cotangent) for cotangent in cotangents if cotangent is not None)
+            count, *rest = steps.before.shape
+            states = steps.before.new_zeros(1, 1, 1, 1).expand(count, columns, *rest)
+        if self.packing is not None:
+            states = states if last is None else states + self.packing.at_ends(last)
+            return Arrived(states, memories=None if memory is None else self.packing.at_ends(memory))
+        if last is not None:
+            states = torch.cat([states[:-1], (states[-1] + last)[None]])
+        return Arrived(states, memory, is_total=self.is_total and memory is not None)
 
 
 class _Forward(NamedTuple):
@@ -205,11 +293,3 @@ class _Forward(NamedTuple):
 
     steps: list[Steps]
     masks: list[Tensor]
-
-
-def _with_last(states: Tensor | None, last: Tensor | None, cotangents: Cotangents, steps: Steps) -> Tensor:
-    """What arrives at the state after each step ``[t, v, b, p]``."""
-    if states is None:
-        columns = next(len(cotangent) for cotangent in cotangents if cotangent is not None)
-        states = steps.before.new_zeros(1, 1, 1, 1).expand(len(steps.before), columns, *steps.before.shape[1:])
-    return states if last is None else torch.cat([states[:-1], (states[-1] + last)[None]])

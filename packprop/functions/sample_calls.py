@@ -27,7 +27,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 Pull = Callable[[Sequence[Any], Tensor, Sequence[Tensor]], Tensor]
-"""Vector-Jacobian products of every column: from outputs, a parameter and columns ``[v, *y]`` to ``[v, *p]``."""
+"""Pulls every column back: from outputs, a parameter and columns ``[v, *y]`` to products ``[v, *p]``."""
 
 
 @dataclass

@@ -187,7 +187,10 @@ class _Candidate:
         assert fitting is not None
         uses = [[layouts[0] for layouts in places] for places in fitting.values()]
         lasting = self.samples == 1 or (
-            self.shown is not None and self.shown.is_conclusive and not self.shown.on_values
+            self.shown is not None
+            and self.shown.is_conclusive
+            and not self.shown.on_values
+            and all(layout.rows is None for places in uses for layout in places)
         )
         return _SampleLocations(self.samples, self.chosen, uses, lasting)
 

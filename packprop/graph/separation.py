@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.graph.scattered import has_packed_sequences, scattered_layouts
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
@@ -120,7 +121,15 @@ def separate(
     generator = torch.Generator().manual_seed(samples)
     noise = [torch.randn(output.shape, generator=generator) for output in outputs]
     edges = [output.edge for output in outputs]
-    powers = _powers(samples, min(torch.finfo(output.dtype).max for output in outputs), generator)
+    largest = min(torch.finfo(output.dtype).max for output in outputs)
+    powers = _powers(samples, largest, generator)
+    if has_packed_sequences(graph) and not is_dry_run():
+        scattered = scattered_layouts(
+            graph, edges, lambda factors: by_sample(outputs, chosen, noise, factors), samples, largest
+        )
+        for (use, index), layout in scattered.items():
+            if all(site.entry.admits(layout.axis or 0) for site in use.sites):
+                fitting[use][index].append(layout)
 
     def scaled_by(exponents: Tensor) -> Sizes:
         seeds = by_sample(outputs, chosen, noise, torch.exp2(exponents))
@@ -241,6 +250,8 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     """Whether the entries of a use allow the samples to be there in one of its outputs."""
     if layout.axis is None:
         return True
+    if any(site.entry.sequences is not None for site in use.sites):
+        return False  # where they are is found by NOTE [Scattered rows]
     axes = [site.entry.sample_axes for site in use.sites]
     return all(known is None or known[index] == layout.axis for known in axes) and all(
         site.entry.admits(layout.axis) for site in use.sites

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 
 from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
@@ -48,7 +49,7 @@ from packprop.recording.provenance import Expansions, Provenance
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
 from packprop.tensors.dry import TensorSpec, is_dry_run
-from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.tensors.random import random_states
 from packprop.tensors.state import version
 
@@ -120,11 +121,16 @@ class Recorder(OwnMode):
             and not any(t.requires_grad for t in tensors if id(t) not in own)
         ):
             return  # a loss of a parameter and constants, such as a penalty: no sample enters it
+        packed: list[PackedSequence] = []
+        map_instances(PackedSequence, packed.append, inputs)
+        self.forward.sizes += [torch.Size([int(each.batch_sizes[0])]) for each in packed]  # so many sequences
+        inside = {id(tensor) for each in packed for tensor in tensors_in(each)}
         for tensor in tensors:
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
-            self.forward.sizes.append(tensor.shape)
+            if id(tensor) not in inside:
+                self.forward.sizes.append(tensor.shape)
             if not is_loss:
                 self.forward.inputs.append(weakref.ref(tensor))
             if tensor.is_leaf and tensor.requires_grad:

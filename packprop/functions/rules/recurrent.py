@@ -15,7 +15,7 @@ from packprop.algebra.recurrence import Kind, Weights, gated_memory
 from packprop.algebra.structures import Dense, Outer, Structure
 from packprop.functions.building import SavedTensor, scaled, select_samples
 from packprop.functions.entry import Call, Cotangents, Entry, Fans, Samples, Scratch, name_of
-from packprop.functions.recurrent_calls import Opened, RecurrentCall
+from packprop.functions.recurrent_calls import Opened, Packing, RecurrentCall
 from packprop.functions.registry import register_use
 from packprop.tensors.layout import Layout
 
@@ -40,41 +40,12 @@ HIDDEN_DRAWS = (
 
 @register_use(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def _recurrence(call: Call, *args: Any, **kwargs: Any) -> list[Entry] | None:
-    options = _options(*args, **kwargs)
-    if options is None:
-        return None
-    x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first = options
-    states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
-    if call.consumes(x) or x.dim() != 3:
-        return None
-    directions = 2 if bidirectional else 1
-    each = len(params) // (layers * directions)
-    weights = [
-        _weights(params[start : start + each], has_biases)
-        for start in range(0, layers * directions * each, each)
-    ]
-    opened = _opened(call, x, states, weights)
-    opened.directions, opened.batch_first = directions, batch_first
-    if train and layers > 1:
-        opened.dropout, opened.random_state = dropout, call.random_state
-    axis = 0 if batch_first else 1
-    rows = x.shape[0] * x.shape[1]
-    entries = _entries(call, opened, states, rows, (axis, *[1] * len(states)))
-    wanted = [place for place, entry in entries if entry.parameter.requires_grad]
-    opened.lowest = min(wanted, default=0) // directions
-    if opened.dropout and x.is_cuda and torch.backends.cudnn.is_acceptable(x):
-        return [replace(entry, refusal=HIDDEN_DRAWS) for _, entry in entries]
-    return [entry for _, entry in entries]
+    is_packed = "batch_sizes" in kwargs or (len(args) > 3 and not isinstance(args[3], bool))
+    return (_of_packed_sequences if is_packed else _of_sequences)(call, *args, **kwargs)
 
 
-def _options(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-    """The arguments in order; ``None`` for packed sequences."""
-    if "data" in kwargs or "batch_sizes" in kwargs or not isinstance(args[2:3] or [()], (tuple, list)):
-        return None
-    return _in_order(*args, **kwargs)
-
-
-def _in_order(
+def _of_sequences(
+    call: Call,
     input: Tensor,
     hx: Any,
     params: Sequence[Tensor],
@@ -84,8 +55,51 @@ def _in_order(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
-) -> tuple[Any, ...]:
-    return input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    batch_sizes: Tensor | None = None,
+) -> list[Entry] | None:
+    states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    if call.consumes(input) or input.dim() != (3 if batch_sizes is None else 2):
+        return None
+    directions = 2 if bidirectional else 1
+    each = len(params) // (num_layers * directions)
+    starts = range(0, num_layers * directions * each, each)
+    opened = _opened(
+        call, input, states, [_weights(params[start : start + each], has_biases) for start in starts]
+    )
+    opened.directions, opened.batch_first = directions, batch_first
+    if train and num_layers > 1:
+        opened.dropout, opened.random_state = dropout, call.random_state
+    axis, rows = 0 if batch_first or batch_sizes is not None else 1, input.shape[:-1].numel()
+    sequences = None
+    if batch_sizes is not None:
+        opened.packing = packing = Packing.of(batch_sizes)
+        rows = packing.steps * packing.sequences
+        everyone = tuple(range(packing.sequences))
+        sequences = (packing.sequence_of_row, *[everyone] * len(states))
+    entries = [
+        (number, replace(entry, sample_axes=(axis, *[1] * len(states)), sequences=sequences))
+        for number, entry in _entries(call, opened, states, rows)
+    ]
+    opened.lowest = min((number for number, _ in entries), default=0) // directions
+    if opened.dropout and input.is_cuda and torch.backends.cudnn.is_acceptable(input):
+        return [replace(entry, refusal=HIDDEN_DRAWS) for _, entry in entries]
+    return [entry for _, entry in entries]
+
+
+def _of_packed_sequences(
+    call: Call,
+    data: Tensor,
+    batch_sizes: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> list[Entry] | None:
+    options = has_biases, num_layers, dropout, train, bidirectional
+    return _of_sequences(call, data, hx, params, *options, batch_first=False, batch_sizes=batch_sizes)
 
 
 @register_use(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
@@ -105,7 +119,7 @@ def _cell(
     opened.is_cell = True
     opened.is_total = len(states) > 1 and _state_is_made_of_memory(input.device.type, w_ih.dtype)
     rows = input.numel() // input.shape[-1]
-    return [entry for _, entry in _entries(call, opened, states, rows, [0] * len(states))]
+    return [replace(entry, admits=lambda axis: axis == 0) for _, entry in _entries(call, opened, states, rows)]
 
 
 @functools.cache
@@ -134,9 +148,7 @@ def _weights(params: Sequence[Tensor], has_biases: bool) -> Weights:
     return Weights(params[0], params[1], biases[0], biases[1], params[-1] if projected else None)
 
 
-def _entries(
-    call: Call, opened: RecurrentCall, states: Sequence[Tensor], rows: int, sample_axes: Sequence[int]
-) -> list[tuple[int, Entry]]:
+def _entries(call: Call, opened: RecurrentCall, states: Sequence[Tensor], rows: int) -> list[tuple[int, Entry]]:
     """An entry for each parameter, with the direction of the layer that it belongs to, by number."""
     entries: list[tuple[int, Entry]] = []
     for number, own in enumerate(opened.weights):
@@ -153,7 +165,7 @@ def _entries(
     for place, state in enumerate(states):
         if call.consumes(state):
             entries.append((0, _first_state(call, opened, state, bool(place))))
-    return [(number, replace(entry, sample_axes=tuple(sample_axes))) for number, entry in entries]
+    return entries
 
 
 def _at_inputs(opened: Opened) -> Tensor | None:

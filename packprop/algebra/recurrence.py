@@ -8,7 +8,7 @@ for all steps at once, and one product with a weight, lead from a step to the on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -111,10 +111,8 @@ def states_after(kind: Kind, x: Tensor, state: Tensor, memory: Tensor | None, we
 
 def gated_memory(steps: Steps, weights: Weights) -> Tensor:
     """What the projection of an LSTM multiplies, at every step ``[t, b, h]``."""
-    assert steps.memory is not None
-    ours, theirs = _affine(steps, weights)
-    i, f, g, o = (ours + theirs).chunk(4, -1)
-    return o.sigmoid() * _memories(f.sigmoid(), i.sigmoid() * g.tanh(), steps.memory)[1].tanh()
+    *_, o, memories = _gates_of_lstm(steps, weights)
+    return o * memories[1:].tanh()
 
 
 def pull_back(kind: Kind, steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
@@ -135,16 +133,21 @@ def _pull_back_plain(
 ) -> Signals:
     """A state that is a function of the sum of both maps, entry by entry, with this derivative."""
     ours, theirs = _affine(steps, weights)
-    slopes = slope(ours + theirs).unsqueeze(-2)
-    scan = _Scan(arrived.states, weights.state, (1,), steps.before.shape[-1])
-    for step, at_state in scan:
-        scan.put(step, (at_state, slopes[step]))
-    signals = scan.signals()
-    return Signals(signals, signals, scan.at_first())
+    scanned = _scan(weights, arrived, slope(ours + theirs).unsqueeze(-2))
+    signals = scanned.products.flatten(3)
+    return Signals(signals, signals, scanned.at_first)
 
 
 def _pull_back_gru(steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
     """The map of the states is multiplied by a gate before it meets the other one: their signals differ."""
+    scanned = _scan(weights, arrived, _slopes_of_gru(steps, weights), hands_on=True)
+    gates = scanned.products
+    at_inputs = torch.cat([gates[..., :2, :], gates[..., 3:4, :]], -2)
+    return Signals(at_inputs.flatten(3), gates[..., :3, :].flatten(3), scanned.at_first)
+
+
+def _slopes_of_gru(steps: Steps, weights: Weights) -> Tensor:
+    """Derivatives of the state after each step in four gates, and in the state before it ``[t, b, 5, h]``."""
     ours, theirs = _affine(steps, weights)
     size = steps.before.shape[-1]
     r, z = (ours[..., : 2 * size] + theirs[..., : 2 * size]).sigmoid().chunk(2, -1)
@@ -153,45 +156,36 @@ def _pull_back_gru(steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
     at_n = (1 - z) * (1 - n.square())
     at_inner = at_n * r
     at_r, at_z = at_inner * inner * (1 - r), (steps.before - n) * z * (1 - z)
-    slopes = torch.stack([at_r, at_z, at_inner, at_n], -2)
-    scan = _Scan(arrived.states, weights.state, (4,), size)
-    for step, at_state in scan:
-        scan.put(step, (at_state, slopes[step]), beside=at_state * z[step])
-    signals = scan.signals()
-    at_inputs = torch.cat([signals[..., : 2 * size], signals[..., 3 * size :]], -1)
-    return Signals(at_inputs, signals[..., : 3 * size], scan.at_first())
+    return torch.stack([at_r, at_z, at_inner, at_n, z], -2)
 
 
 def _pull_back_lstm(steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
+    scanned = _scan(weights, arrived, *_slopes_of_lstm(steps, weights, arrived.is_total))
+    gates = scanned.products
+    signals = gates[..., :4, :].flatten(3)
+    return Signals(signals, signals, scanned.at_first, gates[0, ..., 4, :], scanned.projected)
+
+
+def _slopes_of_lstm(steps: Steps, weights: Weights, is_total: bool) -> tuple[Tensor, Tensor]:
+    """Derivatives in four gates and in the memory before each step ``[t, b, 5, h]``.
+
+    First those of the state after it, by way of the memory, too, unless ``is_total``; then those of the memory.
+    """
+    i, f, g, o, memories = _gates_of_lstm(steps, weights)
+    squashed, nothing = memories[1:].tanh(), torch.zeros_like(f)
+    through = nothing if is_total else o * (1 - squashed.square())
+    kept = [g * i * (1 - i), memories[:-1] * f * (1 - f), i * (1 - g.square())]
+    of_state = [*(each * through for each in kept), squashed * o * (1 - o), f * through]
+    return torch.stack(of_state, -2), torch.stack([*kept, nothing, f], -2)
+
+
+def _gates_of_lstm(steps: Steps, weights: Weights) -> tuple[Tensor, ...]:
+    """The gates of every step ``[t, b, h]``; the memory before the first and after each ``[t + 1, b, h]``."""
     assert steps.memory is not None
     ours, theirs = _affine(steps, weights)
     i, f, g, o = (ours + theirs).chunk(4, -1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    before, after = _memories(f, i * g, steps.memory)
-    squashed = after.tanh()
-    at_memory = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g.square())], -2)
-    at_output = (squashed * o * (1 - o)).unsqueeze(-2)
-    through = o * (1 - squashed.square())
-    memory = arrived.memory
-    if memory is None:
-        memory = o.new_zeros(*arrived.states.shape[1:3], o.shape[-1])
-    memories = arrived.memories
-    projected: list[Tensor] = []
-    scan = _Scan(arrived.states, weights.state, (3, 1), o.shape[-1])
-    for step, at_state in scan:
-        if weights.projection is not None:
-            projected.append(at_state)
-            at_state = at_state @ weights.projection
-        if memories is not None:
-            memory = memory + memories[step]
-        if not arrived.is_total:
-            memory = torch.addcmul(memory, at_state, through[step])
-        scan.put(step, (memory, at_memory[step]), (at_state, at_output[step]))
-        memory = memory * f[step]
-    signals = scan.signals()
-    if weights.projection is None:
-        return Signals(signals, signals, scan.at_first(), memory)
-    return Signals(signals, signals, scan.at_first(), memory, torch.stack(projected[::-1]))
+    return i, f, g, o, _memories(f, i * g, steps.memory)
 
 
 PULLS: dict[Kind, Callable[[Steps, Weights, Arrived], Signals]] = {
@@ -202,82 +196,88 @@ PULLS: dict[Kind, Callable[[Steps, Weights, Arrived], Signals]] = {
 }
 
 
-def _memories(kept: Tensor, added: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory before and after every step ``[t, b, h]``."""
+def _memories(kept: Tensor, added: Tensor, first: Tensor) -> Tensor:
+    """The memory before the first step and after each ``[t + 1, b, h]``."""
     if torch.is_grad_enabled():
         pieces = [first]
         for step in range(len(kept)):
             pieces.append(torch.addcmul(added[step], kept[step], pieces[-1]))
-        memories = torch.stack(pieces)
-    else:
-        memories = first.new_empty(len(kept) + 1, *first.shape)
-        memories[0] = first
-        for step in range(len(kept)):
-            torch.addcmul(added[step], kept[step], memories[step], out=memories[step + 1])
-    return memories[:-1], memories[1:]
+        return torch.stack(pieces)
+    memories = first.new_empty(len(kept) + 1, *first.shape)
+    memories[0] = first
+    for step in range(len(kept)):
+        torch.addcmul(added[step], kept[step], memories[step], out=memories[step + 1])
+    return memories
 
 
-class _Scan:
-    """One way through all steps, the last one first.
-
-    The signals of all steps are written to one tensor, or kept one by one where they shall be differentiable.
+class _Scanned(NamedTuple):
+    """What a way through all steps has given.
 
     Args:
-        states: What arrives at the state after each step from outside ``[t, v, b, p]``.
-        weight: Multiplies the state before each step ``[k*h, p]``: takes the first ``k*h`` signals of a step.
-        products: How many gates there are in each product that ``put`` is given.
-        size: Entries of a gate.
+        products: What arrives at each step, times derivatives ``[t, v, b, k, h]``.
+        at_first: What arrives at the state before the first step ``[v, b, p]``.
+        projected: What arrives at the output of the projection, if there is one ``[t, v, b, p]``.
     """
 
-    def __init__(self, states: Tensor, weight: Tensor, products: tuple[int, ...], size: int) -> None:
-        self._weight, self._shape = weight, states.shape[1:]
-        self._outside = states.flatten(1, 2)
-        self._later: Tensor | None = None  # the signals of the step after this one [v*b, k*h]
-        self._beside: Tensor | None = None
-        self._kept: list[Tensor] = []
-        self._buffer: Tensor | None = None
-        if not torch.is_grad_enabled():
-            self._buffer = states.new_empty(*states.shape[:3], sum(products), size)
-            self._rows = self._buffer.flatten(3).flatten(1, 2)
-            self._places = self._buffer.split(products, 3)
+    products: Tensor
+    at_first: Tensor
+    projected: Tensor | None
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """Each step, with what arrives at the state after it ``[v, b, p]``."""
-        for step in reversed(range(len(self._outside))):
-            yield step, self._arriving(self._outside[step]).view(self._shape)
 
-    def _arriving(self, outside: Tensor) -> Tensor:
-        if self._later is None:
-            return outside
-        if self._beside is not None:
-            outside = outside + self._beside.flatten(0, 1)
-        return torch.addmm(outside, self._later, self._weight)
+def _scan(
+    weights: Weights,
+    arrived: Arrived,
+    of_state: Tensor,
+    of_memory: Tensor | None = None,
+    hands_on: bool = False,
+) -> _Scanned:
+    """Go through all steps, the last one first.
 
-    def put(self, step: int, *products: tuple[Tensor, Tensor], beside: Tensor | None = None) -> None:
-        """Note the signals of a step.
+    What arrives at a step is multiplied by derivatives. As many of the products as the weight of the states has
+    rows go through it to the state before the step. Products are written to one tensor, or kept one by one
+    where they shall be differentiable.
 
-        Args:
-            step: The step.
-            products: ``[v, b, h]``, and what it is multiplied by for each gate ``[1, b, k, h]``.
-            beside: What arrives at the state before the step by another way than the weight ``[v, b, p]``.
-        """
-        if self._buffer is None:
-            signal = torch.cat([value.unsqueeze(-2) * slope for value, slope in products], -2)
-            self._kept.append(signal)
-            rows = signal.flatten(2).flatten(0, 1)
+    Args:
+        weights: The parameters.
+        arrived: What arrives from outside.
+        of_state: Derivatives of the state after each step ``[t, b, k, h]``.
+        of_memory: Those of the memory after it; the last product is what arrives at the memory before the step.
+        hands_on: Whether the last product arrives at the state before the step.
+    """
+    count, columns, rows, _ = arrived.states.shape
+    outside, width, size = arrived.states.flatten(1, 2), len(weights.state), of_state.shape[-1]
+    buffer = of_state.new_empty(count, columns, *of_state.shape[1:]) if not torch.is_grad_enabled() else None
+    kept: list[Tensor] = []
+    projected: list[Tensor] = []
+    memory, products, beside = arrived.memory, None, None
+    for step in reversed(range(count)):
+        at_state = outside[step]
+        if products is not None:
+            at_state = torch.addmm(at_state if beside is None else at_state + beside, products, weights.state)
+        if weights.projection is not None:
+            projected.append(at_state.view(columns, rows, -1))
+            at_state = at_state @ weights.projection
+        value = at_state.view(columns, rows, 1, size)
+        if arrived.memories is not None:
+            injected = arrived.memories[step]
+            memory = injected if memory is None else memory + injected
+        if buffer is None:
+            own = value * of_state[step]
         else:
-            for (value, slope), places in zip(products, self._places, strict=True):
-                torch.mul(value.unsqueeze(-2), slope, out=places[step])
-            rows = self._rows[step]
-        self._later, self._beside = rows[:, : len(self._weight)], beside
-
-    def signals(self) -> Tensor:
-        """The signals of all steps ``[t, v, b, k*h]``."""
-        signals = torch.stack(self._kept[::-1]) if self._buffer is None else self._buffer
-        return signals.flatten(3)
-
-    def at_first(self) -> Tensor:
-        """What arrives at the state before the first step ``[v, b, p]``."""
-        assert self._later is not None
-        first = (self._later @ self._weight).view(self._shape)
-        return first if self._beside is None else first + self._beside
+            own = torch.mul(value, of_state[step], out=buffer[step])
+        if of_memory is not None:
+            if memory is not None:
+                add = torch.addcmul if buffer is None else Tensor.addcmul_
+                own = add(own, memory.unsqueeze(-2), of_memory[step])
+            memory = own[..., -1, :]
+        if buffer is None:
+            kept.append(own)
+        flat = own.flatten(2).flatten(0, 1)
+        products, beside = flat[:, :width], flat[:, -size:] if hands_on else None
+    assert products is not None
+    at_first = products @ weights.state
+    return _Scanned(
+        torch.stack(kept[::-1]) if buffer is None else buffer,
+        (at_first if beside is None else at_first + beside).view(columns, rows, -1),
+        torch.stack(projected[::-1]) if projected else None,
+    )

@@ -4,8 +4,10 @@
 Nothing says which axis of an input holds the samples. So inputs are cut by their shapes, and the cut is tried
 out: gradients of single samples, with random cotangents, must add up to what autograd pulls back from the whole
 batch. Both are linear in the cotangents, and random numbers hide no difference between linear maps; so if they
-agree, then the rows of each sample are right, for the inputs of this very call. If they do not, or the function
-does not take a part of its inputs, each sample is pulled back through the whole batch.
+agree, then the rows of each sample are right, for the inputs of this very call, and for samples that are taken
+at once as they were tried (PyTorch's vectorised embedding takes the row of ``padding_idx`` for another one, if
+there are several samples). If they do not agree, or the function does not take a part of its inputs, each sample
+is pulled back through the whole batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,18 @@ Pull = Callable[[Sequence[Any], Tensor, Sequence[Tensor]], Tensor]
 """Pulls every column back: from outputs, a parameter and columns ``[v, *y]`` to products ``[v, *p]``."""
 
 
+class Way(NamedTuple):
+    """How single samples are called.
+
+    Args:
+        axes: For each input the axis that holds the samples, or ``None``.
+        together: Whether in one vectorised call.
+    """
+
+    axes: list[int | None]
+    together: bool
+
+
 @dataclass
 class SampleCalls:
     """Calls of one function on the inputs of single samples.
@@ -37,13 +51,12 @@ class SampleCalls:
     Args:
         function: The function.
         pull: Pulls columns back.
-        axes: Which cut has been tried out: for each input the axis that holds the samples, or ``None``; empty
-            if no cut fits.
+        ways: For samples that were taken at once the way that fits; ``None`` if none does.
     """
 
     function: Callable[..., Any]
     pull: Pull
-    axes: list[int | None] | None = field(default=None, init=False)
+    ways: dict[tuple[Layout, tuple[int, ...]], Way | None] = field(default_factory=dict, init=False)
 
     def rows(
         self,
@@ -65,39 +78,43 @@ class SampleCalls:
             index: The numbers of the samples.
         """
         layout = layouts[0]
-        if layout.axis is None or layout.samples == 1:
+        if layout.axis is None or layout.samples == 1 or not len(index):
             return None
-        inputs = list(tensors_in(arguments))
-        extent = layout.samples * layout.parts
-        if self.axes is None:
-            self.axes = []
-            for axes in _cuts(inputs, weight, layout.axis, extent):
-                if self._fits(axes, arguments, weight, outputs, cotangents, layouts, len(index)):
-                    self.axes = axes
-                    break
-        return self._rows(self.axes, arguments, weight, cotangents, layouts, index) if self.axes else None
+        own = tuple(index.tolist()) if not is_dry_run() else ()
+        if (layout, own) not in self.ways:
+            inputs, extent = list(tensors_in(arguments)), layout.samples * layout.parts
+            cuts = _cuts(inputs, weight, layout.axis, extent)
+            ways = (Way(axes, together) for axes in cuts for together in (True, False))
+            chunks = _all_chunks(own, layout.samples)
+            fits = (w for w in ways if self._fits(w, arguments, weight, outputs, cotangents, layouts, chunks))
+            self.ways |= dict.fromkeys([(layout, chunk) for chunk in chunks], next(fits, None))
+        way = self.ways[layout, own]
+        return None if way is None else self._rows(way, arguments, weight, cotangents, layouts, index)
 
     def _fits(
         self,
-        axes: list[int | None],
+        way: Way,
         arguments: Arguments,
         weight: Tensor,
         outputs: Sequence[Any],
         cotangents: Cotangents,
         layouts: Sequence[Layout],
-        at_once: int,
+        chunks: Sequence[tuple[int, ...]],
     ) -> bool:
-        """Whether gradients of single samples add up to that of the whole batch; see the note above."""
+        """Whether gradients of single samples add up to that of all of them; see the note above."""
         generator = torch.Generator().manual_seed(0)
+        chosen = torch.tensor([number for chunk in chunks for number in chunk], device=weight.device)
         noise = [
-            None if each is None else torch.randn(1, *each.shape[1:], generator=generator).to(each)
-            for each in cotangents
+            None
+            if each is None
+            else _of_chosen(torch.randn(1, *each.shape[1:], generator=generator).to(each), layout, chosen)
+            for each, layout in zip(cotangents, layouts, strict=False)
         ]
         total = scale = torch.zeros_like(weight, requires_grad=False)
-        numbers = torch.arange(layouts[0].samples, device=weight.device).split(at_once)
-        for index in numbers[: 1 if is_dry_run() else None]:
+        for chunk in chunks:
+            index = torch.tensor(chunk or (0,), device=weight.device)
             try:
-                rows = self._rows(axes, arguments, weight, noise, layouts, index)
+                rows = self._rows(way, arguments, weight, noise, layouts, index)
             except Exception:  # whatever a function may raise that is given a part of its inputs
                 return False
             if rows is None:
@@ -110,13 +127,14 @@ class SampleCalls:
 
     def _rows(
         self,
-        axes: list[int | None],
+        way: Way,
         arguments: Arguments,
         weight: Tensor,
         cotangents: Cotangents,
         layouts: Sequence[Layout],
         index: Tensor,
     ) -> Tensor | None:
+        axes = way.axes
         parts = [
             tensor if axis is None else _of_samples(tensor, layouts[0]._replace(axis=axis), 0, index)
             for axis, tensor in zip(axes, tensors_in(arguments), strict=True)
@@ -125,9 +143,8 @@ class SampleCalls:
             None if each is None else _of_samples(each, layout, 1, index)
             for each, layout in zip(cotangents, layouts, strict=False)
         ]
-        together = self._vectorised(axes, arguments, weight, parts, columns, len(index))
-        if together is not None:
-            return together
+        if way.together:
+            return self._vectorised(axes, arguments, weight, parts, columns, len(index))
         rows = []
         for n in range(len(index)):
             own = [part if axis is None else part[n] for axis, part in zip(axes, parts, strict=True)]
@@ -173,6 +190,22 @@ class SampleCalls:
         args, kwargs = map_tensors(lambda _: next(remaining), arguments)
         with torch.enable_grad():
             return differentiable_outputs(self.function(*args, **kwargs))
+
+
+def _all_chunks(own: tuple[int, ...], samples: int) -> list[tuple[int, ...]]:
+    """All chunks of a batch that is gone through in chunks like this one; else this one alone."""
+    step = max(1, len(own))
+    if own and own == tuple(range(own[0], own[0] + step)) and own[0] % step == 0:
+        return [tuple(range(start, min(samples, start + step))) for start in range(0, samples, step)]
+    return [own]
+
+
+def _of_chosen(cotangent: Tensor, layout: Layout, chosen: Tensor) -> Tensor:
+    """A cotangent ``[v, *y]`` that is zero for all samples but some."""
+    if layout.axis is None or is_dry_run():
+        return cotangent
+    mask = torch.isin(layout.sample_of(cotangent.device), chosen.to(cotangent.device))
+    return cotangent * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(cotangent.dim())])
 
 
 def differentiable_outputs(returned: Any) -> list[Tensor]:

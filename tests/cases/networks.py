@@ -191,6 +191,9 @@ def cases() -> Iterator[Case]:
         (3, 2, 2),
         6,
     )
+    yield use(
+        "rnn-relu-cell-loop", lambda: Apply(cell_loop, cell=nn.RNNCell(2, 2, nonlinearity="relu")), (3, 2), 2
+    )
     yield use("lstm-cell-trained-states", CellStates, (2,), 4)
     yield Case("gru-trained-initial-state", InitialState, nn.CrossEntropyLoss, classes((2, 2), 3))
     for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):

@@ -19,6 +19,7 @@ from packprop.engine.gradient import Backward, GradientPass
 from packprop.engine.hessian import add_hessian, add_without_sweep
 from packprop.engine.partial_results import Begin, cubes_of_factors
 from packprop.engine.request import Request, Task, require_possible, tasks_by_seed
+from packprop.functions.entry import ArrivedCotangents
 from packprop.recording.regions import opened
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.long_work import expect, long_work
@@ -112,7 +113,7 @@ class BackwardPass:
         collector = Collector(self.results, uses, tasks)
         with opened((use.recorded.source for use in uses), self._request.create_graph):
             for use in uses:
-                collector.visit(use, [None] * len(use.recorded.shapes))
+                collector.visit(use, ArrivedCotangents([None] * len(use.recorded.shapes)))
 
 
 def long_work_of(extensions: Sequence[Extension], bar: bool = True) -> contextlib.AbstractContextManager[Any]:

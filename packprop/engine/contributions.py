@@ -38,9 +38,13 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
     fans = site.entry.fans
     if fans is None or not site.direct:
         return None
-    positions = use.recorded.shapes[0].numel() // (samples * fans.groups * fans.fan_out)
-    fans = fans._replace(unfolds=fans.unfolds and use.layouts[0].parts == 1)  # several images of a sample
-    return Extents(positions, *fans, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held)
+    rows = fans.rows
+    if rows is None:
+        rows = use.recorded.shapes[0].numel() // (fans.groups * fans.fan_out)
+    unfolds = fans.unfolds and use.layouts[0].parts == 1  # several images of a sample
+    return Extents(
+        rows // samples, *fans[:3], unfolds, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
+    )
 
 
 def joint_structure(contributions: list[Contribution], samples: Samples, held: int | None) -> Structure:

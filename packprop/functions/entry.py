@@ -20,6 +20,13 @@ Cotangents = Sequence[Tensor | None]
 """One for each output of a call, ``[v, *y]``; ``None`` where nothing arrived."""
 
 
+class ArrivedCotangents(list[Tensor | None]):
+    """Cotangents of one sweep at one use: a list that can be referred to weakly.
+
+    What a rule computes from them for all parameters of the use can be kept as long as they are there.
+    """
+
+
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
 """From cotangents at the outputs, the layouts of the outputs, and a choice of samples, to a structure."""
 
@@ -28,12 +35,14 @@ class Fans(NamedTuple):
     """Groups of an affine map, and how many entries of each go in and come out.
 
     ``unfolds``: whether the map unfolds its inputs to positions. Gradients can be computed without unfolding.
+    ``rows``: how often the map is applied in one call; ``None`` for what the (first) output has room for.
     """
 
     groups: int
     fan_in: int
     fan_out: int
     unfolds: bool = False
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,10 @@ class Entry:
             choice of samples. A cotangent is ``None`` where only inputs are asked for, or where nothing reaches
             the output.
         refusal: Why no number can be given and what to do instead, where that is so.
-        admits: Whether an axis of the (first) output can hold the samples.
+        admits: Whether an axis of the outputs can hold the samples.
+        sample_axes: For each output the one axis that can hold the samples; ``None`` if ``admits`` says it all.
+        sequences: For each output the sequence that each entry along its sample axis belongs to, where outputs
+            are packed sequences: all entries of a sequence are of one sample.
         scratch: Temporary memory that ``structure_of`` takes.
         fans: Groups and extents, for an affine map.
         linear: Whether the outputs are known to be affine in the parameter, with everything else fixed.
@@ -81,6 +93,8 @@ class Entry:
     structure_of: StructureOf
     refusal: tuple[str, str] | None = None
     admits: Callable[[int], bool] = lambda axis: True
+    sample_axes: Sequence[int] | None = None
+    sequences: Sequence[tuple[int, ...]] | None = None
     scratch: Scratch = NO_SCRATCH
     fans: Fans | None = None
     linear: bool = False

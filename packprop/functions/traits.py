@@ -27,6 +27,10 @@ MIXERS: dict[Callable[..., Any], Callable[..., bool]] = {F.batch_norm: _batch_no
 """Functions that can mix samples -> whether a call with given arguments does."""
 
 
+MAY_DRAW = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+"""Functions with a rule that may draw random numbers, for dropout between layers."""
+
+
 def _functions(*names: str) -> frozenset[Callable[..., Any]]:
     """Functions and methods with these names, as far as this release of PyTorch has them."""
     owners = (torch, Tensor)
@@ -59,10 +63,6 @@ METADATA = _functions(
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "__len__"),
 )
 """Functions that tell something about a tensor, and return none."""
-
-
-DRAWS_NOTHING = _functions("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-"""Functions without a rule that are known to draw no random numbers."""
 
 
 REORDERINGS = _functions(

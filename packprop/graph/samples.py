@@ -150,7 +150,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     chosen = [(_layouts_of(output, samples, leading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
     for use in graph.uses:
-        layouts = [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes]
+        layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         if not all(layouts):
             raise _mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
@@ -186,7 +186,10 @@ class _Candidate:
         assert fitting is not None
         uses = [[layouts[0] for layouts in places] for places in fitting.values()]
         lasting = self.samples == 1 or (
-            self.shown is not None and self.shown.is_conclusive and not self.shown.on_values
+            self.shown is not None
+            and self.shown.is_conclusive
+            and not self.shown.on_values
+            and all(layout.rows is None for places in uses for layout in places)
         )
         return _SampleLocations(self.samples, self.chosen, uses, lasting)
 
@@ -270,8 +273,9 @@ def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout
 def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[int, bool]]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
-    Each comes with whether it is the extent of a leading axis. One sample is a number that nothing can contradict,
-    mixed as many may be: it is tried only for a batch of one by its axes, and where the loss takes one.
+    Each comes with whether it is the extent of a leading axis. One sample is a number that nothing can
+    contradict, mixed as many may be: it is tried only for a batch of one by its axes, and where the loss takes
+    one.
     """
     deciding = [output for output in outputs if output.decides]
     extents = [output.samples for output in deciding]

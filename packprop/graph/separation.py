@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.graph.scattered import has_packed_sequences, scattered_layouts
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
@@ -125,12 +126,21 @@ def separate(
     if samples == 1:
         return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
     fitting = {
-        use: [admitted_layouts(use, shape, samples) for shape in use.recorded.shapes] for use in graph.uses
+        use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
+        for use in graph.uses
     }
     generator = torch.Generator().manual_seed(samples)
     noise = [torch.randn(output.shape, generator=generator) for output in outputs]
     edges = [output.edge for output in outputs]
-    powers = _powers(samples, min(torch.finfo(output.dtype).max for output in outputs), generator)
+    largest = min(torch.finfo(output.dtype).max for output in outputs)
+    powers = _powers(samples, largest, generator)
+    if has_packed_sequences(graph) and not is_dry_run():
+        scattered = scattered_layouts(
+            graph, edges, lambda factors: by_sample(outputs, chosen, noise, factors), samples, largest
+        )
+        for (use, index), layout in scattered.items():
+            if all(site.entry.admits(layout.axis or 0) for site in use.sites):
+                fitting[use][index].append(layout)
 
     def scaled_by(exponents: Tensor) -> Sizes:
         seeds = by_sample(outputs, chosen, noise, torch.exp2(exponents))
@@ -241,14 +251,22 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
     return [layout for layout in layouts if layout is not None]
 
 
-def admitted_layouts(use: ReachedUse, shape: torch.Size, samples: int) -> list[Layout]:
+def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
-    return [layout for layout in possible_layouts(shape, samples) if _is_admitted(use, layout)]
+    layouts = possible_layouts(use.recorded.shapes[index], samples)
+    return [layout for layout in layouts if _is_admitted(use, index, layout)]
 
 
-def _is_admitted(use: ReachedUse, layout: Layout) -> bool:
-    """Whether the entries of a use allow the samples to be there."""
-    return layout.axis is None or all(site.entry.admits(layout.axis) for site in use.sites)
+def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
+    """Whether the entries of a use allow the samples to be there in one of its outputs."""
+    if layout.axis is None:
+        return True
+    if any(site.entry.sequences is not None for site in use.sites):
+        return False  # where they are is found by NOTE [Scattered rows]
+    axes = [site.entry.sample_axes for site in use.sites]
+    return all(known is None or known[index] == layout.axis for known in axes) and all(
+        site.entry.admits(layout.axis) for site in use.sites
+    )
 
 
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:

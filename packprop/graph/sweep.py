@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from packprop.functions.entry import ArrivedCotangents
 from packprop.functions.nodes import MASKS, name_of_node
 from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
@@ -170,7 +171,8 @@ class Watch:
 
     def note(self, use: ReachedUse, index: int, cotangent: Tensor | None) -> None:
         """Note one cotangent ``[v, *y]``; visit the use if it was the last."""
-        cotangents = self._pending.setdefault(use, [None] * len(use.recorded.shapes))
+        nothing = ArrivedCotangents([None] * len(use.recorded.shapes))
+        cotangents = self._pending.setdefault(use, nothing)
         cotangents[index] = cotangent
         missing = self._missing[use] = self._missing.get(use, len(use.nodes)) - 1
         if missing == 0:

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.rnn import PackedSequence
 
 from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, can_wait, entries_of
 from packprop.functions.traits import (
     CONSTANTS,
-    DRAWS_NOTHING,
     EXPANSIONS,
     LIKE_ANOTHER,
+    MAY_DRAW,
     METADATA,
     MIXERS,
     REORDERINGS,
@@ -53,7 +54,7 @@ from packprop.recording.provenance import Expansions, Provenance, Sorted
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
 from packprop.tensors.dry import TensorSpec, is_dry_run
-from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
+from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.random import random_states
 from packprop.tensors.state import version
 
@@ -126,11 +127,16 @@ class Recorder(OwnMode):
             and not any(t.requires_grad for t in tensors if id(t) not in own)
         ):
             return  # a loss of a parameter and constants, such as a penalty: no sample enters it
+        packed: list[PackedSequence] = []
+        map_instances(PackedSequence, packed.append, inputs)
+        forward.sizes += [torch.Size([int(each.batch_sizes[0])]) for each in packed]  # so many sequences
+        inside = {id(tensor) for each in packed for tensor in tensors_in(each)}
         for tensor in tensors:
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
-            forward.sizes.append(tensor.shape)
+            if id(tensor) not in inside:
+                forward.sizes.append(tensor.shape)
             if not is_loss:
                 forward.inputs.append(weakref.ref(tensor))
             if tensor.requires_grad and tensor.is_leaf:
@@ -270,8 +276,8 @@ class Recorder(OwnMode):
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
-        draws = not (func in RULES or func in DRAWS_NOTHING or is_dry_run())
-        state = random_states() if draws else None
+        draws = func in MAY_DRAW or func not in RULES
+        state = random_states() if draws and not is_dry_run() else None
         out = func(*args, **kwargs)
         if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None

@@ -20,7 +20,15 @@ from tests.cases.models.attention import (
     Windows,
 )
 from tests.cases.models.convolutional import ResNet
-from tests.cases.models.recurrent import InitialState, Recurrent, cell_loop, last_step
+from tests.cases.models.recurrent import (
+    CellStates,
+    InitialState,
+    Recurrent,
+    cell_loop,
+    every_output,
+    last_step,
+    tied_layers,
+)
 from tests.cases.models.wrapping import Apply
 
 
@@ -156,6 +164,37 @@ def cases() -> Iterator[Case]:
             torch.randint(3, (n,)),
         ),
     )
+    yield Case(
+        "lstm-projected-two-layers-both-directions",
+        lambda: Recurrent(
+            nn.LSTM(2, 2, num_layers=2, bidirectional=True, proj_size=1, batch_first=True), 4, final=True
+        ),
+        nn.CrossEntropyLoss,
+        classes((2, 2), 3),
+    )
+    yield use("lstm-every-output", lambda: Apply(every_output, layer=nn.LSTM(2, 2, bias=False)), (3, 2), 10)
+    yield use(
+        "lstm-memory",
+        lambda: Apply(lambda m, x: m.layer(x)[1][1][0], layer=nn.LSTM(2, 2, batch_first=True)),
+        (3, 2),
+        2,
+    )
+    yield use(
+        "rnn-tied-layers", lambda: Apply(lambda m, x: m.layer(x)[0][:, -1], layer=tied_layers()), (3, 2), 2
+    )
+    yield use(
+        "gru-rows-folded",
+        lambda: Apply(
+            lambda m, x: m.layer(x.reshape(-1, 2, 2))[0][:, -1].reshape(x.shape[0], -1),
+            layer=nn.GRU(2, 2, batch_first=True),
+        ),
+        (3, 2, 2),
+        6,
+    )
+    yield use(
+        "rnn-relu-cell-loop", lambda: Apply(cell_loop, cell=nn.RNNCell(2, 2, nonlinearity="relu")), (3, 2), 2
+    )
+    yield use("lstm-cell-trained-states", CellStates, (2,), 4)
     yield Case("gru-trained-initial-state", InitialState, nn.CrossEntropyLoss, classes((2, 2), 3))
     for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
         yield use(

@@ -44,6 +44,8 @@ DOUBLE = [
     "own-coupled",
     "cosine-similarity",
     "gru-cell-loop",
+    "lstm-projected-two-layers-both-directions",
+    "gru-trained-initial-state",
 ]
 
 

@@ -57,6 +57,9 @@ def test_every_choice_of_outputs(kind: Any, options: dict[str, Any], steps: int,
     ]
     for place, (name, parameter) in enumerate(parameters.items()):
         torch.testing.assert_close(parameter.grad_batch, torch.stack([row[place] for row in rows]), msg=name)
-        diagonal = parameter.kflr[0].diagonal() if name.startswith("layer") else None
-        if diagonal is not None:  # the block of such a parameter is exact
-            torch.testing.assert_close(diagonal, parameter.diag_ggn_exact.flatten(), msg=name)
+        if name.startswith("layer.bias"):  # the block of such a parameter is exact
+            (block,) = parameter.kflr
+            torch.testing.assert_close(block.diagonal(), parameter.diag_ggn_exact.flatten(), msg=name)
+            weight = parameters[name.replace("bias", "weight")]
+            torch.testing.assert_close(weight.kflr[0], block, msg=name)
+            assert weight.kflr[1].shape == 2 * weight.shape[1:]

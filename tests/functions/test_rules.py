@@ -14,6 +14,20 @@ from packprop.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
 
+
+def recurrent(
+    gates: int, layers: int = 1, directions: int = 1, bias: bool = True, proj: int = 0
+) -> list[Tensor]:
+    """Weights of a recurrent function of 3 inputs, with states of 4 entries or ``proj``."""
+    made: list[Tensor] = []
+    for layer in range(layers):
+        for _ in range(directions):
+            made += [p(gates * 4, directions * (proj or 4) if layer else 3), p(gates * 4, proj or 4)]
+            made += [p(gates * 4), p(gates * 4)] if bias else []
+            made += [p(proj, 4)] if proj else []
+    return made
+
+
 EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
     (F.linear, lambda n: (R(n, 3), p(4, 3), p(4))),
     (F.linear, lambda n: {"input": R(2, n, 3), "weight": p(4, 3)}),
@@ -45,6 +59,29 @@ EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
     (F.layer_norm, lambda n: (R(n, 2, 3), (3,), p(3), p(3))),
     (F.rms_norm, lambda n: (R(n, 2, 3), (3,), p(3))),
     (F.group_norm, lambda n: (R(n, 4, 3), 2, p(4), p(4))),
+    (
+        torch.lstm,
+        lambda n: (R(n, 3, 3), (R(1, n, 4), R(1, n, 4)), recurrent(4), True, 1, 0.0, False, False, True),
+    ),
+    (
+        torch.lstm,
+        lambda n: (
+            R(2, n, 3),
+            (R(4, n, 2), R(4, n, 4)),
+            recurrent(4, 2, 2, proj=2),
+            *(True, 2, 0.0, False, True, False),
+        ),
+    ),
+    (
+        torch.gru,
+        lambda n: (R(3, n, 3), R(2, n, 4), recurrent(3, 2, bias=False), False, 2, 0.0, False, False, False),
+    ),
+    (torch.gru, lambda n: (R(1, n, 3), R(1, n, 4), recurrent(3), True, 1, 0.0, False, False, False)),
+    (torch.rnn_tanh, lambda n: (R(3, n, 3), R(2, n, 4), recurrent(1, 1, 2), True, 1, 0.0, False, True, False)),
+    (torch.rnn_relu, lambda n: (R(n, 3, 3), R(1, n, 4), recurrent(1), True, 1, 0.0, False, False, True)),
+    (torch.gru_cell, lambda n: (R(n, 3), R(n, 4), *recurrent(3))),
+    (torch.rnn_tanh_cell, lambda n: (R(n, 3), R(n, 4), *recurrent(1, bias=False))),
+    (torch.rnn_relu_cell, lambda n: (R(n, 3), R(n, 4), *recurrent(1))),
     (F.instance_norm, lambda n: {"input": R(n, 3, 4), "weight": p(3), "bias": p(3)}),
 ]
 FALLBACKS: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [

@@ -50,3 +50,29 @@ def cell_loop(m: nn.Module, x: Tensor) -> Tensor:
         else:
             state = m.cell(step, state)
     return state
+
+
+class CellStates(nn.Module):
+    """A cell whose first state and memory are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(2, 2)
+        self.state, self.memory = nn.Parameter(torch.randn(1, 2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.state.expand(x.shape[0], -1), self.memory.expand(x.shape[0], -1)
+        return torch.cat(self.cell(x, states), 1)
+
+
+def every_output(m: nn.Module, x: Tensor) -> Tensor:
+    """Outputs at all steps, last state and last memory, of a layer whose samples come second."""
+    y, states = m.layer(x.transpose(0, 1))
+    return torch.cat([y.transpose(0, 1).flatten(1), *(state[0] for state in states)], 1)
+
+
+def tied_layers() -> nn.Module:
+    """A layer of which both layers multiply their state by the same weight."""
+    layer = nn.RNN(2, 2, num_layers=2, batch_first=True)
+    layer.weight_hh_l1 = layer.weight_hh_l0
+    return layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +20,12 @@ from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.random import RandomStates, random_numbers_from
 
-FUSED = {"lstm": torch.lstm, "gru": torch.gru, "tanh": torch.rnn_tanh, "relu": torch.rnn_relu}
+FUSED: dict[str, Callable[..., Any]] = {
+    "lstm": torch.lstm,
+    "gru": torch.gru,
+    "tanh": torch.rnn_tanh,
+    "relu": torch.rnn_relu,
+}
 """PyTorch's own functions, which take all steps of a layer in one call."""
 
 
@@ -215,7 +220,7 @@ class RecurrentCall:
         options = weights.input_bias is not None, 1, 0.0, False, False, False
         with warnings.catch_warnings():  # of weights that do not lie side by side: these are copied once
             warnings.filterwarnings("ignore", "RNN module weights")
-            outputs: Tensor = FUSED[self.kind](x, given, flat, *options)[0]  # type: ignore[operator]
+            outputs: Tensor = FUSED[self.kind](x, given, flat, *options)[0]
         return outputs
 
     def _backward(self, forward: _Forward, weights: list[Weights], cotangents: Cotangents) -> list[Opened]:

@@ -23,6 +23,7 @@ from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
 from packprop.recording.aside import OwnMode, is_running
+from packprop.recording.axes import AXIS, SampleAxis, axes_of
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
     EXTENDED,
@@ -39,6 +40,7 @@ from packprop.recording.marks import (
 from packprop.recording.provenance import Expansions, Provenance
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
+from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.random import random_states
@@ -63,10 +65,14 @@ class Recorder(OwnMode):
     Args:
         module: The module that was called; ``None`` inside ``record()``.
         owner: The Python frame of that call, which ends the recording; ``None`` if something else ends it.
+        sample_axis: Where inputs hold the samples, of modules for which nothing was declared, too.
     """
 
-    def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
+    def __init__(
+        self, module: nn.Module | None, owner: FrameType | None, sample_axis: SampleAxis | None = None
+    ) -> None:
         super().__init__()
+        self.sample_axis = sample_axis
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
@@ -77,6 +83,7 @@ class Recorder(OwnMode):
         """Begin an outermost call."""
         reference = weakref.ref(module) if module is not None else (lambda: None)
         self.forward = ForwardCall(reference, made=self._provenance.alive)
+        self._witnesses = Witnesses(module)
 
     @property
     def stale(self) -> bool:
@@ -87,7 +94,7 @@ class Recorder(OwnMode):
         """Begin the call of an outermost module inside ``record()``."""
         if self.owner is None:
             self.begin(module)
-        self.feed(inputs)
+        self.feed(*inputs)
 
     def takes(self, module: nn.Module, inputs: Any) -> bool:
         """Whether the inputs of a module that is not recorded depend on the samples."""
@@ -99,11 +106,25 @@ class Recorder(OwnMode):
         """Take what a module that is not recorded returned: it depends on the samples."""
         self._provenance.from_samples.add_all(outputs)
 
-    def feed(self, inputs: Any) -> None:
-        """Take the inputs of a call as data: what is computed from them depends on the samples."""
+    def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: bool = True) -> None:
+        """Take the inputs of a call as data: what is computed from them depends on the samples.
+
+        Args:
+            args: Arguments by place.
+            kwargs: Arguments by name.
+            look: Whether it is looked at where the rows of the inputs go; see NOTE [Witnesses].
+        """
+        inputs = (args, kwargs)
         self.forward.arguments.append(map_tensors(TensorSpec.of, inputs))
-        is_loss = self.forward.module() is not None and not self.forward.has_parameters
+        module = self.forward.module()
+        is_loss = module is not None and not self.forward.has_parameters
         tensors = list(tensors_in(inputs))
+        declared = None if is_loss else vars(module).get(AXIS) if module is not None else None
+        declared = self.sample_axis if declared is None and not is_loss else declared
+        axes: dict[int, int | None] = {}
+        if declared is not None and tensors:
+            axes = {id(tensor): axis for tensor, axis in axes_of(declared, module, args, kwargs)}
+            self.forward.declared = declared
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
         if (
             is_loss
@@ -112,11 +133,15 @@ class Recorder(OwnMode):
             and not any(t.requires_grad for t in tensors if id(t) not in own)
         ):
             return  # a loss of a parameter and constants, such as a penalty: no sample enters it
+        if look and not is_loss and not is_dry_run() and torch.is_grad_enabled():
+            data = [(tensor, axes.get(id(tensor))) for tensor in tensors if id(tensor) not in own]
+            self._witnesses.begin(data, declared is not None)
         for tensor in tensors:
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
             self.forward.sizes.append(tensor.shape)
+            self.forward.axes.append(axes.get(id(tensor)))
             if not is_loss:
                 self.forward.inputs.append(weakref.ref(tensor))
             if tensor.is_leaf and tensor.requires_grad:
@@ -129,8 +154,13 @@ class Recorder(OwnMode):
             return True
         return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
 
+    def drop(self) -> None:
+        """Drop what the recording holds of the samples."""
+        self._witnesses.drop()
+
     def finish(self, outputs: Any) -> None:
         """Mark what the outermost call returned."""
+        self._witnesses.finish()
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None and tensor in self._provenance.from_samples:
                 marks_of(tensor.grad_fn)[OUTPUT] = (self.forward, tensor.output_nr, tensor.shape)
@@ -152,17 +182,23 @@ class Recorder(OwnMode):
         if current.disabled or current.recorder is not self:
             return func(*args, **kwargs)
         provenance = self._provenance
+        witnesses = self._witnesses if self._witnesses.are_there else None
         if isinstance(func, MethodWrapperType):  # an attribute: shape, device, T, data, ...
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) and out is not args[0]:
                 provenance.follow(args, out)
+                if witnesses is not None:
+                    witnesses.follow(func, args, kwargs, out, None)
             return out
         if func in SEPARATE:
             return self._follow_each(func, args, kwargs)
         samples, parameters = provenance.sort(*self._with_entries(func, args, kwargs))
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, samples, parameters, hooks)
+        state = random_states() if samples and witnesses is not None else None
         out = func(*args, **kwargs)
+        if samples and witnesses is not None:
+            witnesses.follow(func, args, kwargs, out, state)
         if func is Tensor.register_hook:
             note_hooks(args[0])
         if out is None:
@@ -194,6 +230,8 @@ class Recorder(OwnMode):
         for tensor, made in zip(tensors_in(args), tensors_in(out), strict=True):
             if made is not tensor:
                 self._provenance.follow((tensor,), made)
+        if self._witnesses.are_there:
+            self._witnesses.follow(func, args, kwargs, out, None)
         self._expansions.note(func, args, out)
         return out
 
@@ -239,8 +277,10 @@ class Recorder(OwnMode):
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
-        state = None if func in RULES or is_dry_run() else random_states()
+        looks = self._witnesses.are_there
+        state = None if (func in RULES and not looks) or is_dry_run() else random_states()
         out = func(*args, **kwargs)
+        evidence = self._witnesses.note(func, args, kwargs, list(tensors_in(out)), state)
         if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None
         if out is None:  # an assignment: the graph walk names the parameter that went into it
@@ -262,7 +302,9 @@ class Recorder(OwnMode):
             if source is not None:
                 entries = without_inputs(entries, source)
             shapes = [tensor.shape for tensor in outputs]
-            _leave_use(RecordedUse(name, entries, edges, shapes, self.forward, source), outputs)
+            evidence = [each.of(outputs, list(tensors_in(out))) for each in evidence]
+            use = RecordedUse(name, entries, edges, shapes, self.forward, source, evidence=evidence)
+            _leave_use(use, outputs)
         return out
 
 

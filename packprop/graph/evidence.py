@@ -87,7 +87,7 @@ def _is_about(evidence: Evidence, reading: Reading) -> bool:
 
 
 def _is_touched(where: Touched) -> bool:
-    return any(bool(rows.any()) for rows in where.rows.values())
+    return any(bool(where.at(axis).any()) for axis in where.rows)
 
 
 def _explaining(shape: torch.Size, touched: Sequence[tuple[Tensor, Touched]], samples: int) -> list[Layout]:
@@ -97,9 +97,7 @@ def _explaining(shape: torch.Size, touched: Sequence[tuple[Tensor, Touched]], sa
         if layout.axis is None:
             return True
         of_row = layout.sample_of(torch.device("cpu"))
-        return not any(
-            bool((where.rows[layout.axis].cpu() & ~changed[of_row]).any()) for changed, where in touched
-        )
+        return not any(bool((where.at(layout.axis) & ~changed[of_row]).any()) for changed, where in touched)
 
     return [layout for layout in possible_layouts(shape, samples) if explains(layout)]
 

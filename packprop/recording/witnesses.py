@@ -71,7 +71,16 @@ class Touched:
     """
 
     shape: torch.Size
-    rows: dict[int, Tensor]
+    rows: dict[int, Tensor | list[bool]]
+
+    def settle(self) -> None:
+        """Keep no tensors: what is kept for a module's later calls takes none of the device's memory."""
+        for axis, rows in self.rows.items():
+            self.rows[axis] = rows.tolist() if isinstance(rows, Tensor) else rows
+
+    def at(self, axis: int) -> Tensor:
+        """The rows along one axis that differ, on the CPU."""
+        return torch.as_tensor(self.rows[axis], dtype=torch.bool, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -231,6 +240,9 @@ class Witnesses:
     def finish(self) -> None:
         """End the call: keep what was seen, drop the copies."""
         if self._module is not None and self._known is None and self._key:
+            for evidence in (each for use in self._seen for each in use):
+                for touched in (*evidence.inputs, *evidence.outputs.values()):
+                    touched.settle()
             _SEEN.setdefault(self._module, {})[self._key, self._module.training] = self._seen
         self.drop()
 
@@ -299,5 +311,7 @@ def _touched(tensor: Tensor, other: Tensor, extent: int) -> Touched:
         else:
             differs = tensor != other
         axes = [axis for axis, size in enumerate(tensor.shape) if size and size % extent == 0]
-        rows = {axis: differs.movedim(axis, 0).reshape(tensor.shape[axis], -1).any(1) for axis in axes}
+        rows: dict[int, Tensor | list[bool]] = {
+            axis: differs.movedim(axis, 0).reshape(tensor.shape[axis], -1).any(1) for axis in axes
+        }
         return Touched(tensor.shape, rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import OUTPUT, USE, marks_of, nodes_upstream
+from packprop.recording.marks import OUTPUT, USE, marks_of, nodes_above
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, backward, extend, make_all, right_or_refused
@@ -211,7 +211,7 @@ def test_a_trained_encoder_is_one_call() -> None:
     """Modules that choose what they compute are outermost calls like any other."""
     model = packprop.extend(nn.TransformerEncoderLayer(4, 1, 8, batch_first=True))
     out = model(torch.randn(3, 5, 4))
-    nodes = nodes_upstream(out.grad_fn)
+    nodes = nodes_above([out.grad_fn])
     forwards = {id(use.forward) for node in nodes for use, *_ in marks_of(node).get(USE, ())}
     assert len(forwards) == 1
     assert next(iter(marks_of(out.grad_fn)[OUTPUT])).module() is model

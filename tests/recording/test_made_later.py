@@ -141,7 +141,7 @@ def test_inputs_that_no_entry_needs_are_not_kept(function: Callable[..., Tensor]
     out = model(x[:, :3])
     gc.collect()
     uses = [
-        use for node in marks.nodes_upstream(out.grad_fn) for use, *_ in marks.marks_of(node).get(marks.USE, ())
+        use for node in marks.nodes_above([out.grad_fn]) for use, *_ in marks.marks_of(node).get(marks.USE, ())
     ]
     assert uses
     assert inputs[0]() is None

@@ -37,8 +37,9 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
         (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
         assert factor is not None
         curved = None
-        if factor.requires_grad:
-            (curved,) = torch.autograd.grad(factor.sum(), edge, retain_graph=True, allow_unused=True)
+        if factor.requires_grad:  # along random numbers: along ones, shares of a whole would not change
+            noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
+            (curved,) = torch.autograd.grad(factor, edge, noise, retain_graph=True, allow_unused=True)
     if curved is not None and has_fault((curved != 0).any()):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from packprop.algebra.formation import is_for_real_numbers
+from packprop.algebra.monoid import SUM
 from packprop.algebra.statistics import summed_grad
 from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
@@ -86,7 +87,8 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
     _require_second_passes(request.extensions)
     _require_real_numbers(request)
     seeds = list(seeds)
-    if any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds):
+    of_samples = any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds)
+    if of_samples or _asks_hessians_of_samples(request):
         require_terms(request.graph)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(
@@ -95,6 +97,15 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
             "reentrant checkpointing cannot be differentiated twice",
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         )
+
+
+def _asks_hessians_of_samples(request: Request) -> bool:
+    """Whether Hessians of single samples are asked for; that of the whole loss needs no terms."""
+    return any(
+        row.seed.kind == "hessian" and (row.over_n is not SUM or extension.subsampling is not None)
+        for extension in request.extensions
+        for row in extension.rows
+    )
 
 
 def _require_samples(extensions: Sequence[Extension], samples: int) -> None:

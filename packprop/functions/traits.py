@@ -37,6 +37,18 @@ def _functions(*names: str) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
+SAMPLES_LEAD: dict[Callable[..., Any], int] = {
+    **{F.linear: 2, F.conv1d: 3, F.conv2d: 4, F.conv3d: 5},
+    **{F.conv_transpose1d: 3, F.conv_transpose2d: 4, F.conv_transpose3d: 5},
+}
+"""Functions whose other axes cannot hold the samples -> of how many axes the input must be for that."""
+
+
+def leads_with_samples(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function keeps samples apart on the leading axis of its input, if it keeps them at all."""
+    return bool(args) and isinstance(args[0], Tensor) and SAMPLES_LEAD.get(function) == args[0].dim()
+
+
 EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors")
 """Functions that repeat the entries of their first argument, or of each one, and do nothing else."""
 

@@ -112,6 +112,11 @@ class ReachedLoss:
     layout: Layout = WHOLE
     is_open: bool = False
 
+    @property
+    def value(self) -> GradientEdge:
+        """Where its value came from."""
+        return GradientEdge(self.node, self.output)
+
 
 @dataclass(frozen=True)
 class OpenPlace:
@@ -121,11 +126,15 @@ class OpenPlace:
         edge: Where the tensor came from.
         shape: Its shape.
         loss: What is known of the loss that took it; ``None`` if nothing is.
+        value: Where the value of that loss came from.
+        is_open: Whether a path leads there that passes no loss at all.
     """
 
     edge: GradientEdge
     shape: torch.Size
     loss: Loss | None = None
+    value: GradientEdge | None = None
+    is_open: bool = True
 
 
 @dataclass

@@ -4,9 +4,16 @@
 Rows of a gradient belong to samples only if the gradient in one sample's output does not depend on the outputs
 of others: then the loss is a sum of terms. So the gradient at the model's output is differentiated again, along
 random numbers in the rows of some samples, and must be zero in the rows of the others. Only the graph of the
-loss is gone through. Losses that torch has a rule for are known to be sums. As for the model, what is found is
-kept if NaN instead of the numbers finds no dependence either; see NOTE [Hidden mixing]. A loss that is not
-twice differentiable, or couples samples by kinks alone, is not seen through.
+loss is gone through. Losses that torch has a rule for are known to be sums. What is computed from their values
+is looked at in the same way, with these values in the place of the model's output: entries of a loss that was
+not reduced belong to samples, while one number for the whole batch belongs to none, so that nothing but what is
+linear in it gives a sum of terms. So are the places where paths meet the model beside all losses; see NOTE
+[Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
+see NOTE [Hidden mixing].
+
+Second derivatives are blind to kinks: functions that are linear by parts (an absolute value, a maximum) and
+make one number are refused if what they are given depends on more than one sample. A loss that is not twice
+differentiable, or couples samples by kinks on many numbers at once, is not seen through.
 """
 
 from __future__ import annotations
@@ -15,96 +22,230 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
 from packprop.functions.losses import LOSSES
-from packprop.graph.graph import Graph
+from packprop.functions.losses.description import without_classes
+from packprop.functions.nodes import PIECEWISE, name_of_node
+from packprop.functions.operands import is_linear
+from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
 from packprop.graph.pull import pull_columns
 from packprop.graph.separation import ModelOutput, by_sample
+from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
+
+_MERGED = Layout(None, 1)
+"""The place of the samples in a value that is one number, or whose numbers belong to no sample."""
 
 
 def require_separate_losses(graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]) -> bool:
-    """Refuse losses that mix samples; see NOTE [Mixing in the loss].
+    """Refuse losses that mix samples, and what bends their values; see NOTE [Mixing in the loss].
 
     Args:
-        graph: What the pass goes through.
+        graph: What the pass goes through, with its samples located.
         outputs: The model's outputs.
         chosen: Where each of them holds the samples.
 
     Returns:
         Whether this holds for all values.
     """
+    roots = [get_gradient_edge(root) for root in graph.roots if root.requires_grad]
+    seeds = [seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True) if root.requires_grad]
     lasting = True
-    closed = sum(output.decides for output in outputs) if graph.losses else 0
-    unseen = [place for place, loss in enumerate(graph.losses) if loss.is_open]
-    unseen += range(closed, len(outputs))
-    if unseen:
-        roots = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
-        seeds = graph.root_gradients()
-        name = "what was computed from the model's output"
-        own, where = [outputs[place] for place in unseen], [chosen[place] for place in unseen]
-        lasting = _is_separate(graph.asked, name, roots, seeds, own, where)
     for loss, output, layout in zip(graph.losses, outputs, chosen, strict=False):  # those of losses come first
         function = loss.call.function
-        if function in LOSSES:
-            continue
-        name = f"the loss {getattr(function, '__name__', function)}"
-        value = GradientEdge(loss.node, loss.output)
-        one = torch.ones((), dtype=output.dtype, device=output.device)
-        lasting &= _is_separate(graph.asked, name, [value], [one], [output], [layout])
-    return lasting
+        if function not in LOSSES:
+            name = f"the loss {getattr(function, '__name__', function)}"
+            one = torch.ones((), dtype=output.dtype, device=output.device)
+            value = GradientEdge(loss.node, loss.output)
+            lasting &= _Part(graph, name, [value], [one], [output], [layout]).is_separate()
+    ends, layouts = zip(*_ends(graph, outputs, chosen), strict=True)
+    return _Part(graph, "", roots, seeds, ends, layouts).is_separate() and lasting
 
 
-def _is_separate(
-    asked: str,
-    name: str,
-    roots: Sequence[GradientEdge],
-    seeds: Sequence[Tensor],
-    outputs: Sequence[ModelOutput],
-    chosen: Sequence[Layout],
-) -> bool:
-    """Whether a loss is a sum over samples for all values; refused if it is none for the present ones."""
-    edges, samples = [output.edge for output in outputs], chosen[0].samples
-    generator = torch.Generator().manual_seed(samples)
-    try:
-        with torch.enable_grad():
-            gradients = pull_columns(roots, edges, seeds, batched=False, create_graph=True)
-    except (RuntimeError, NotImplementedError):
-        return True
-    places = [place for place, given in enumerate(gradients) if given is not None and given.requires_grad]
-    curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
-    if not curved:
-        return True
-    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
-    lasting = True
-    for fed in parts(samples, every=False):
-        for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
-            vectors = by_sample(outputs, chosen, noise, factors)
-            try:
-                with torch.autograd.set_detect_anomaly(False):
-                    products = pull_columns(curved, edges, [vectors[p] for p in places], batched=False)
-            except (RuntimeError, NotImplementedError):
-                return lasting
-            for product, layout in zip(products, chosen, strict=True):
-                if product is None:
-                    continue
-                rows = layout.to_front(product.detach())
-                other, own = rows[~fed.to(rows.device)].abs(), rows[fed.to(rows.device)].abs()
-                if bool(other.isnan().any()):
-                    lasting = False
-                elif bool(other.amax() > 16 * torch.finfo(other.dtype).eps * own.nan_to_num(0.0).amax()):
-                    raise _mixed(asked, name)
-    return lasting
+def _ends(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout]
+) -> list[tuple[ModelOutput, Layout]]:
+    """Where the user's own arithmetic begins: values of losses, and what it takes beside these."""
+    records: list[ReachedLoss | OpenPlace | None] = [*graph.losses, *graph.open]
+    ends = []
+    for record, output, layout in zip(records or [None] * len(outputs), outputs, chosen, strict=True):
+        if record is not None and record.value is not None:
+            value = _value(record.value)
+            ends.append((value, _layout_of_value(value.shape, output, layout)))
+        if record is None or record.is_open:
+            ends.append((output, layout))
+    return ends
 
 
-def _mixed(asked: str, name: str) -> PackpropError:
-    return PackpropError(
-        asked,
-        name,
-        "it mixes the samples: the gradient in the output of one sample depends on the outputs of others, so "
-        "that no row belongs to one sample",
-        "use a loss that is a sum or mean of one term for each sample, and bend or normalise no sum of them",
-    )
+def _key(end: ModelOutput) -> tuple[Node, int]:
+    return end.edge.node, end.edge.output_nr
+
+
+def _value(edge: GradientEdge) -> ModelOutput:
+    """A tensor inside the graph as if it were the model's output."""
+    made = made_by(edge.node)[edge.output_nr]
+    return ModelOutput(edge, torch.Size(made.shape), 0, made.dtype, made.device)
+
+
+def _layout_of_value(shape: torch.Size, output: ModelOutput, layout: Layout) -> Layout:
+    """Where the value of a loss holds the samples: if it was not reduced, where its input does."""
+    kept, rest = without_classes(layout, output.shape, output.loss.class_axis)
+    if shape == output.shape:
+        return layout
+    if shape == rest:
+        return kept
+    alone = layout._replace(axis=0)
+    return alone if len(shape) and shape[0] == layout.samples * layout.parts else _MERGED
+
+
+class _Part:
+    """The part of the graph between some values, its ends, and what is differentiated.
+
+    Args:
+        graph: What the pass goes through.
+        name: What messages call the part; empty for what was made of values by the user's own arithmetic.
+        roots: What is differentiated.
+        seeds: What is fed in there.
+        ends: The values.
+        layouts: Where each of them holds the samples.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        roots: Sequence[GradientEdge],
+        seeds: Sequence[Tensor],
+        ends: Sequence[ModelOutput],
+        layouts: Sequence[Layout],
+    ) -> None:
+        self._asked, self._name, self._samples = graph.asked, name, graph.samples
+        self._roots, self._seeds, self._ends, self._layouts = roots, seeds, ends, layouts
+        self._edges = [end.edge for end in ends]
+
+    def is_separate(self) -> bool:
+        """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
+        nodes = self._nodes()
+        for node, places in nodes:
+            kinked = name_of_node(node) in PIECEWISE and torch.Size(made_by(node)[0].shape).numel() == 1
+            given = [node.next_functions[place] for place in places if kinked]
+            if any(self._joins_samples(GradientEdge(above, output)) for above, output in given if above):
+                raise self._mixed([node])
+        curved = [node for node, places in nodes if not is_linear(node, places)]
+        return not curved or self._is_separate_numerically(curved)
+
+    def _nodes(self) -> list[tuple[Node, list[int]]]:
+        """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
+        ends = {_key(end) for end in self._ends}
+        leads: dict[Node, list[int]] = {}
+        order: list[Node] = []
+        stack = [(edge.node, False) for edge in self._roots if (edge.node, edge.output_nr) not in ends]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                leads[node] = [
+                    place
+                    for place, (above, output) in enumerate(node.next_functions)
+                    if above is not None and ((above, output) in ends or leads.get(above))
+                ]
+                order.append(node)
+            elif node not in leads:
+                leads[node] = []
+                stack.append((node, True))
+                stack += [
+                    (above, False)
+                    for above, output in node.next_functions
+                    if above is not None and above not in leads and (above, output) not in ends
+                ]
+        return [(node, leads[node]) for node in reversed(order) if leads[node]]
+
+    def _joins_samples(self, edge: GradientEdge) -> bool:
+        """Whether a tensor inside depends on more than one sample."""
+        made = made_by(edge.node)[edge.output_nr]
+        ones = torch.ones(made.shape, dtype=made.dtype, device=made.device)
+        try:
+            gradients = pull_columns([edge], self._edges, [ones], batched=False)
+        except (RuntimeError, NotImplementedError):
+            return False
+        reached: Tensor | None = None
+        for gradient, layout in zip(gradients, self._layouts, strict=True):
+            if gradient is None:
+                continue
+            if layout.axis is None:
+                return True
+            rows = (layout.to_front(gradient) != 0).flatten(1).any(1).cpu()
+            reached = rows if reached is None else reached | rows
+        return reached is not None and int(reached.sum()) > 1
+
+    def _is_separate_numerically(self, curved_nodes: list[Node]) -> bool:
+        try:
+            with torch.enable_grad():
+                gradients = pull_columns(
+                    self._roots, self._edges, self._seeds, batched=False, create_graph=True
+                )
+        except (RuntimeError, NotImplementedError):
+            return True
+        places = [place for place, given in enumerate(gradients) if given is not None and given.requires_grad]
+        curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+        if not curved:
+            return True
+        generator = torch.Generator().manual_seed(self._samples)
+        noise = [torch.randn(end.shape, generator=generator) for end in self._ends]
+        lasting = True
+        for fed in parts(self._samples, every=False):
+            for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
+                vectors = self._vectors(noise, factors)
+                try:
+                    with torch.autograd.set_detect_anomaly(False):
+                        products = pull_columns(
+                            curved, self._edges, [vectors[p] for p in places], batched=False
+                        )
+                except (RuntimeError, NotImplementedError):
+                    return lasting
+                for product, layout, gradient in zip(products, self._layouts, gradients, strict=True):
+                    if product is None or gradient is None:
+                        continue
+                    other, scale = self._leak(product.detach(), gradient.detach(), layout, fed)
+                    if bool(other.isnan().any()):
+                        lasting = False
+                    elif bool(other.amax() > 16 * torch.finfo(other.dtype).eps * scale):
+                        raise self._mixed(curved_nodes)
+        return lasting
+
+    def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+        """Numbers for each end, those of each sample times a factor of its own."""
+        own = by_sample(self._ends, self._layouts, noise, factors)
+        return [
+            (random * factors.abs().amax()).to(vector) if layout.axis is None else vector
+            for vector, random, layout in zip(own, noise, self._layouts, strict=True)
+        ]
+
+    def _leak(self, product: Tensor, gradient: Tensor, layout: Layout, fed: Tensor) -> tuple[Tensor, Tensor]:
+        """What must be zero, and what it is compared with."""
+        if layout.axis is None:
+            return product.abs(), gradient.abs().amax()
+        rows, fed = layout.to_front(product), fed.to(product.device)
+        return rows[~fed].abs(), rows[fed].abs().nan_to_num(0.0).amax()
+
+    def _mixed(self, nodes: Sequence[Node]) -> PackpropError:
+        if self._name:
+            return PackpropError(
+                self._asked,
+                self._name,
+                "it mixes the samples: the gradient in the output of one sample depends on the outputs of "
+                "others, so that no row belongs to one sample",
+                "use a loss that is a sum or mean of one term for each sample, and bend or normalise no sum of "
+                "them",
+            )
+        return PackpropError(
+            self._asked,
+            f"{nodes[0].name()}, in what was made of the loss or of the model's output",
+            "it mixes the samples: it is not linear in a number that several samples enter, so that the "
+            "gradient of one sample depends on others, and no row belongs to one sample",
+            "multiply by a detached factor that gives the same gradient (2 * loss.detach() * loss for "
+            "loss ** 2), pick entries by their indices instead of by a maximum, bend each sample's own loss "
+            "before the sum (reduction='none'), or ask for quantities of the whole batch (DiagHessian, HMP)",
+        )

@@ -11,6 +11,8 @@ nothing is known of where the samples are but what the rest of the graph shows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Size
 from torch.autograd.graph import GradientEdge, Node
 
@@ -52,7 +54,7 @@ def find_open_places(graph: Graph, starts: list[Node], neighbours: dict[Node, li
             above = [each for each in neighbours[node] if each not in seen]
             seen.update(above)
             stack += above
-    places = {**met, **told}
+    places = {**met, **{key: replace(place, is_open=key in met) for key, place in told.items()}}
     for loss in graph.losses:
         loss.is_open = places.pop((loss.call.edge.node, loss.call.edge.output_nr), None) is not None
     if graph.losses or told:
@@ -66,4 +68,5 @@ def _of_loss(node: Node) -> OpenPlace | None:
     if rule is None or above is None:
         return None
     made = made_by(above)[output]
-    return OpenPlace(GradientEdge(above, output), Size(made.shape), rule(Size(made.shape)))
+    shape = Size(made.shape)
+    return OpenPlace(GradientEdge(above, output), shape, rule(shape), GradientEdge(node, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
@@ -13,14 +13,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
+from packprop.graph.evidence import Reading, judge
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.own_backward import require_linear_backward, starts_of
+from packprop.graph.readings import choices, declaration, disagreement, layouts_of, readings
 from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
-from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,9 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
     _require_samples(graph, outputs)
-    samples, leading = next(iter(_sample_counts(graph, outputs)))
-    chosen = [(_layouts_of(output, samples, leading) or [Layout(None, 1)])[0] for output in outputs]
+    reading = readings(graph, outputs)[0]
+    samples = reading.samples
+    chosen = [(layouts_of(output, reading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
@@ -170,12 +173,13 @@ class _Candidate:
     """A number of samples, and places at the model's outputs, that keep the samples of this pass apart.
 
     Args:
+        reading: The number of samples, and their axis in the inputs.
         chosen: Where the outputs hold the samples.
         found: What random numbers have shown.
         shown: What NaN has shown; ``None`` where it was not fed in.
     """
 
-    samples: int
+    reading: Reading
     chosen: list[Layout]
     found: Separation
     shown: Dependence | None
@@ -185,13 +189,14 @@ class _Candidate:
         fitting = self.found.fitting if self.shown is None else self.shown.fitting
         assert fitting is not None
         uses = [[layouts[0] for layouts in places] for places in fitting.values()]
-        lasting = self.samples == 1 or (
+        samples = self.reading.samples
+        lasting = samples == 1 or (
             self.shown is not None
             and self.shown.is_conclusive
             and not self.shown.on_values
             and all(layout.rows is None for places in uses for layout in places)
         )
-        return _SampleLocations(self.samples, self.chosen, uses, lasting)
+        return _SampleLocations(samples, self.chosen, uses, lasting)
 
 
 def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
@@ -203,33 +208,42 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     outputs = model_outputs(graph)
     _require_samples(graph, outputs)
     first: _Candidate | None = None
-    mixing: ReachedUse | None = None
+    refusal: PackpropError | None = None
+    contradicted = False
     examine = graph.signature not in memory.examined
-    for samples, chosen in _choices(graph, outputs):
-        if first is not None and samples == 1:
+    for reading, chosen in choices(graph, outputs):
+        if first is not None and (reading.samples == 1 or reading.axis != first.reading.axis):
             break
-        found = separate(graph, outputs, chosen, samples)
+        if not (reading.usual or reading.axis == 0 or contradicted):
+            continue  # nothing speaks against the leading axis but that samples are mixed
+        found = separate(graph, outputs, chosen, reading.samples)
         if found.fitting is None:
-            mixing = mixing or found.mixing
+            if found.mixing is not None and reading.usual:
+                refusal = refusal or _mixed(graph, found.mixing)
             continue
+        verdict = judge(graph, found.fitting, reading)
+        if verdict.fitting is None or not (reading.usual or verdict.is_shown):
+            if verdict.contradicted is not None and reading.usual:
+                contradicted |= not verdict.inside
+                refusal = refusal or _elsewhere(graph, verdict.contradicted, reading, verdict.inside)
+            continue
+        if verdict.mixed is not None or not reading.usual:
+            _require_the_only_reading(graph, outputs, verdict.mixed, reading)
         shown = None
-        if examine and samples > 1:
+        if examine and reading.samples > 1:
             every = graph.structure not in memory.structures
-            shown = dependence(graph, outputs, chosen, found.fitting, every)
-        candidate = _Candidate(samples, chosen, found, shown)
+            shown = dependence(graph, outputs, chosen, verdict.fitting, every)
+        candidate = _Candidate(reading, chosen, found._replace(fitting=verdict.fitting), shown)
         if shown is None or not shown.on_values:
             first = candidate
             break
         first = first or candidate
         if first.found.is_conclusive:
             break
-    if first is None or first.samples == 1:
+    if first is None or first.reading.samples == 1:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if first is None:
-        if mixing is not None:
-            raise _mixed(graph, mixing)
-        shapes = [shape for forward in graph.forwards for shape in forward.sizes]
-        raise _disagreement(graph, [output.samples for output in outputs if output.decides], shapes)
+        raise refusal or disagreement(graph, outputs)
     if first.shown is not None:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
@@ -240,88 +254,55 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     return first.locations()
 
 
-def _choices(graph: Graph, outputs: Sequence[ModelOutput]) -> Iterator[tuple[int, list[Layout]]]:
-    """Numbers of samples, and for each the layouts at the model's outputs that may be, the usual ones first."""
-    for samples, leading in _sample_counts(graph, outputs):
-        layouts = [_layouts_of(output, samples, leading) for output in outputs]
-        if all(layouts):
-            for choice in range(max(map(len, layouts), default=0)):
-                yield samples, [layout[min(choice, len(layout) - 1)] for layout in layouts]
+def _require_the_only_reading(
+    graph: Graph, outputs: Sequence[ModelOutput], mixed: ReachedUse | None, reading: Reading
+) -> None:
+    """Refuse a reading that is not the usual one if another axis is as good.
 
-
-def _layouts_of(output: ModelOutput, samples: int, leading: bool) -> list[Layout]:
-    """How the model's output may hold the samples.
-
-    Where samples lead the model's inputs they lead its output: any other layout would take positions for
-    samples. Where they come second in the inputs, they may be anywhere; parts before samples are tried first.
+    So where inputs are mixed along the samples' axis before any parameter. What is made of inputs alone is a
+    constant, however it mixes them; but it may as well mix positions.
     """
-    layouts = [
-        layout
-        for layout in possible_layouts(output.shape, samples)
-        if layout.axis is None or layout.axis != output.loss.class_axis
-    ]
-    if not output.decides:
-        return layouts
-    known = output.loss.sample_axis
-    if known is not None:
-        return [layout for layout in layouts if layout.axis in (None, known) and layout.parts == 1]
-    if leading:
-        return [layout for layout in layouts if layout.axis is None or (layout.axis == 0 and layout.major)]
-    return sorted(layouts, key=lambda layout: layout.axis == 0 and layout.parts > 1 and layout.major)
+    if reading.axis is None or any(output.loss.sample_axis is not None for output in outputs):
+        return  # it was declared, or the loss knows
+    for other, chosen in choices(graph, outputs):
+        if other.axis == reading.axis or other.samples == 1:
+            continue
+        found = separate(graph, outputs, chosen, other.samples)
+        if found.fitting is not None and judge(graph, found.fitting, other).is_shown:
+            if mixed is not None:
+                where = f"the inputs of {graph.label(mixed)}"
+                why = (
+                    f"they are mixed along axis {reading.axis} of the model's inputs before any parameter "
+                    f"comes in, and not along axis {other.axis}: either may hold the samples"
+                )
+            else:
+                where = "the inputs of the model and of the loss"
+                why = (
+                    "the leading axis of one is not that of the other, and no position meets another one: axis "
+                    f"{reading.axis} or axis {other.axis} of the model's inputs may hold the samples"
+                )
+            instead = f"say which: extend(model, sample_axis={reading.axis}) or sample_axis={other.axis}"
+            raise PackpropError(graph.asked, where, why, instead)
 
 
-def _sample_counts(graph: Graph, outputs: Sequence[ModelOutput]) -> list[tuple[int, bool]]:
-    """Numbers of samples that fit both what went into the model and what went into the loss.
-
-    Each comes with whether it is the extent of a leading axis. One sample is a number that nothing can
-    contradict, mixed as many may be: it is tried only for a batch of one by its axes, and where the loss takes
-    one.
-    """
-    deciding = [output for output in outputs if output.decides]
-    extents = [output.samples for output in deciding]
-    rows = extents[0]
-    if any(output.loss.sample_axis is not None for output in deciding) and len(set(extents)) == 1:
-        return [(rows, False)]  # the loss knows
-    calls = [forward for forward in graph.forwards if forward.has_parameters]  # a loss module has none
-    shapes = [shape for forward in calls for shape in forward.sizes if len(shape)]
-    leading_by_call = [[shape[0] for shape in forward.sizes if len(shape)] for forward in calls]
-    leading = [size for sizes in leading_by_call for size in sizes]
-
-    def fits(size: int) -> bool:
-        """Whether it divides the rows of every loss, and rows of some input of every call."""
-        return (
-            size > 0
-            and all(extent % size == 0 for extent in extents)
-            and all(not sizes or any(own % size == 0 for own in sizes) for sizes in leading_by_call)
+def _elsewhere(graph: Graph, use: ReachedUse, reading: Reading, inside: bool) -> PackpropError:
+    said = declaration(graph)
+    axis = f"the axis that {said} declares" if reading.axis is None else f"axis {reading.axis}"
+    if inside:
+        why = (
+            f"it mixes the {reading.samples} rows of the model's inputs along {axis}, which are no samples then"
         )
-
-    if not shapes or (rows in leading and fits(rows)):
-        return [(rows, True)]  # inputs and loss agree: nothing else may be tried
-    alone = all(sizes[0] == 1 for sizes in leading_by_call if sizes)  # a batch of one
-    counts = [
-        (size, True)
-        for size in sorted({size for size in leading if fits(size)}, reverse=True)
-        if size > 1 or alone
-    ]
-    second = {shape[1] for shape in shapes if len(shape) > 1}
-    counts += [
-        (size, False)
-        for size in sorted(second, reverse=True)
-        if size > 0 and rows % size == 0 and (size > 1 or rows == 1)
-    ]
-    counts += [(1, True)] * any(output.loss.one_sample for output in outputs)
-    if not counts:
-        raise _disagreement(graph, extents, shapes)
-    return counts
-
-
-def _disagreement(graph: Graph, extents: list[int], shapes: list[torch.Size]) -> PackpropError:
+    else:
+        why = (
+            f"the {reading.samples} rows of the model's inputs along {axis} are not those that the loss keeps "
+            f"apart there, in an output of shape {list(use.recorded.shapes[0])}"
+        )
     return PackpropError(
         graph.asked,
-        f"the loss's input, whose leading axis has {', '.join(map(str, sorted(set(extents))))} entries",
-        f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: no number of "
-        "samples fits the leading axes of both",
-        "put the samples on the leading axis of the model's inputs and of the loss's input",
+        graph.label(use),
+        why,
+        "say where the samples are, extend(model, sample_axis=1) if they come second; or give the layer what "
+        "it expects (batch_first=True)",
     )
 
 

@@ -228,6 +228,6 @@ def _signature(graph: Graph, names: list[str]) -> int:
     """A number that is equal for passes of equal structure and shapes."""
     uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
     losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
-    input_shapes = tuple(shape for forward in graph.forwards for shape in forward.sizes)
+    input_shapes = tuple((*forward.sizes, *forward.axes) for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
     return hash((tuple(names), uses, losses, input_shapes, open_paths, bool(graph.without_loss)))

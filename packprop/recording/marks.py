@@ -15,7 +15,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
 from packprop.functions.registry import entries_of
+from packprop.recording.axes import SampleAxis
 from packprop.recording.inputs import InputSource
+from packprop.recording.witnesses import Evidence
 from packprop.tensors.hooks import dictionary_of
 
 USE, LOSS, OUTPUT, MIXES, HOOKS, HOOKED = (
@@ -39,6 +41,8 @@ class ForwardCall:
     Args:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
+        axes: The axis of each that was declared to hold the samples.
+        declared: What was declared, if anything was.
         inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         reordered: Whether data may have decided the order of rows.
@@ -48,6 +52,8 @@ class ForwardCall:
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
+    axes: list[int | None] = field(default_factory=list)
+    declared: SampleAxis | None = None
     inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
     reordered: bool = False
@@ -97,6 +103,7 @@ class RecordedUse:
         forward: The outermost call that it was recorded in.
         source: Where its inputs are found, if it does not hold them.
         held: Whether the inputs are kept although a backward pass frees the graph.
+        evidence: What changed inputs of the call have changed here.
     """
 
     name: str
@@ -106,6 +113,7 @@ class RecordedUse:
     forward: ForwardCall
     source: InputSource | None = None
     held: bool = False
+    evidence: list[Evidence] = field(default_factory=list)
 
     @property
     def entries(self) -> list[Entry] | None:

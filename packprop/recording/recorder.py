@@ -35,6 +35,7 @@ from packprop.functions.traits import (
     UNUSUAL,
 )
 from packprop.recording.aside import Nesting, OwnMode, is_running
+from packprop.recording.axes import AXIS, SampleAxis, axes_of
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
     EXTENDED,
@@ -47,12 +48,14 @@ from packprop.recording.marks import (
     RecordedLoss,
     RecordedUse,
     edge_of,
+    graph_is_kept,
     marks_of,
     note_hooks,
 )
 from packprop.recording.provenance import Expansions, Provenance, Sorted
 from packprop.recording.regions import region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
+from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.random import random_states
@@ -77,10 +80,14 @@ class Recorder(OwnMode):
     Args:
         module: The module that was called; ``None`` inside ``record()``.
         owner: The Python frame of that call, which ends the recording; ``None`` if something else ends it.
+        sample_axis: Where inputs hold the samples, of modules for which nothing was declared, too.
     """
 
-    def __init__(self, module: nn.Module | None, owner: FrameType | None) -> None:
+    def __init__(
+        self, module: nn.Module | None, owner: FrameType | None, sample_axis: SampleAxis | None = None
+    ) -> None:
         super().__init__()
+        self.sample_axis = sample_axis
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
@@ -91,6 +98,7 @@ class Recorder(OwnMode):
         """Begin an outermost call."""
         reference = weakref.ref(module) if module is not None else (lambda: None)
         self.forward = ForwardCall(reference, made=self._provenance.alive)
+        self._witnesses, self._looks = Witnesses(module), False
 
     @property
     def stale(self) -> bool:
@@ -101,7 +109,7 @@ class Recorder(OwnMode):
         """Begin the call of an outermost module inside ``record()``."""
         if self.owner is None:
             self.begin(module)
-        self.feed(inputs)
+        self.feed(*inputs)
 
     def takes(self, module: nn.Module, inputs: Any) -> bool:
         """Whether the inputs of a module that is not recorded depend on the samples."""
@@ -113,12 +121,25 @@ class Recorder(OwnMode):
         """Take what a module that is not recorded returned: it depends on the samples."""
         self._provenance.from_samples.add_all(outputs)
 
-    def feed(self, inputs: Any) -> None:
-        """Take the inputs of a call as data: what is computed from them depends on the samples."""
-        forward = self.forward
+    def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: bool = True) -> None:
+        """Take the inputs of a call as data: what is computed from them depends on the samples.
+
+        Args:
+            args: Arguments by place.
+            kwargs: Arguments by name.
+            look: Whether it is looked at where the rows of the inputs go; see NOTE [Witnesses].
+        """
+        inputs, forward = (args, kwargs), self.forward
         forward.arguments.append(map_tensors(TensorSpec.of, inputs))
-        is_loss = forward.module() is not None and not forward.has_parameters
+        module = forward.module()
+        is_loss = module is not None and not forward.has_parameters
         tensors = list(tensors_in(inputs))
+        declared = None if is_loss else vars(module).get(AXIS) if module is not None else None
+        declared = self.sample_axis if declared is None and not is_loss else declared
+        axes: dict[int, int | None] = {}
+        if declared is not None and tensors:
+            axes = {id(tensor): axis for tensor, axis in axes_of(declared, module, args, kwargs)}
+            forward.declared = declared
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
         if (
             is_loss
@@ -130,13 +151,21 @@ class Recorder(OwnMode):
         packed: list[PackedSequence] = []
         map_instances(PackedSequence, packed.append, inputs)
         forward.sizes += [torch.Size([int(each.batch_sizes[0])]) for each in packed]  # so many sequences
+        forward.axes += [None] * len(packed)
         inside = {id(tensor) for each in packed for tensor in tensors_in(each)}
+        # the forward pass of a checkpoint inside a backward pass frees its graph
+        look = look and graph_is_kept() and not is_dry_run() and torch.is_grad_enabled()
+        if look and not is_loss:
+            data = [(tensor, axes.get(id(tensor))) for tensor in tensors if id(tensor) not in own | inside]
+            self._witnesses.begin(data, declared is not None)
+            self._looks = self._witnesses.are_there
         for tensor in tensors:
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
             if id(tensor) not in inside:
                 forward.sizes.append(tensor.shape)
+                forward.axes.append(axes.get(id(tensor)))
             if not is_loss:
                 forward.inputs.append(weakref.ref(tensor))
             if tensor.requires_grad and tensor.is_leaf:
@@ -149,8 +178,15 @@ class Recorder(OwnMode):
             return True
         return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
 
+    def drop(self) -> None:
+        """Drop what the recording holds of the samples."""
+        self._witnesses.drop()
+        self._looks = False
+
     def finish(self, outputs: Any) -> None:
         """Mark what the outermost call returned."""
+        self._witnesses.finish()
+        self._looks = False
         for tensor in tensors_in(outputs):
             if tensor.grad_fn is not None and tensor in self._provenance.from_samples:
                 marks_of(tensor.grad_fn)[OUTPUT] = (self.forward, tensor.output_nr, tensor.shape)
@@ -170,6 +206,8 @@ class Recorder(OwnMode):
             new = isinstance(out, Tensor) and out is not args[0]
             if new and current.recorder is self and not current.disabled:
                 self._provenance.follow(args, out)
+                if self._looks:
+                    self._witnesses.follow(func, args, kwargs, out)
             return out
         if func in METADATA:
             return func(*args, **kwargs)
@@ -189,7 +227,10 @@ class Recorder(OwnMode):
         arguments = samples, parameters, _ = self._provenance.sort(tensors)
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, arguments, hooks)
-        out = func(*args, **kwargs)
+        if samples and self._looks:
+            out = self._witnesses.call(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         if unusual and self._is_settled(func, args, kwargs, arguments, out):
             return out
         if isinstance(out, (Tensor, tuple, list, dict)):
@@ -232,7 +273,7 @@ class Recorder(OwnMode):
 
     def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function whose outputs come from one input each, which decides what each of them is."""
-        out = func(*args, **kwargs)
+        out = self._witnesses.call(func, args, kwargs) if self._looks else func(*args, **kwargs)
         for tensor, made in zip(tensors_in(args), tensors_in(out), strict=True):
             if made is not tensor:
                 self._provenance.follow((tensor,), made)
@@ -278,7 +319,7 @@ class Recorder(OwnMode):
             inputs = (args[0].clone(), *args[1:])
         draws = func in MAY_DRAW or func not in RULES
         state = random_states() if draws and not is_dry_run() else None
-        out = func(*args, **kwargs)
+        out, evidence = self._witnesses.call_use(func, args, kwargs)
         if state is not None and all(map(torch.equal, state.values(), random_states().values())):
             state = None
         if out is None:  # an assignment: the graph walk names the parameter that went into it
@@ -306,7 +347,9 @@ class Recorder(OwnMode):
             else:
                 others = (*samples, *constants)
                 call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
-            _leave_use(RecordedUse(name, made, edges, shapes, self.forward, source), outputs)
+            evidence = [each.of(outputs, results) for each in evidence]
+            use = RecordedUse(name, made, edges, shapes, self.forward, source, evidence=evidence)
+            _leave_use(use, outputs)
         return out
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
 from packprop.recording import aside
+from packprop.recording.axes import AXIS, SampleAxis, check_sample_axis
 from packprop.recording.compiled import is_compiled, warn_of_compiled
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current, record_loss
@@ -23,7 +24,12 @@ from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.nesting import tensors_in
 
 
-def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) -> nn.Module:
+def extend(
+    module: nn.Module,
+    use_converter: bool = False,
+    debug: bool = False,
+    sample_axis: SampleAxis | None = None,
+) -> nn.Module:
     """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
 
     Extending twice changes nothing; ``restore`` undoes it. The forward pass does not change: the module, its
@@ -40,9 +46,15 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
         module: Any module, as its author wrote it, or a loss module.
         use_converter: Accepted for existing code; nothing needs to be converted.
         debug: Accepted for existing code.
+        sample_axis: The axis of the inputs that holds the samples, for models that do not have it first: 1 for
+            ``nn.LSTM(...)`` without ``batch_first=True``. A number is for all tensors that have that axis; a
+            sequence has one for each argument of ``forward``, a dictionary has them by name, with ``None`` (or
+            left out) for arguments without samples: ``{"src": 1, "src_key_padding_mask": 0}``. It is checked in
+            each pass for which samples are looked for; where the samples are not there, that is an error.
+            Without it the leading axis is tried first. It belongs to calls of this module, not of its children.
 
     Raises:
-        BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration.
     """
     if not isinstance(module, nn.Module):
         what = module.__name__ if isinstance(module, type) else type(module).__name__
@@ -54,6 +66,9 @@ def extend(module: nn.Module, use_converter: bool = False, debug: bool = False) 
             if isinstance(module, type)
             else "pass a module; for a loss function, call it inside `with packprop.record():`",
         )
+    if sample_axis is not None:
+        check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis, module)
+        module.__dict__[AXIS] = sample_axis
     EXTENDED.add(module)
     for child in module.modules():
         if isinstance(child, torch.jit.ScriptModule):  # takes no hooks, and calls no torch function
@@ -71,6 +86,7 @@ def restore(module: nn.Module) -> nn.Module:
     """Undo ``extend`` on a module and its submodules; returns it."""
     for child in module.modules():
         EXTENDED.discard(child)
+        child.__dict__.pop(AXIS, None)
         for handle in child.__dict__.pop(HANDLES, ()):
             handle.remove()
     return module
@@ -222,10 +238,15 @@ def _has_loss(out: Tensor, loss_input: Tensor) -> bool:
     return any(LOSS in marks_of(node) for node in nodes_above([out.grad_fn], loss_input.grad_fn))
 
 
-def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None) -> Recorder:
-    recorder = Recorder(module, owner)
+def _start(
+    module: nn.Module | None,
+    owner: FrameType | None,
+    inputs: Any = None,
+    sample_axis: SampleAxis | None = None,
+) -> Recorder:
+    recorder = Recorder(module, owner, sample_axis)
     if inputs is not None:
-        recorder.feed(inputs)  # before it sees functions, so that reading the inputs is not recorded
+        recorder.feed(*inputs)  # before it sees functions, so that reading the inputs is not recorded
     hooks = hooks_in_force()
     region = None if hooks is None else region_under(hooks)
     if region is not None:
@@ -238,6 +259,7 @@ def _start(module: nn.Module | None, owner: FrameType | None, inputs: Any = None
 def _stop(recorder: Recorder) -> None:
     current.recorder = None
     recorder.owner = None
+    recorder.drop()
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
@@ -250,13 +272,20 @@ def drop_stale_recording() -> None:
 
 
 @contextlib.contextmanager
-def record(*inputs: Any) -> Iterator[None]:
+def record(*inputs: Any, sample_axis: SampleAxis | None = None) -> Iterator[None]:
     """Record what happens inside: functions on top of extended modules, and losses called as functions.
 
     Args:
         inputs: Tensors that hold samples and do not enter as arguments of an extended module.
+        sample_axis: The axis that holds the samples, as in ``extend``: of these inputs, and of those of modules
+            inside for which ``extend`` was told nothing.
+
+    Raises:
+        BadInput: If ``sample_axis`` is no declaration.
     """
     drop_stale_recording()
+    if sample_axis is not None:
+        check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
     if (replay := current_replay()) is not None:
         block = object()
         replay.begin(block)
@@ -265,12 +294,15 @@ def record(*inputs: Any) -> Iterator[None]:
         finally:
             replay.end(block)
         return
-    if current.recorder is not None:
-        current.recorder.feed(inputs)
-        yield
+    if (outer := current.recorder) is not None:
+        before, outer.sample_axis = outer.sample_axis, outer.sample_axis if sample_axis is None else sample_axis
+        outer.feed(inputs, {})
+        try:
+            yield
+        finally:
+            outer.sample_axis = before
         return
-    recorder = _start(None, None)
-    recorder.feed(inputs)
+    recorder = _start(None, None, (inputs, {}), sample_axis)
     try:
         yield
     finally:
@@ -282,7 +314,7 @@ def recording(inputs: list[Tensor]) -> Iterator[None]:
     """Record a part of the forward pass that is run again, apart from what else is being recorded."""
     before, disabled = current.recorder, current.disabled
     recorder = Recorder(None, None)
-    recorder.feed(inputs)
+    recorder.feed((inputs,), {}, look=False)
     recorder.nesting.enter(recorder)  # no module inside begins a recording of its own
     current.recorder, current.disabled = recorder, False
     try:

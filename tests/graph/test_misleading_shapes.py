@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply, Raw
 from tests.graph.one_by_one import check, double
+from tests.references.running import assert_near, right_or_refused
 
 
 @pytest.mark.parametrize(
@@ -64,3 +68,85 @@ def test_batch_sizes_that_divide_other_axes(size: int) -> None:
         c=nn.Linear(2, 2),
     )
     check(double(model), torch.randn(size, 4, 2).double())
+
+
+def first_and_head() -> dict[str, nn.Module]:
+    return {"first": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("times", "size"), [(2, 4), (4, 8), (3, 6), (4, 4), (6, 3)])
+def test_chunks_of_a_time_first_batch_are_no_samples(times: int, size: int, axis: int) -> None:
+    """As many time steps as divide the number of samples: groups of samples are no samples."""
+
+    def forward(m: Raw, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        h = torch.cat([part * m.w for part in h.chunk(2, axis)], axis)
+        return m.head(torch.tanh(h).sum(0))
+
+    model = Raw(forward, w=(3,))
+    for name, layer in first_and_head().items():
+        model.add_module(name, layer)
+    with right_or_refused("sample"):  # a chunk of samples does not hold all of them
+        check(double(model), torch.randn(times, size, 3).double())
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(("size", "times"), [(3, 6), (3, 4), (4, 4)])
+def test_positions_that_lead_the_loss_input(size: int, times: int, declared: bool) -> None:
+    """Batch first into the model, positions first into the loss, none of which meets another one."""
+    model = Apply(lambda m, x: m.head(m.first(x).tanh()).transpose(0, 1).flatten(0, 1), **first_and_head())
+    packprop.extend(double(model), **({"sample_axis": 0} if declared else {}))
+    out = model(torch.randn(size, times, 3).double())
+    loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach()))
+    with right_or_refused("sample_axis"):
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        assert model.head.weight.grad_batch.shape[0] == size
+        declared = False
+    assert not declared  # then there is an answer
+
+
+def test_positions_that_lead_the_loss_input_and_meet() -> None:
+    """The inputs tell: there is one reading."""
+    model = Apply(lambda m, x: m.head(m.first(x).cumsum(1).tanh()).transpose(0, 1), **first_and_head())
+    packprop.extend(double(model))
+    x = torch.randn(4, 4, 3).double()
+    out = model(x)
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach())).backward()
+    with packprop.disable():
+        terms = model(x).square().sum((0, 2)) / out.numel()
+    rows = [torch.autograd.grad(term, model.first.weight, retain_graph=True)[0] for term in terms]
+    assert_near(model.first.weight.grad_batch, torch.stack(rows), "rows")
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_attention_over_the_batch_as_the_first_function(size: int) -> None:
+    """Without ``batch_first`` samples are time: they are mixed inside the function that takes parameters."""
+    model = double(Apply(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(4, 2)))
+    packprop.extend(model)
+    out = model(torch.randn(size, 4, 4).double())
+    loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach()))
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert "multi_head_attention_forward" in caught.value.where
+    assert "sample_axis" in caught.value.instead
+
+
+@pytest.mark.parametrize("scan", [lambda x: x.cumsum(0), lambda x: x.softmax(0)])
+def test_time_that_is_mixed_before_the_first_parameter(scan: Callable[[Tensor], Tensor]) -> None:
+    """Either a time-first batch, or statistics of a batch: only the user knows."""
+    model = double(Apply(lambda m, x: m.head(m.first(scan(x)).tanh()), **first_and_head()))
+    x = torch.randn(5, 3, 3).double()
+    for axis in (None, 0, 1):
+        packprop.extend(model, sample_axis=axis)
+        out = model(x)
+        loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach()))
+        if axis is None:
+            with pytest.raises(PackpropError, match="sample_axis"), packprop.backpack(extensions.BatchGrad()):
+                loss.backward()
+            continue
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        assert len(model.head.weight.grad_batch) == x.shape[axis]

@@ -1,0 +1,114 @@
+"""What the witnesses of a forward pass say about a reading of its samples; see NOTE [Witnesses]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.separation import Fitting
+from packprop.recording.witnesses import Evidence, Touched
+from packprop.tensors.layout import Layout, possible_layouts
+
+
+class Reading(NamedTuple):
+    """How the inputs of a pass may be read.
+
+    Args:
+        samples: Number of samples.
+        axis: The axis of the inputs that holds them; ``None`` where it was declared.
+        usual: Whether it is taken unless something contradicts; otherwise it has to be shown.
+    """
+
+    samples: int
+    axis: int | None
+    usual: bool = True
+
+
+class Verdict(NamedTuple):
+    """What changed inputs have shown.
+
+    Args:
+        fitting: The layouts at the outputs of uses that nothing contradicts; ``None`` if a use has none.
+        contradicted: That use.
+        inside: Whether it is this use itself that mixes the samples.
+        is_shown: Whether it was seen at all first uses that the samples are where they are taken to be.
+        mixed: A use whose inputs mix the samples before any parameter comes in.
+    """
+
+    fitting: Fitting | None
+    contradicted: ReachedUse | None = None
+    inside: bool = False
+    is_shown: bool = False
+    mixed: ReachedUse | None = None
+
+
+def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
+    """Compare layouts that keep the samples apart with what changed inputs have changed.
+
+    Args:
+        graph: What the pass goes through.
+        fitting: The layouts.
+        reading: The number of samples, and their axis in the inputs.
+    """
+    kept: Fitting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
+    shown, mixed = not graph.checkpoints and reading.samples > 1, None
+    for use in graph.uses:
+        evidence = [each for each in use.recorded.evidence if _is_about(each, reading)]
+        seen = False
+        for place, shape in enumerate(use.recorded.shapes):
+            touched = [
+                (each.change.rows(), each.outputs[place])
+                for each in evidence
+                if place in each.outputs and each.outputs[place].shape == shape
+            ]
+            if not any(_is_touched(where) for _, where in touched):
+                continue
+            explaining = _explaining(shape, touched, reading.samples)
+            if not explaining:
+                if _are_apart(evidence, reading.samples):
+                    return Verdict(None, use, inside=True)
+                mixed = mixed or use
+                continue
+            kept[use][place] = [layout for layout in kept[use][place] if layout in explaining]
+            if not kept[use][place]:
+                return Verdict(None, use)
+            seen = True
+        if use.is_end and not seen:
+            shown = False
+    return Verdict(kept, is_shown=shown and mixed is None, mixed=mixed)
+
+
+def _is_about(evidence: Evidence, reading: Reading) -> bool:
+    return evidence.change.axis == reading.axis and evidence.change.extent == reading.samples
+
+
+def _is_touched(where: Touched) -> bool:
+    return any(bool(where.at(axis).any()) for axis in where.rows)
+
+
+def _explaining(shape: torch.Size, touched: Sequence[tuple[Tensor, Touched]], samples: int) -> list[Layout]:
+    """Layouts by which nothing of unchanged samples was touched."""
+
+    def explains(layout: Layout) -> bool:
+        if layout.axis is None:
+            return True
+        of_row = layout.sample_of(torch.device("cpu"))
+        return not any(bool((where.at(layout.axis) & ~changed[of_row]).any()) for changed, where in touched)
+
+    return [layout for layout in possible_layouts(shape, samples) if explains(layout)]
+
+
+def _are_apart(evidence: Iterable[Evidence], samples: int) -> bool:
+    """Whether some layout of each input of a use is explained."""
+    inputs: dict[int, list[tuple[Tensor, Touched]]] = {}
+    for each in evidence:
+        for place, where in enumerate(each.inputs):
+            if _is_touched(where):
+                inputs.setdefault(place, []).append((each.change.rows(), where))
+    return bool(inputs) and all(
+        _explaining(touched[0][1].shape, touched, samples) for touched in inputs.values()
+    )

@@ -1,0 +1,375 @@
+"""Which rows of the first uses belong to which rows of the model's inputs.
+
+# NOTE [Witnesses]
+The autograd graph ends at the first uses: inputs need no gradient, so what lies between an input and the first
+parameters, and inside the function that takes these, leaves no trace on it. A sweep from the loss can only say
+that the samples are apart down to there, on some axis; whether it is the axis of the samples, or one of
+positions, it cannot say. So functions of the inputs alone are called a second time, on copies of the inputs in
+which half of the rows along an axis are others (*witnesses*), and a third time with the other half. So is a use
+whose inputs are such copies. Where its output differs, there are the rows that were changed: a layout of the
+samples at this output is right only if all rows of unchanged samples are what they were.
+
+This is done for axis 0 and axis 1, or for the axes that were declared, in the first call of a module with
+inputs of given shapes; what was seen is kept by the number of the use in the call. An input is copied when the
+first function takes it that could have the samples on another axis than the leading one: a linear layer on
+``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen where a function fails on copies,
+changes tensors that are no copies, or is the user's own, inside a checkpoint, which would have to see the same
+functions when it runs again, nor behind more functions than ``LONGEST``; nothing is concluded there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from packprop.functions.entry import is_in_place
+from packprop.functions.traits import MIXERS, leads_with_samples
+from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint
+from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
+from packprop.tensors.random import RandomStates, random_numbers_from, random_states
+
+MOST = 12
+"""The most kinds of witnesses in one call: 3 different extents, 2 axes, 2 halves."""
+
+
+LONGEST = 64
+"""How many functions of the inputs alone are called again: a frozen network in front would cost too much."""
+
+
+MANY = 256
+"""How many kinds of inputs are remembered for a module."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Which rows of the inputs were changed.
+
+    Args:
+        axis: Along which axis; ``None`` along the axes that were declared.
+        extent: How many rows there are: it was done to every input that has as many along the axis.
+        second: Whether it is the second half.
+    """
+
+    axis: int | None
+    extent: int
+    second: bool
+
+    def rows(self) -> Tensor:
+        """The rows that were changed ``[extent]``."""
+        first = torch.arange(self.extent) < self.extent // 2
+        return ~first if self.second else first
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Where a tensor differs from its witness.
+
+    Args:
+        shape: Its shape.
+        rows: For each axis that may hold the samples, which of its rows differ.
+    """
+
+    shape: torch.Size
+    rows: dict[int, Tensor | list[bool]]
+
+    def settle(self) -> None:
+        """Keep no tensors: what is kept for a module's later calls takes none of the device's memory."""
+        for axis, rows in self.rows.items():
+            self.rows[axis] = rows.tolist() if isinstance(rows, Tensor) else rows
+
+    def at(self, axis: int) -> Tensor:
+        """The rows along one axis that differ, on the CPU."""
+        return torch.as_tensor(self.rows[axis], dtype=torch.bool, device="cpu")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What changed inputs have changed at one use.
+
+    Args:
+        change: Which rows of the inputs were others.
+        inputs: Where its inputs differ.
+        outputs: Where its outputs differ, by their numbers.
+    """
+
+    change: Change
+    inputs: list[Touched]
+    outputs: dict[int, Touched]
+
+    def of(self, outputs: Sequence[Tensor], everything: Sequence[Tensor]) -> Evidence:
+        """The same with outputs numbered among those that need gradients, out of everything that was made."""
+        places = {id(tensor): place for place, tensor in enumerate(outputs)}
+        numbers = {number: places.get(id(tensor)) for number, tensor in enumerate(everything)}
+        kept = {numbers[number]: seen for number, seen in self.outputs.items()}
+        return replace(self, outputs={place: seen for place, seen in kept.items() if place is not None})
+
+
+_SEEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What was seen at each use of a call, by the module that was called and a key of its inputs."""
+
+
+@dataclass
+class _Copies:
+    tensor: weakref.ref[Tensor]
+    by_change: dict[Change, Tensor] = field(default_factory=dict)
+
+
+class Witnesses:
+    """The witnesses of one outermost call.
+
+    Args:
+        module: The module that was called, if there is one.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._waiting: dict[int, tuple[weakref.ref[Tensor], list[int | None], bool]] = {}
+        self._copies: dict[int, _Copies] = {}
+        self._changes: set[Change] = set()
+        self._key: tuple[Any, ...] = ()
+        self._known: list[list[Evidence]] | None = None
+        self._seen: list[list[Evidence]] = []
+        self._uses = 0
+        self._followed = 0
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there are inputs to copy, or copies."""
+        return bool(self._copies or self._waiting)
+
+    def begin(self, inputs: Iterable[tuple[Tensor, int | None]], declared: bool) -> None:
+        """Note the inputs of a call, unless it is known what copies of them would show.
+
+        Args:
+            inputs: The inputs that nothing was computed for yet, each with its declared axis.
+            declared: Whether axes were declared.
+        """
+        pairs = [(tensor, axis) for tensor, axis in inputs if _may_be_copied(tensor)]
+        self._key += tuple((tensor.shape, tensor.dtype, axis, declared) for tensor, axis in pairs)
+        if self._module is not None:
+            self._known = _SEEN.setdefault(self._module, {}).get((self._key, self._module.training))
+            if self._known is not None:
+                return
+        for tensor, own in pairs:
+            self._waiting[id(tensor)] = weakref.ref(tensor), [own] if declared else [0, 1], declared
+
+    def _take_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Make copies of the inputs that a function will be given; whether it has arguments with copies."""
+        hooks = hooks_in_force()
+        if hooks is not None and is_checkpoint(hooks):
+            self.drop()
+            return False
+        tensors = tensors_of_call(args, kwargs)
+        for tensor in tensors if self._waiting and not leads_with_samples(function, args) else ():
+            reference, axes, declared = self._waiting.pop(id(tensor), (None, [], False))
+            for axis in axes if reference is not None and reference() is tensor else ():
+                if axis is None or axis >= tensor.dim() or tensor.shape[axis] < 2:
+                    continue
+                for second in (False, True):
+                    self._copy(tensor, axis, Change(None if declared else axis, tensor.shape[axis], second))
+        return any(self._of(tensor) for tensor in tensors)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that consumes no parameters, and make witnesses of what it returns."""
+        if not self._take_up(function, args, kwargs):
+            return function(*args, **kwargs)
+        state = random_states()
+        out = function(*args, **kwargs)
+        self._follow(function, args, kwargs, out, state)
+        return out
+
+    def call_use(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Evidence]]:
+        """Call a function that consumes parameters: the next use; what is known, or seen, of it."""
+        if self._known is not None:
+            out, number = function(*args, **kwargs), self._uses
+            self._uses += 1
+            return out, self._known[number] if number < len(self._known) else []
+        found: list[Evidence] = []
+        if self.are_there and self._take_up(function, args, kwargs):
+            state = random_states()
+            out = function(*args, **kwargs)
+            found = self._see(function, args, kwargs, list(tensors_in(out)), state)
+        else:
+            out = function(*args, **kwargs)
+        self._seen.append(found)
+        return out, found
+
+    def _copy(self, tensor: Tensor, axis: int, change: Change) -> None:
+        """Make a copy of an input, in which some rows are their neighbours' rows, and other numbers."""
+        if change not in self._changes and len(self._changes) == MOST:
+            return
+        self._changes.add(change)
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # some kinds of tensors cannot be changed so
+            others = tensor.roll(1, axis)
+            if tensor.is_floating_point() or tensor.is_complex():
+                others = others * 1.25
+            mask = change.rows().to(tensor.device)
+            mask = mask.view([-1 if place == axis else 1 for place in range(tensor.dim())])
+            self._put(tensor, change, torch.where(mask, others, tensor))
+
+    def _put(self, tensor: Tensor, change: Change, copy: Tensor) -> None:
+        known = self._copies.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            number = id(tensor)
+            reference = weakref.ref(tensor, lambda _: self._drop(number, reference))
+            known = self._copies[number] = _Copies(reference)
+        known.by_change[change] = copy
+
+    def _drop(self, number: int, reference: weakref.ref[Tensor]) -> None:
+        known = self._copies.get(number)
+        if known is not None and known.tensor is reference:
+            del self._copies[number]
+
+    def _of(self, tensor: Tensor) -> dict[Change, Tensor]:
+        known = self._copies.get(id(tensor))
+        return known.by_change if known is not None and known.tensor() is tensor else {}
+
+    def follow(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Make witnesses of what an attribute of an input is."""
+        if self._take_up(function, args, kwargs):
+            self._follow(function, args, kwargs, out, None)
+
+    def _follow(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        state: RandomStates | None,
+    ) -> None:
+        """Make witnesses of what a function has made of the inputs alone."""
+        made = list(tensors_in(out))
+        if any(tensor.requires_grad for tensor in made):
+            return
+        self._followed += 1
+        if self._followed > LONGEST:
+            return self.drop()
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        for change, others in self._again(function, args, kwargs, state):
+            for tensor, other in zip(made, others, strict=False):
+                if id(tensor) not in given and other.shape == tensor.shape:
+                    self._put(tensor, change, other)
+
+    def _see(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Sequence[Tensor],
+        state: RandomStates | None,
+    ) -> list[Evidence]:
+        """What witnesses show of a use."""
+        found = []
+        for change, others in self._again(function, args, kwargs, state):
+            inputs = [
+                _touched(tensor, copy, change.extent)
+                for tensor in tensors_in((args, kwargs))
+                if (copy := self._of(tensor).get(change)) is not None
+            ]
+            pairs = zip(outputs, others, strict=False)
+            places = {
+                place: _touched(tensor, other, change.extent)
+                for place, (tensor, other) in enumerate(pairs)
+                if other.shape == tensor.shape
+            }
+            found.append(Evidence(change, inputs, places))
+        return found
+
+    def finish(self) -> None:
+        """End the call: keep what was seen, drop the copies."""
+        if self._module is not None and self._known is None and self._key:
+            for evidence in (each for use in self._seen for each in use):
+                for touched in (*evidence.inputs, *evidence.outputs.values()):
+                    touched.settle()
+            seen = _SEEN.setdefault(self._module, {})
+            if len(seen) == MANY:
+                seen.clear()
+            seen[self._key, self._module.training] = self._seen
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the copies."""
+        self._copies, self._waiting = {}, {}
+
+    def _again(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: RandomStates | None,
+    ) -> list[tuple[Change, list[Tensor]]]:
+        """Call a function on witnesses, once for each change in its arguments."""
+        tensors = list(tensors_in((args, kwargs)))
+        changes = dict.fromkeys(change for tensor in tensors for change in self._of(tensor))
+        if not changes or not self._may_be_called(function, args, kwargs):
+            return []
+        found = []
+        for change in changes:
+
+            def other(tensor: Tensor, change: Change = change) -> Tensor:
+                copy = self._of(tensor).get(change)
+                if copy is not None:
+                    return copy
+                alone = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+                return tensor.detach() if alone else tensor.clone()
+
+            random = contextlib.nullcontext() if state is None else random_numbers_from(state)
+            try:
+                with torch.no_grad(), random:
+                    out = function(*map_tensors(other, args), **map_tensors(other, kwargs))
+            except Exception:  # it does not take other data: nothing is seen
+                if _changes_first(function):
+                    self._of(args[0]).pop(change, None)
+                continue
+            found.append((change, list(tensors_in(out))))
+        return found
+
+    def _may_be_called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a function can be called again without changing anything but copies."""
+        if function in MIXERS or "out" in kwargs:
+            return False
+        if inspect.isfunction(function) and not (function.__module__ or "").startswith("torch"):
+            return False
+        return not _changes_first(function) or all(self._of(tensor) for tensor in tensors_in(args[:1]))
+
+
+def _may_be_copied(tensor: Tensor) -> bool:
+    """Whether a tensor is plain data that nothing was computed for."""
+    return type(tensor) is Tensor and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _changes_first(function: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument."""
+    return is_in_place(function) or function is Tensor.__setitem__
+
+
+def _touched(tensor: Tensor, other: Tensor, extent: int) -> Touched:
+    """Where two tensors differ by more than rounding."""
+    with torch.no_grad():
+        tensor, other = tensor.detach(), other.detach()
+        if tensor.is_floating_point() or tensor.is_complex():
+            apart = (tensor - other).abs()
+            scale = torch.maximum(tensor.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0)
+            scale = scale.amax() if scale.numel() else scale.sum()
+            differs = apart > torch.finfo(apart.dtype).eps ** 0.75 * scale
+        else:
+            differs = tensor != other
+        axes = [axis for axis, size in enumerate(tensor.shape) if size and size % extent == 0]
+        rows: dict[int, Tensor | list[bool]] = {
+            axis: differs.movedim(axis, 0).reshape(tensor.shape[axis], -1).any(1) for axis in axes
+        }
+        return Touched(tensor.shape, rows)

@@ -1,0 +1,185 @@
+"""Where the samples are, as users say it: checked against the graph and the inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import BadInput, PackpropError
+from tests.cases.models.wrapping import Apply
+from tests.references.running import assert_near
+
+
+def rows_of(model: nn.Module, terms: Tensor) -> dict[str, Tensor]:
+    """Gradients of terms, one after the other."""
+    named = dict(model.named_parameters())
+    options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(term, list(named.values()), **options) for term in terms]
+    return {name: torch.stack(own) for name, own in zip(named, zip(*rows, strict=True), strict=True)}
+
+
+def check(
+    model: nn.Module,
+    *inputs: Tensor,
+    out_axis: int = 1,
+    how: str = "extend",
+    sample_axis: Any = 1,
+    **named: Any,
+) -> None:
+    """BatchGrad of a squared error, against the gradient of each sample's terms."""
+    with packprop.disable():
+        out = model(*inputs, **named)
+    target = torch.randn_like(out.detach())
+    expected = rows_of(model, (out - target).square().movedim(out_axis, 0).flatten(1).sum(1))
+    declared = {"sample_axis": sample_axis}
+    packprop.extend(model, **(declared if how == "extend" else {}))
+    for _ in range(2):
+        with packprop.record(**(declared if how == "record" else {})):
+            loss = F.mse_loss(model(*inputs, **named), target, reduction="sum")
+        with packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        for name, parameter in model.named_parameters():
+            assert_near(parameter.grad_batch, expected[name], name, 1e-9, floor=1e-6)
+
+
+def sequences(layer: nn.Module, last: bool = False) -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        out = m.layer(x, x, x)[0] if isinstance(m.layer, nn.MultiheadAttention) else m.layer(x)[0]
+        return m.head(torch.tanh(out[-1] if last else out))
+
+    return Apply(forward, layer=layer, head=nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("how", ["extend", "record"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("times", "samples"), [(5, 3), (3, 5), (4, 4), (6, 3), (2, 4)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: nn.LSTM(4, 4), id="lstm"),
+        pytest.param(lambda: nn.RNN(4, 4), id="rnn"),
+        pytest.param(lambda: nn.GRU(4, 4), id="gru"),
+        pytest.param(lambda: nn.MultiheadAttention(4, 2), id="attention"),
+    ],
+)
+def test_time_first(layer: Callable[[], nn.Module], times: int, samples: int, last: bool, how: str) -> None:
+    x = torch.randn(times, samples, 4).double()
+    check(sequences(layer(), last), x, out_axis=0 if last else 1, how=how)
+
+
+@pytest.mark.parametrize(("times", "samples"), [(5, 3), (4, 4)])
+def test_layers_by_position(times: int, samples: int) -> None:
+    """Nothing in the graph tells time from samples: what was declared does, also if it is the leading axis."""
+    x = torch.randn(times, samples, 3).double()
+    for axis in (0, 1):
+        layers = {"first": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
+        model = Apply(lambda m, x: m.head(torch.tanh(m.first(x))), **layers).double()
+        check(model, x, out_axis=axis, sample_axis=axis)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        pytest.param({"src": 1, "src_key_padding_mask": 0}, id="by-name"),
+        pytest.param((1, None, 0), id="in-order"),
+    ],
+)
+@pytest.mark.parametrize(("times", "samples"), [(5, 3), (4, 4)])
+def test_inputs_of_several_kinds(times: int, samples: int, declared: Any) -> None:
+    """A transformer's mask has the samples first, its inputs second."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    x, mask = torch.randn(times, samples, 4).double(), torch.zeros(samples, times, dtype=torch.bool)
+    mask[0, -1] = True
+    check(model, x, sample_axis=declared, src_key_padding_mask=mask)
+
+
+def test_initial_states_have_the_axis_too() -> None:
+    model = Apply(lambda m, x, h, c: m.layer(x, (h, c))[0], layer=nn.LSTM(4, 4)).double()
+    x, state = torch.randn(5, 3, 4).double(), torch.randn(1, 3, 4).double()
+    check(model, x, state, state.clone())
+
+
+def test_what_was_declared_is_checked() -> None:
+    """Attention that takes samples for time mixes them."""
+    model = packprop.extend(sequences(nn.MultiheadAttention(4, 2)), sample_axis=0)
+    x = torch.randn(5, 3, 4).double()
+    with packprop.record():
+        out = model(x)
+        loss = F.mse_loss(out, torch.randn_like(out))
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert "sample_axis=0" in str(caught.value)
+    assert "5" in caught.value.why
+
+
+def test_different_numbers_of_samples() -> None:
+    model = Apply(lambda m, x, z: m.a(x).mean(1) + m.a(z).mean(1), a=nn.Linear(3, 2)).double()
+    packprop.extend(model, sample_axis=1)
+    with packprop.record():
+        out = model(torch.randn(4, 3, 3).double(), torch.randn(4, 5, 3).double())
+        loss = F.mse_loss(out, torch.randn_like(out))
+    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert "sample_axis=1" in caught.value.where
+    assert "3 in [4, 3, 3]" in caught.value.why
+    assert "5 in [4, 5, 3]" in caught.value.why
+
+
+def test_an_output_without_such_an_axis() -> None:
+    model = packprop.extend(Apply(lambda m, x: m.a(x).mean(1), a=nn.Linear(3, 2)).double(), sample_axis=1)
+    with packprop.record():
+        loss = F.mse_loss(model(torch.randn(4, 5, 3).double()), torch.zeros(4, 2).double())
+    with pytest.raises(PackpropError, match="sample_axis=1"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("declared", ["1", 1.5, ("a",), {"x": "y"}, True])
+def test_what_is_no_declaration(declared: Any) -> None:
+    with pytest.raises(BadInput, match="sample_axis"):
+        packprop.extend(nn.Linear(3, 2), sample_axis=declared)
+    with pytest.raises(BadInput, match="sample_axis"), packprop.record(sample_axis=declared):
+        pass
+
+
+def test_names_and_axes_that_are_not_there() -> None:
+    with pytest.raises(BadInput, match="hidden"):
+        packprop.extend(nn.LSTM(3, 2), sample_axis={"hidden": 1})
+    model = packprop.extend(nn.Linear(3, 2), sample_axis=2)
+    with pytest.raises(BadInput, match="sample_axis=2"):
+        model(torch.randn(4, 3))
+
+
+def test_it_stays_with_copies_and_goes_with_restore() -> None:
+    model = packprop.extend(sequences(nn.GRU(4, 4)), sample_axis=1)
+    x = torch.randn(4, 4, 4).double()
+    for each in (copy.deepcopy(model), packprop.extend(model)):
+        assert rows_after(each, x) == 4
+    assert not any("sample_axis" in name for name in vars(packprop.restore(model)))
+
+
+def rows_after(model: nn.Module, x: Tensor) -> int:
+    with packprop.record():
+        out = model(x)
+        loss = F.mse_loss(out, torch.zeros_like(out))
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    return len(model.head.weight.grad_batch)
+
+
+def test_over_a_data_set() -> None:
+    model = packprop.extend(sequences(nn.GRU(4, 4), last=True), sample_axis=1)
+    data = [(torch.randn(5, n, 4).double(), torch.randn(n, 2).double()) for n in (3, 2)]
+    result = packprop.compute(
+        model, nn.MSELoss(reduction="sum"), data, [extensions.BatchGrad()], progress=False
+    )
+    (values,) = result.values()
+    assert all(len(rows) == 5 for rows in values.values())

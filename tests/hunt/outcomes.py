@@ -192,10 +192,10 @@ class _Watch:
                 self.kept.register_hook(lambda _: self._count("activation"))
 
     def hooks(self) -> list[int]:
-        """Numbers of hooks on all modules and parameters."""
+        """Numbers of the user's hooks on all modules and parameters."""
         model = self.made.model
         found = [
-            len(getattr(module, name))
+            sum(not hook.__module__.startswith("packprop") for hook in getattr(module, name).values())
             for module in model.modules()
             for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         ]

@@ -115,3 +115,8 @@ class BoundedKFAC(KFAC):
             return input_gram(structure, self.approximation)
 
         return (Row(seed, cotangent_factor), Row(INPUTS, input_factor, degree=0))
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """``[B, A]`` or ``[B]``, with empty tensors for what was left out."""
+        cotangents, inputs = values
+        return [cotangents] if inputs is None else [cotangents, inputs / samples]

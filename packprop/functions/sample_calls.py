@@ -6,8 +6,8 @@ out: gradients of single samples, with random cotangents, must add up to what au
 batch. Both are linear in the cotangents, and random numbers hide no difference between linear maps; so if they
 agree, then the rows of each sample are right, for the inputs of this very call, and for samples that are taken
 at once as they were tried (PyTorch's vectorised embedding takes the row of ``padding_idx`` for another one, if
-there are several samples). If they do not agree, or the function does not take a part of its inputs, each sample
-is pulled back through the whole batch.
+there are several samples). If they do not agree, or the function does not take a part of its inputs, each
+sample is pulled back through the whole batch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ TWICE = list(
 )
 NOT_ELEMENTWISE = (
     *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library", "kl-divergence"),
-    *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
+    *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "rnn-relu-cell-loop"),
+    *("lstm-cell-loop", "gru-cell-loop"),
     *("weight-norm", "tied-transpose", "divide", "module-twice"),
 )
 CHAINS = [

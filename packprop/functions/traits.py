@@ -33,8 +33,11 @@ def _functions(*names: str) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
-EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors")
-"""Functions that repeat the entries of their first argument, or of each one, and do nothing else."""
+EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat")
+"""Functions that repeat the entries of their first argument, or of each one, and do nothing else.
+
+The last one also repeats longer axes as a whole, which is no expansion.
+"""
 
 
 LIKE_ANOTHER = _functions("type_as", "view_as", "reshape_as", "expand_as", "to")

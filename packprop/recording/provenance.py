@@ -107,8 +107,11 @@ class Expansions:
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
         """Note what a call has returned, if the function expands its arguments."""
-        if function in EXPANSIONS:
-            for source, expanded in zip(tensors_in(args), tensors_in(out), strict=False):
+        if function not in EXPANSIONS:
+            return
+        for source, expanded in zip(tensors_in(args), tensors_in(out), strict=False):
+            axes = zip(reversed(source.shape), reversed(expanded.shape), strict=False)
+            if all(extent in (1, larger) for extent, larger in axes):
                 self._sources[id(expanded)] = (weakref.ref(expanded), self.source(source))
 
     def source(self, tensor: Tensor) -> Tensor:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
 from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
-from packprop.recording.aside import OwnMode, is_running
+from packprop.recording.aside import OwnMode, can_look_inside, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
     EXTENDED,
@@ -145,6 +146,8 @@ class Recorder(OwnMode):
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if func in COMPOSITES and can_look_inside((args, kwargs)):
+            return self.look_inside(func, args, kwargs)
         hooks = hooks_in_force()
         region = None if hooks is None else region_under(hooks)
         if region is not None and is_counted(func, (args, kwargs)):

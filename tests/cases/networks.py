@@ -75,6 +75,38 @@ def cases() -> Iterator[Case]:
         4,
     )
     yield use(
+        "attention-weights-of-heads",
+        lambda: Apply(
+            lambda m, x: torch.cat([part.flatten(1) for part in m.a(x, x, x, average_attn_weights=False)], 1),
+            a=nn.MultiheadAttention(4, 2, bias=False, batch_first=True),
+        ),
+        (2, 4),
+        16,
+    )
+    yield use(
+        "attention-time-first-bias-kv",
+        lambda: Apply(
+            lambda m, x: m.a(x[:, :2].transpose(0, 1), *[x.transpose(0, 1)] * 2)[0].transpose(0, 1),
+            a=nn.MultiheadAttention(2, 2, add_bias_kv=True),
+        ),
+        (3, 2),
+        4,
+    )
+    yield use(
+        "attention-causal",
+        lambda: Apply(
+            lambda m, x: m.a(
+                *[x] * 3,
+                need_weights=False,
+                attn_mask=nn.Transformer.generate_square_subsequent_mask(3, dtype=x.dtype),
+                is_causal=True,
+            )[0],
+            a=nn.MultiheadAttention(2, 1, batch_first=True),
+        ),
+        (3, 2),
+        6,
+    )
+    yield use(
         "transformer-decoder-layer",
         lambda: Apply(
             lambda m, x: m.a(x[:, :2], x),
@@ -88,6 +120,15 @@ def cases() -> Iterator[Case]:
         lambda: nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True),
         (3, 4),
         12,
+    )
+    yield use(
+        "transformer-encoder-decoder",
+        lambda: Apply(
+            lambda m, x: m.a(x[:, :2], x[:, 1:], tgt_is_causal=False),
+            a=nn.Transformer(2, 1, 1, 1, 2, dropout=0.0, batch_first=True),
+        ),
+        (3, 2),
+        4,
     )
     yield Case("windows", Windows, nn.CrossEntropyLoss, classes((4, 4, 2), 3))
     yield Case("time-first-inside", TimeFirst, nn.CrossEntropyLoss, classes((3, 3), 3))

@@ -50,6 +50,14 @@ def input_gram(structure: Structure, approximation: Approximation = "mixed") -> 
     _require_room(structure.entries if isinstance(structure, Lookup) else structure.shape[-1])
     if isinstance(structure, Lookup):
         return _lookup_input_gram(structure, approximation)
+    if structure.is_filled_up and approximation != "mixed":
+        raise PackpropError(
+            f"Kronecker factors with approximation={approximation!r} were asked for.",
+            f"a parameter whose factor has {structure.shape[-1]} rows",
+            "it is applied to different numbers of positions of each sample, as an expert of a mixture is: "
+            "there is no one number to average over",
+            'ask for approximation="mixed", which sums over positions',
+        )
     if structure.moment is not None and approximation == "mixed":
         return structure.moment()
     x = structure.x

@@ -42,6 +42,7 @@ class Outer:
             function does.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
+        is_filled_up: Whether some samples have fewer positions, and zeros in place of the others.
     """
 
     given: Tensor | LazyTensor
@@ -51,6 +52,7 @@ class Outer:
     out: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
     held: int | None = None
+    is_filled_up: bool = False
 
     @cached_property
     def x(self) -> Tensor:
@@ -115,7 +117,7 @@ class Outer:
         assert self.cotangent is not None
         columns, samples, positions, groups, fan_out = self.cotangent.shape
         left = self.cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
-        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, -1, positions)
+        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,16 @@ def with_squares(structure: Structure) -> Structure | None:
     return structure if isinstance(structure, Lookup) else None
 
 
+def filled_up(structure: Structure) -> Structure:
+    """The same structure, of samples some of which have fewer positions: zeros stand for the others.
+
+    The zeros of a look-up would be its first row; it has rows for all samples instead.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, is_filled_up=True)
+    return Dense(structure.rows) if isinstance(structure, Lookup) else structure
+
+
 def join(parts: Sequence[Structure]) -> Structure:
     """One structure for all uses of a parameter: positions are concatenated, or rows added."""
     first = parts[0]
@@ -255,6 +267,7 @@ def join(parts: Sequence[Structure]) -> Structure:
                 torch.cat(cotangents, 2) if cotangents else None,
                 outers[0].fold,
                 held=outers[0].held,
+                is_filled_up=any(part.is_filled_up for part in outers),
             )
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(lookups) == len(parts):

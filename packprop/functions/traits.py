@@ -60,6 +60,15 @@ CONSTANTS = _functions(
 REORDERINGS = _functions(
     *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
     *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
+    *("index_add_", "index_copy_", "index_put_", "scatter_", "scatter_add_", "scatter_reduce_", "__setitem__"),
     *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
 )
 """Functions by which data can decide on the order of rows."""
+
+
+def takes_by_index(function: Callable[..., Any], args: Any) -> bool:
+    """Whether a call of one of ``REORDERINGS`` takes rows by a list of them; a slice keeps their order."""
+    if function not in (Tensor.__getitem__, Tensor.__setitem__):
+        return True
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(part, (Tensor, list)) for part in index)

@@ -71,6 +71,7 @@ class RecordedUse:
         forward: The outermost call that it was recorded in.
         source: Where its inputs are found, if it does not hold them.
         held: Whether the inputs are kept although a backward pass frees the graph.
+        reordered: Whether its inputs come from a function that takes rows out of their order.
     """
 
     name: str
@@ -80,6 +81,7 @@ class RecordedUse:
     forward: ForwardCall
     source: InputSource | None = None
     held: bool = False
+    reordered: bool = False
 
     def release(self, _: Any = None) -> None:
         """Drop the inputs when a backward pass frees the graph that they belong to."""

@@ -10,12 +10,12 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from packprop.functions.traits import EXPANSIONS
+from packprop.functions.traits import EXPANSIONS, REORDERINGS, takes_by_index
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import USE, marks_of, nodes_upstream
 from packprop.tensors.nesting import tensors_in
@@ -43,6 +43,9 @@ class TensorSet:
             for tensor in tensors_in(value):
                 self.add(tensor)
 
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors that are still there."""
         for reference in list(self._references.values()):
@@ -56,6 +59,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self.from_samples, self.from_parameters = TensorSet(), TensorSet()
+        self.reordered = TensorSet()
+        """Those that depend on the samples through a function that takes rows out of their order."""
 
     def alive(self) -> Iterator[Tensor]:
         """All of these tensors that are still there."""
@@ -78,11 +83,21 @@ class Provenance:
                     samples.append(tensor)
         return samples, parameters
 
+    def note_order(
+        self, function: Callable[..., Any] | None, args: Any, samples: Iterable[Tensor], out: Any
+    ) -> bool:
+        """Note what was made of samples, if rows are in another order in it; say whether they were before."""
+        before = bool(self.reordered) and any(tensor in self.reordered for tensor in samples)
+        if before or (function in REORDERINGS and takes_by_index(function, args)):
+            self.reordered.add_all(out)
+        return before
+
     def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
         """Sort what was made of the arguments, which is no use of them."""
         samples, parameters = self.sort(args, {})
         if samples:
             self.from_samples.add(out)
+            self.note_order(None, args, samples, out)
         elif parameters:
             self.from_parameters.add(out)
 

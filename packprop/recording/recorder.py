@@ -171,6 +171,7 @@ class Recorder(OwnMode):
         if out is None:
             if samples and func is Tensor.__setitem__:
                 provenance.from_samples.add(args[0])
+                provenance.note_order(func, args, samples, args[0])
             elif parameters and func is Tensor.__setitem__:
                 provenance.from_parameters.add(args[0])
             return None
@@ -182,6 +183,7 @@ class Recorder(OwnMode):
             if func in CONSTANTS and self._is_without_samples(out, samples, args):
                 return out
             provenance.from_samples.add_all(out)
+            provenance.note_order(func, args, samples, out)
             if func in MIXERS and MIXERS[func](*args, **kwargs):
                 _mark_mixing(self.forward.module(), out)
             if func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
@@ -250,6 +252,7 @@ class Recorder(OwnMode):
             self._provenance.from_samples.add(args[0])
             return None
         self._provenance.from_samples.add_all(out)
+        reordered = self._provenance.note_order(func, args, samples, out)
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
@@ -265,7 +268,8 @@ class Recorder(OwnMode):
             if source is not None:
                 entries = without_inputs(entries, source)
             shapes = [tensor.shape for tensor in outputs]
-            _leave_use(RecordedUse(name, entries, edges, shapes, self.forward, source), outputs)
+            use = RecordedUse(name, entries, edges, shapes, self.forward, source, reordered=reordered)
+            _leave_use(use, outputs)
         return out
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tests.cases.building import SMOKE, classes, use
+from tests.cases.building import SMOKE, classes, tokens, use
 from tests.cases.case import Case, along
 from tests.cases.models.attention import (
     Attention,
@@ -20,12 +20,17 @@ from tests.cases.models.attention import (
     Windows,
 )
 from tests.cases.models.convolutional import ResNet
+from tests.cases.models.experts import Assigned, LastToken, Mixture, Sorted, Tables
 from tests.cases.models.recurrent import InitialState, Recurrent, cell_loop, last_step
 from tests.cases.models.wrapping import Apply
 
 
 def _steps(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 2), torch.randn(n, 3)
+
+
+def _last_token(mixture: Callable[[], nn.Module]) -> nn.Module:
+    return LastToken(mixture())
 
 
 def cases() -> Iterator[Case]:
@@ -130,6 +135,14 @@ def cases() -> Iterator[Case]:
         (3, 2),
         4,
     )
+    for name, mixture in (("loop", Mixture), ("assigned", Assigned), ("sorted", Sorted), ("tables", Tables)):
+        yield use(f"experts-{name}", mixture, (4, 3), 12)
+        yield Case(
+            f"experts-{name}-last-token",
+            partial(_last_token, mixture),
+            nn.CrossEntropyLoss,
+            tokens((4,), 7, 3),
+        )
     yield Case("windows", Windows, nn.CrossEntropyLoss, classes((4, 4, 2), 3))
     yield Case("time-first-inside", TimeFirst, nn.CrossEntropyLoss, classes((3, 3), 3))
     yield Case(

@@ -72,3 +72,13 @@ def takes_by_index(function: Callable[..., Any], args: Any) -> bool:
         return True
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(isinstance(part, (Tensor, list)) for part in index)
+
+
+def is_one_index(index: Any) -> bool:
+    """Whether an index holds single numbers and slices alone, be they given as tensors."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        isinstance(part, (int, slice, type(None), type(...)))
+        or (isinstance(part, Tensor) and part.dim() == 0 and part.dtype != torch.bool)
+        for part in parts
+    )

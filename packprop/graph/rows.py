@@ -1,17 +1,17 @@
 """Which sample each row belongs to, where data decided on the order of rows.
 
 # NOTE [Rows of samples]
-A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert: no axis
-holds the samples in order any more, and an expert may see any number of rows of a sample, or none. They are not
-mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then ``2^-k``, a row
-of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another one. There
-are fewer powers than there may be samples: a sample is known by several digits then, with two sweeps for each.
-Where only zeros come back, as behind a weight of zeros or at positions that the loss does not read, NaN is fed in
-as in NOTE [Hidden mixing]: for each binary digit to the samples that have it, and to the others. Rows that no
-sample reaches at all may be anybody's.
+A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert: no
+axis holds the samples in order any more, and an expert may see any number of rows of a sample, or none. They
+are not mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then
+``2^-k``, a row of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with
+another one. There are fewer powers than there may be samples: a sample is known by several digits then, with
+two sweeps for each. Where only zeros come back, as behind a weight of zeros or at positions that the loss
+does not read, NaN is fed in as in NOTE [Hidden mixing]: for each binary digit to the samples that have it,
+and to the others. Rows that no sample reaches at all may be anybody's.
 
-Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other functions
-must have the samples in order: else a batch that was reversed would pass for one in some order.
+Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other
+functions must have the samples in order: else a batch that was reversed would pass for one in some order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sweeps(NamedTuple):
 
 
 def levels(samples: int, largest: float) -> Tensor:
-    """Exponents of two, as different as the range of the precision allows; as many as there are samples at most."""
+    """Exponents of two, as different as the range of the precision allows, and no more than samples."""
     reach = 24 if largest > 1e30 else 4
     return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64).round()
 

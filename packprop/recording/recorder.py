@@ -22,7 +22,15 @@ from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import Call, is_in_place, name_of
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.functions.registry import RULES, entries_of
-from packprop.functions.traits import CONSTANTS, EXPANSIONS, LIKE_ANOTHER, MIXERS, REORDERINGS, SEPARATE
+from packprop.functions.traits import (
+    CONSTANTS,
+    EXPANSIONS,
+    LIKE_ANOTHER,
+    MIXERS,
+    REORDERINGS,
+    SEPARATE,
+    is_one_index,
+)
 from packprop.recording.aside import OwnMode, can_look_inside, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
@@ -205,10 +213,13 @@ class Recorder(OwnMode):
     def _with_entries(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments without a tensor that is taken for its metadata alone.
+        """The arguments without a tensor that is taken for its metadata alone, or for the number of a slice.
 
         A parameter that is expanded to hold the samples meets them all the same: it may be all there is to use.
+        A slice whose number data decided, such as an expert's, is the same for all that meets it later.
         """
+        if func is Tensor.__getitem__ and args[0] not in self._provenance.from_samples:
+            return (args[:1] if is_one_index(args[1]) else args), kwargs
         if func not in LIKE_ANOTHER:
             return args, kwargs
         if func in EXPANSIONS and self._may_hold_samples([*tensors_in((args, kwargs))][-1].shape):

@@ -64,7 +64,8 @@ class Layout(NamedTuple):
             none = tensor.new_zeros(*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])
             filled = torch.cat([tensor, none], axis)
             filled = filled.index_select(axis, self.rows.sources.to(tensor.device))
-            return filled.unflatten(axis, (self.samples, self.parts)).movedim(axis, skip)
+            front: Tensor = filled.unflatten(axis, (self.samples, self.parts)).movedim(axis, skip)
+            return front
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)

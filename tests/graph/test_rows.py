@@ -100,7 +100,7 @@ def test_rows_that_come_back_in_order() -> None:
     ids=["flip", "roll", "sum-with-roll", "mean", "softmax", "cumsum", "batch-norm"],
 )
 def test_samples_that_meet_out_of_order_are_refused(change: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(PackpropError, match="mixed|batch_norm|BatchNorm|mixes"):
+    with pytest.raises(PackpropError, match=r"mixed|mixes"):
         rows_of(routed(change).double(), torch.randn(5, 3).double(), torch.randn(5, 2).double())
 
 

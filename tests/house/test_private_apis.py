@@ -29,6 +29,7 @@ PRIVATE = {
     "_storage_Use_Count": {"tensors/state.py"},
     "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
+    "_grouped_mm": {"functions/rules/grouped.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
     "_subclasses": {"memory/dry_run.py"},
     "_python_dispatch": {"memory/live.py"},

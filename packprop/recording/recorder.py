@@ -249,9 +249,10 @@ class Recorder(OwnMode):
         hooks: Hooks | None,
     ) -> Any:
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
-        edges = [get_gradient_edge(tensor) for tensor in samples if tensor.requires_grad]
         name = name_of(func)
         in_place = is_in_place(func)
+        origins = [_changed_with(tensor) if in_place and tensor is args[0] else tensor for tensor in samples]
+        edges = [get_gradient_edge(tensor) for tensor in origins if tensor.requires_grad]
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
@@ -282,6 +283,16 @@ class Recorder(OwnMode):
             use = RecordedUse(name, entries, edges, shapes, self.forward, source, reordered=reordered)
             _leave_use(use, outputs)
         return out
+
+
+def _changed_with(tensor: Tensor) -> Tensor:
+    """The tensor whose history goes on from its own node when this one is changed in place.
+
+    A view gets a new history then, which leads through that of its base: the node that made the view is in no
+    graph any more. Which tensor is a view of which has a private name alone.
+    """
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:

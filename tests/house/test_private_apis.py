@@ -25,6 +25,7 @@ PRIVATE = {
     "_get_current_function_mode_stack": {"recording/aside.py"},
     "_dynamo_marked_constant": {"recording/compiled.py"},
     "_version": {"tensors/state.py"},
+    "_base": {"recording/recorder.py"},
     "_use_count": {"tensors/state.py"},
     "_storage_Use_Count": {"tensors/state.py"},
     "_cdata": {"tensors/state.py"},

@@ -1,4 +1,4 @@
-"""Check every family, print what came of it, and write ``docs/models.md``."""
+"""Check every family, print what came of it, keep it in ``results/``, and write ``docs/models.md`` from there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.families.check import Outcome, outcomes
 from benchmarks.families.family import Family
+from benchmarks.families.page import keep, write
 
 LIBRARIES = ("torch", "transformers", "peft", "timm")
 """Each has a file ``of_LIBRARY.py`` here."""
@@ -32,8 +33,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="families to check, all by default")
     parser.add_argument("--libraries", nargs="*", default=list(LIBRARIES))
-    parser.add_argument("--page", action="store_true", help="write docs/models.md")
+    parser.add_argument("--page", action="store_true", help="only write docs/models.md from the results")
     arguments = parser.parse_args()
+    if arguments.page:
+        write()
+        return
     found: list[tuple[Family, Outcome, Outcome]] = []
     for family in families(arguments.libraries):
         if arguments.names and family.name not in arguments.names:
@@ -47,10 +51,9 @@ def main() -> None:
     for state in ("right", "refused", "wrong", "fails"):
         counts = [sum(row[order].state == state for row in found) for order in (1, 2)]
         print(f"{state:8} first order {counts[0]}, second order {counts[1]}")
-    if arguments.page:
-        from benchmarks.families.page import write
-
-        write(found)
+    if not arguments.names:
+        keep(found)
+        write()
 
 
 if __name__ == "__main__":

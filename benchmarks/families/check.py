@@ -107,6 +107,21 @@ def jacobians(problem: Problem) -> list[dict[str, Tensor]]:
     return found
 
 
+def require_one_gradient(problem: Problem, slopes: list[dict[str, Tensor]]) -> None:
+    """Refuse a model of which PyTorch itself has other gradients for a sample alone than in the batch."""
+    plain = packprop.restore(copy.deepcopy(problem.model))
+    parameters = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    read = problem.read(problem.output(plain, problem.inputs))
+    whole = torch.autograd.grad(
+        read.sum(), list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    for name, gradient in zip(parameters, whole, strict=True):
+        if error(sum(slope[name].sum(0) for slope in slopes), gradient, 1e-3) > 10 * problem.tolerance:
+            raise ValueError(
+                f"PyTorch's gradients of {name} for single samples do not sum to that of the batch"
+            )
+
+
 def error(found: Tensor, expected: Tensor, floor: float = 1e-9) -> float:
     """The largest error, relative to the largest entry, or to ``floor`` if that is larger."""
     if found.shape != expected.shape or not found.isfinite().all():
@@ -125,7 +140,9 @@ def first_order(problem: Problem, slopes: list[dict[str, Tensor]]) -> float:
     worst, largest = 0.0, max(slope.abs().amax().item() for slope in slopes[0].values())
     floor = 1e-6 * largest * arriving.abs().amax().item()  # what is zero but for rounding
     for name, parameter in parameters.items():
-        expected = torch.stack([torch.einsum("c,c...->...", arriving[n], slopes[n][name]) for n in range(SAMPLES)])
+        expected = torch.stack(
+            [torch.einsum("c,c...->...", arriving[n], slopes[n][name]) for n in range(SAMPLES)]
+        )
         if not hasattr(parameter, "grad_batch"):  # no path to the loss
             assert not expected.abs().amax() > 1e-6 * floor, f"{name} has no values"
             continue
@@ -174,6 +191,7 @@ def outcomes(family: Family) -> tuple[Outcome, Outcome]:
         with precision(family):
             problem = Problem(family)
             slopes = jacobians(problem)
+            require_one_gradient(problem, slopes)
     except Exception as failure:  # what the library does not run is no matter of packprop's
         fails = Outcome("fails", f"{type(failure).__name__}: {' '.join(str(failure).split())[:160]}")
         return fails, fails

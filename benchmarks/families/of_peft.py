@@ -15,14 +15,20 @@ LINEAR = ["q_proj", "v_proj", "up_proj"]
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", dict(r=2, target_modules=LINEAR)),
-    "LoRA, rank-stabilised, with biases": ("LoraConfig", dict(r=2, target_modules=LINEAR, use_rslora=True, bias="all")),
+    "LoRA, rank-stabilised, with biases": (
+        "LoraConfig",
+        dict(r=2, target_modules=LINEAR, use_rslora=True, bias="all"),
+    ),
     "LoRA, of the embedding": ("LoraConfig", dict(r=2, target_modules=["embed_tokens", "v_proj"])),
     "LoRA, head trained": ("LoraConfig", dict(r=2, target_modules=LINEAR, modules_to_save=["lm_head"])),
     "DoRA": ("LoraConfig", dict(r=2, target_modules=LINEAR, use_dora=True)),
     "AdaLoRA": ("AdaLoraConfig", dict(init_r=3, target_r=2, total_step=10, target_modules=LINEAR)),
     "LoHa": ("LoHaConfig", dict(r=2, target_modules=LINEAR)),
     "LoKr": ("LoKrConfig", dict(r=2, target_modules=LINEAR)),
-    "IA3": ("IA3Config", dict(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "IA3": (
+        "IA3Config",
+        dict(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
     "OFT": ("OFTConfig", dict(oft_block_size=4, target_modules=["q_proj", "v_proj"])),
     "BOFT": ("BOFTConfig", dict(boft_block_size=4, target_modules=["q_proj"])),
     "VeRA": ("VeraConfig", dict(r=2, target_modules=["q_proj", "v_proj"])),
@@ -51,4 +57,5 @@ def adapted(kind: str, options: dict[str, Any]) -> nn.Module:
 def families() -> Iterator[Family]:
     """All that are listed here."""
     for name, (kind, options) in ADAPTERS.items():
-        yield Family("peft", name, functools.partial(adapted, kind, options), tokens(), first_tensor)
+        double = name != "FourierFT"  # which makes its own tensors in single precision
+        yield Family("peft", name, functools.partial(adapted, kind, options), tokens(), first_tensor, double)

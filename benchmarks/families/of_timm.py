@@ -16,24 +16,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": dict(img_size=16, patch_size=4, embed_dim=8, depth=2, num_heads=2),
     "eva02_tiny_patch14_224": dict(img_size=16, patch_size=4, embed_dim=8, depth=2, num_heads=2),
     "cait_xxs24_224": dict(img_size=16, patch_size=4, embed_dim=8, depth=2, num_heads=2),
-    "xcit_nano_12_p8_224": dict(img_size=16, patch_size=8, embed_dim=8, depth=2, num_heads=2),
-    "mixer_s32_224": dict(img_size=16, patch_size=4, embed_dim=8, num_blocks=2),
-    "gmlp_ti16_224": dict(img_size=16, patch_size=4, embed_dim=8, num_blocks=2),
-    "resmlp_12_224": dict(img_size=16, patch_size=4, embed_dim=8, num_blocks=2),
-    "convmixer_768_32": dict(dim=8, depth=2, kernel_size=3, patch_size=4),
+    "xcit_nano_12_p8_224": dict(img_size=32, embed_dim=8, depth=2, num_heads=2),
     "convnext_atto": dict(depths=(1, 1, 1, 1), dims=(4, 4, 8, 8)),
     "convnextv2_atto": dict(depths=(1, 1, 1, 1), dims=(4, 4, 8, 8)),
-    "swin_tiny_patch4_window7_224": dict(img_size=16, patch_size=2, embed_dim=4, depths=(1, 1), num_heads=(1, 2))
+    "swin_tiny_patch4_window7_224": dict(
+        img_size=16, patch_size=2, embed_dim=4, depths=(1, 1), num_heads=(1, 2)
+    )
     | dict(window_size=2),
-    "poolformer_s12": dict(layers=(1, 1, 1, 1), embed_dims=(4, 4, 8, 8)),
     "pvt_v2_b0": dict(depths=(1, 1, 1, 1), embed_dims=(4, 4, 8, 8), num_heads=(1, 1, 2, 2)),
     "tnt_s_patch16_224": dict(img_size=16, patch_size=8, embed_dim=8, inner_dim=4, depth=2, num_heads_outer=2)
     | dict(num_heads_inner=2),
     "resnet10t": dict(channels=(4, 4, 8, 8), stem_width=4),
     "edgenext_xx_small": dict(depths=(1, 1, 1, 1), dims=(4, 8, 8, 8), heads=(2, 2, 2, 2)),
-    "focalnet_tiny_srf": dict(depths=(1, 1), embed_dim=4),
-    "mvitv2_tiny": dict(img_size=32, embed_dims=4, depths=(1, 1), num_heads=(1, 2)),
-    "davit_tiny": dict(depths=(1, 1), embed_dims=(4, 8), num_heads=(1, 2), num_groups=(1, 2), window_size=4),
 }
 
 
@@ -56,5 +50,5 @@ def families() -> Iterator[Family]:
         size = options.get("img_size", 32)
         yield Family("timm", name, functools.partial(named, name, options), pixels(size, "x"), first_tensor)
     for name in timm.list_models("test_*"):
-        options = {"img_size": 32} if "vit" in name else {}
+        options = {"img_size": 32} if "vit" in name or "coat" in name else {}
         yield Family("timm", name, functools.partial(named, name, options), pixels(32, "x"), first_tensor)

@@ -95,7 +95,9 @@ def families() -> Iterator[Family]:
 
     yield row("TransformerEncoder", functools.partial(stack, 8, {}), sequence(5, 8, name="src"))
     before = {"norm_first": True, "activation": "gelu", "bias": False}
-    yield row("TransformerEncoder, norms first", functools.partial(stack, 8, before), sequence(5, 8, name="src"))
+    yield row(
+        "TransformerEncoder, norms first", functools.partial(stack, 8, before), sequence(5, 8, name="src")
+    )
     yield row("Transformer", Translated, sequence(6, 8, name="x"))
     yield row("language model, tied", Tied, tokens())
     for kind in (nn.RNN, nn.GRU, nn.LSTM):
@@ -104,10 +106,17 @@ def families() -> Iterator[Family]:
         yield row(f"{kind.__name__}, two layers, both directions", both, sequence(4, 4, name="x"))
     image = pixels(4, "image", 1)
     yield row("vision transformer, by hand", functools.partial(VisionTransformer, Attention), image)
-    yield row("vision transformer, fused attention", functools.partial(VisionTransformer, FlashAttention), image)
+    yield row(
+        "vision transformer, fused attention", functools.partial(VisionTransformer, FlashAttention), image
+    )
     yield row("windows, by hand", Windows, lambda: {"image": torch.randn(3, 4, 4, 2)})
     yield row("residual network, by hand", ResNet, lambda: {"x": torch.randn(3, 1, 4, 4)})
-    for name, mixture in (("a loop", Mixture), ("assignment", Assigned), ("sorting", Sorted), ("tables", Tables)):
+    for name, mixture in (
+        ("a loop", Mixture),
+        ("assignment", Assigned),
+        ("sorting", Sorted),
+        ("tables", Tables),
+    ):
         yield row(
             f"mixture of experts, by {name}",
             functools.partial(lambda made: LastToken(made(), WORDS), mixture),

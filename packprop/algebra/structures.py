@@ -16,7 +16,7 @@ from torch import Tensor
 
 from packprop.algebra.choices import Extents, convolved_by_groups
 from packprop.algebra.kernels import outer_products
-from packprop.algebra.order import EntryOrder, Fold
+from packprop.algebra.order import EntryOrder, Fold, fold_to
 from packprop.tensors.device import device_kind
 
 
@@ -163,6 +163,36 @@ class Dense:
     rows: Tensor | None
 
 
+class Tied(Dense):
+    """A table whose rows are looked up, and that is an affine map elsewhere: a head tied to its embedding.
+
+    Per-sample gradients are formed only where a statistic needs them.
+
+    Args:
+        parts: One structure of each kind, of the same entries ``[o, i]``.
+    """
+
+    parts: tuple[Outer, Lookup]
+
+    def __init__(self, parts: tuple[Outer, Lookup]) -> None:
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients were computed already."""
+        return "total" in vars(self)
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``, added up over both uses."""
+        return self.total
+
+    @cached_property
+    def total(self) -> Tensor:
+        """As ``rows``."""
+        return rows(self.parts[0]) + rows(self.parts[1])
+
+
 @dataclass(frozen=True)
 class Product:
     """Two sets of columns whose per-sample gradients are multiplied entry by entry, instead of one squared.
@@ -252,6 +282,18 @@ def filled_up(structure: Structure) -> Structure:
     return Dense(structure.rows) if isinstance(structure, Lookup) else structure
 
 
+def _is_table(outer: Outer, lookup: Lookup) -> bool:
+    """Whether the outputs of an affine use stand for the rows of a table."""
+    if outer.cotangent is None or lookup.cotangent is None:
+        return False
+    shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])
+    return (
+        outer.fold is fold_to(shape)
+        and outer.shape[3] == shape[1]
+        and len(outer.cotangent) == len(lookup.cotangent)
+    )
+
+
 def join(parts: Sequence[Structure]) -> Structure:
     """One structure for all uses of a parameter: positions are concatenated, or rows added."""
     first = parts[0]
@@ -278,6 +320,10 @@ def join(parts: Sequence[Structure]) -> Structure:
             lookups[0].entries,
             lookups[0].dtype,
         )
+    if outers and lookups and len(outers) + len(lookups) == len(parts):
+        outer, lookup = join(outers), join(lookups)
+        if isinstance(outer, Outer) and isinstance(lookup, Lookup) and _is_table(outer, lookup):
+            return Tied((outer, lookup))
     if any(part.rows is None for part in parts):
         return Dense(None)
     total = rows(first)

@@ -1,4 +1,4 @@
-"""Check every family, print what came of it, keep it in ``results/``, and write ``docs/models.md`` from there."""
+"""Check every family, print and keep what came of it, and write ``docs/models.md``."""
 
 from __future__ import annotations
 

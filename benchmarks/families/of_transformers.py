@@ -74,33 +74,44 @@ def family(
     return Family("transformers", kind, functools.partial(built, head, kind, options), inputs, output, double)
 
 
-DECODERS = (
-    "apertus arcee bamba bart biogpt bitnet blenderbot blenderbot-small bloom cohere cohere2 ctrl cwm "
-    "deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon falcon_mamba gemma "
-    "gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite "
-    "granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe lfm2 llama mamba "
-    "mamba2 mbart minimax ministral mistral mixtral modernbert-decoder mpt nemotron olmo olmo2 olmo3 "
-    "olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next "
-    "recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 xlnet nanochat vaultgemma flex_olmo"
-).split()
+def _words(text: str) -> list[str]:
+    return text.split()
 
-ENCODERS = (
-    "albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie "
-    "esm eurobert flaubert fnet funnel ibert layoutlm longformer luke megatron-bert mobilebert modernbert "
-    "mpnet nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm "
-    "xlm-roberta xlm-roberta-xl xmod yoso"
-).split()
 
-TRANSLATORS = (
-    "bart bigbird_pegasus blenderbot led longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus pegasus_x "
-    "plbart prophetnet switch_transformers t5 umt5"
-).split()
+DECODERS = _words(
+    """
+    apertus arcee bamba bart biogpt bitnet blenderbot blenderbot-small bloom cohere cohere2 ctrl cwm
+    deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 falcon falcon_mamba gemma
+    gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe lfm2 llama mamba mamba2 mbart minimax
+    ministral mistral mixtral modernbert-decoder mpt nemotron olmo olmo2 olmo3 olmoe openai-gpt opt pegasus
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3
+    stablelm starcoder2 xlnet nanochat vaultgemma flex_olmo
+    """
+)
 
-IMAGES = (
-    "beit bit convnext convnextv2 data2vec-vision dinov2 dinov2_with_registers donut-swin focalnet hiera "
-    "ijepa mobilenet_v1 mobilenet_v2 mobilevit poolformer pvt regnet resnet segformer swin swinv2 vit "
-    "vit_msn"
-).split()
+ENCODERS = _words(
+    """
+    albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm
+    eurobert flaubert fnet funnel ibert layoutlm longformer luke megatron-bert mobilebert modernbert mpnet
+    nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta
+    xlm-roberta-xl xmod yoso
+    """
+)
+
+TRANSLATORS = _words(
+    """
+    bart bigbird_pegasus blenderbot led longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus pegasus_x plbart
+    prophetnet switch_transformers t5 umt5
+    """
+)
+
+IMAGES = _words(
+    """
+    beit bit convnext convnextv2 data2vec-vision dinov2 dinov2_with_registers donut-swin focalnet hiera ijepa
+    mobilenet_v1 mobilenet_v2 mobilevit poolformer pvt regnet resnet segformer swin swinv2 vit vit_msn
+    """
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], intermediate_size=12),

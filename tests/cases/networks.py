@@ -20,13 +20,22 @@ from tests.cases.models.attention import (
     Windows,
 )
 from tests.cases.models.convolutional import ResNet
-from tests.cases.models.experts import Assigned, LastToken, Mixture, Sorted, Tables
+from tests.cases.models.experts import Assigned, GroupedInDouble, LastToken, Mixture, Sorted, Tables
 from tests.cases.models.recurrent import InitialState, Recurrent, cell_loop, last_step
 from tests.cases.models.wrapping import Apply
 
 
 def _steps(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 2), torch.randn(n, 3)
+
+
+EXPERTS = {
+    "loop": Mixture,
+    "assigned": Assigned,
+    "sorted": Sorted,
+    "tables": Tables,
+    "grouped": GroupedInDouble,
+}
 
 
 def _last_token(mixture: Callable[[], nn.Module]) -> nn.Module:
@@ -135,7 +144,7 @@ def cases() -> Iterator[Case]:
         (3, 2),
         4,
     )
-    for name, mixture in (("loop", Mixture), ("assigned", Assigned), ("sorted", Sorted), ("tables", Tables)):
+    for name, mixture in EXPERTS.items():
         yield use(f"experts-{name}", mixture, (4, 3), 12)
         yield Case(
             f"experts-{name}-last-token",

@@ -25,7 +25,7 @@ TWICE = list(
 NOT_ELEMENTWISE = (
     *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library", "kl-divergence"),
     *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
-    *("weight-norm", "tied-transpose", "divide", "module-twice"),
+    *("experts-grouped", "weight-norm", "tied-transpose", "divide", "module-twice"),
 )
 CHAINS = [
     *(BY_NAME[name] for name in ("linear-deep", "conv2d-deep", "autoencoder", "doubled", "mse-map")),

@@ -73,7 +73,7 @@ def averaged(layers: list[nn.Module], x: Tensor, y: Tensor, curvature: str, jaco
 NO_CHAIN = (
     *("mv", "tensordot", "vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm", "kl-divergence"),
     *("rnn-cell-loop", "lstm-cell-loop", "gru-cell-loop", "weight-norm", "tied-transpose", "module-twice"),
-    *("two-losses-one-output", "divide"),
+    *("experts-grouped", "two-losses-one-output", "divide"),
 )
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from packprop import register_use
+from packprop.functions.registry import RULES
 
 
 class Expert(nn.Module):
@@ -97,15 +101,36 @@ class Tables(Mixture):
 class Grouped(Tables):
     """All experts by one function, which takes tokens that are sorted by expert."""
 
+    product = staticmethod(getattr(F, "grouped_mm", None))
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(tokens)
         order = chosen.flatten().argsort(stable=True)
         ends = chosen.flatten().bincount(minlength=len(self.up)).cumsum(0).int()
-        gate, up = F.grouped_mm(tokens[order // self.top], self.up.mT, offs=ends).chunk(2, -1)
-        y = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+        gate, up = self.product(tokens[order // self.top], self.up.mT, offs=ends).chunk(2, -1)
+        y = self.product(F.silu(gate) * up, self.down.mT, offs=ends)
         back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order)))
         return (y[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+def _grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """What ``torch._grouped_mm`` computes, in any precision: it has no double precision on a processor."""
+    if has_torch_function((x, weights)):
+        return handle_torch_function(_grouped_mm, (x, weights), x, weights, offs=offs)
+    starts = [0, *offs.tolist()]
+    groups = zip(starts, starts[1:], weights, strict=False)
+    return torch.cat([x[start:stop] @ weight for start, stop, weight in groups])
+
+
+class GroupedInDouble(Grouped):
+    """The same with a stand-in for torch's function, and torch's rule for it."""
+
+    product = staticmethod(_grouped_mm)
+
+
+if hasattr(torch, "_grouped_mm"):
+    register_use(_grouped_mm)(RULES[torch._grouped_mm])
 
 
 class LastToken(nn.Module):

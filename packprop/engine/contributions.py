@@ -38,8 +38,10 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
     fans = site.entry.fans
     if fans is None or not site.direct:
         return None
+    layout = use.layouts[0]
     positions = use.recorded.shapes[0].numel() // (samples * fans.groups * fans.fan_out)
-    fans = fans._replace(unfolds=fans.unfolds and use.layouts[0].parts == 1)  # several images of a sample
+    positions = positions if layout.rows is None else layout.parts
+    fans = fans._replace(unfolds=fans.unfolds and not layout.folded)  # several images of a sample
     return Extents(positions, *fans, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held)
 
 

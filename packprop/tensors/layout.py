@@ -8,6 +8,30 @@ import torch
 from torch import Tensor
 
 
+class Rows:
+    """Which sample each row belongs to, where samples have different numbers of rows in any order.
+
+    Args:
+        sample_of: The sample of each row ``[k]``, on the processor.
+        samples: Number of samples.
+    """
+
+    def __init__(self, sample_of: Tensor, samples: int) -> None:
+        self.sample_of = sample_of
+        counts = torch.bincount(sample_of, minlength=samples)
+        order = torch.argsort(sample_of, stable=True)
+        before = counts.cumsum(0) - counts
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order)) - before[sample_of[order]]
+        self.most = max(1, int(counts.max()))
+        """Rows of the sample that has most of them; one where there are none."""
+        self.places = sample_of * self.most + slots
+        """Where each row stands among those of all samples, each filled up to the most ``[k]``."""
+        self.sources = torch.full((samples * self.most,), len(sample_of))
+        """The row that stands in each place; where there is none the number of rows ``[n * most]``."""
+        self.sources[self.places] = torch.arange(len(sample_of))
+
+
 class Layout(NamedTuple):
     """Where the samples of a tensor are.
 
@@ -16,18 +40,32 @@ class Layout(NamedTuple):
         samples: Number of samples.
         parts: Number of shared positions folded into the same axis.
         major: Whether the sample index varies slower than the part index.
+        rows: The sample of each row along the axis, where they are in no order. ``parts`` is then the largest
+            number of rows of a sample; others are filled up with zeros.
     """
 
     axis: int | None
     samples: int
     parts: int = 1
     major: bool = True
+    rows: Rows | None = None
+
+    @property
+    def folded(self) -> bool:
+        """Whether positions share the samples' axis, so that they have an axis of their own in front form."""
+        return self.parts > 1 or self.rows is not None
 
     def to_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """Move samples to axis ``skip``: ``[*skipped, n, (parts), *rest]`` without copying if possible."""
         if self.axis is None:
             return tensor.unsqueeze(skip)
         axis = self.axis + skip
+        if self.rows is not None:
+            none = tensor.new_zeros(*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])
+            filled = torch.cat([tensor, none], axis)
+            filled = filled.index_select(axis, self.rows.sources.to(tensor.device))
+            front: Tensor = filled.unflatten(axis, (self.samples, self.parts)).movedim(axis, skip)
+            return front
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
@@ -38,7 +76,7 @@ class Layout(NamedTuple):
         """The shape of what ``to_front`` returns for a tensor of ``shape``."""
         if self.axis is None:
             return torch.Size([1, *shape])
-        parts = [] if self.parts == 1 else [self.parts]
+        parts = [self.parts] if self.folded else []
         return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.axis + 1 :]])
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
@@ -46,12 +84,17 @@ class Layout(NamedTuple):
         if self.axis is None:
             return tensor.squeeze(skip)
         axis = self.axis + skip
+        if self.rows is not None:
+            filled = tensor.movedim(skip, axis).flatten(axis, axis + 1)
+            return filled.index_select(axis, self.rows.places.to(tensor.device))
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(skip, axis)
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
     def sample_of(self, device: torch.device) -> Tensor:
         """The sample index of each entry along ``axis``."""
+        if self.rows is not None:
+            return self.rows.sample_of.to(device)
         index = torch.arange(self.samples, device=device)
         if self.parts == 1:
             return index
@@ -66,8 +109,16 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         if self.axis is None:
             return "one sample"
+        if self.rows is not None:
+            return f"axis {self.axis}: rows of {self.samples} samples"
         parts = "" if self.parts == 1 else f" x {self.parts} parts{'' if self.major else ' (minor)'}"
         return f"axis {self.axis}: {self.samples} samples{parts}"
+
+
+def layout_of_rows(axis: int, sample_of: Tensor, samples: int) -> Layout:
+    """The layout of rows along an axis, each of a known sample ``[k]``."""
+    rows = Rows(sample_of, samples)
+    return Layout(axis, samples, rows.most, rows=rows)
 
 
 def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:

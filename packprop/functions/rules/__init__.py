@@ -1,5 +1,5 @@
 """The rules: one short function for each torch function, or family of them, that takes parameters."""
 
-from packprop.functions.rules import affine, convolution, elementwise, lookup, normalisation
+from packprop.functions.rules import affine, convolution, elementwise, grouped, lookup, normalisation
 
-__all__ = ["affine", "convolution", "elementwise", "lookup", "normalisation"]
+__all__ = ["affine", "convolution", "elementwise", "grouped", "lookup", "normalisation"]

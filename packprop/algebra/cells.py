@@ -7,6 +7,7 @@ returns ``None`` where it does not apply.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from packprop.algebra.choices import features_at_once, norms_by_products, samples_in_products
 from packprop.algebra.kernels import square_norms, squared_products, summed_products
 from packprop.algebra.monoid import Moments
-from packprop.algebra.structures import Lookup, Outer, fold_matrix
+from packprop.algebra.structures import Lookup, Outer, Tied, fold_matrix
 from packprop.tensors.device import device_kind
 from packprop.tensors.dry import chunk_starts
 from packprop.tensors.precision import wider_dtype
@@ -162,6 +163,30 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
     first = same.byte().argmax(2)  # the first of several
     summed = torch.zeros_like(cotangent).scatter_add(2, first[None, :, :, None].expand_as(cotangent), cotangent)
     return square_norms(summed.flatten(2)).sum(0)
+
+
+@fast_cell("sq_norm", Tied)
+def _tied_sq_norm(structure: Tied) -> Tensor | None:
+    """Norms of both uses, and twice their inner product: look-ups meet single rows of the other gradient."""
+    outer, lookup = structure.parts
+    if structure.formed or not norms_by_products(outer.extents):
+        return None
+    assert outer.cotangent is not None
+    assert lookup.cotangent is not None
+    dtype = outer.cotangent.dtype
+    wide = wider_dtype(dtype, device_kind(outer.cotangent)) or dtype
+    outer = replace(outer, given=outer.x.to(wide), cotangent=outer.cotangent.to(wide), direct=None)
+    lookup = replace(lookup, cotangent=lookup.cotangent.to(wide))
+    mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(lookup)
+    if mapped is None or looked is None:
+        return None
+    assert outer.cotangent is not None
+    inputs = torch.einsum("nsi,vnti->vnst", outer.x[:, :, 0], lookup.cotangent)
+    cotangent = outer.cotangent[:, :, :, 0]
+    index = lookup.index[None, :, None, :].expand(*cotangent.shape[:3], -1)
+    both = (inputs * cotangent.gather(3, index)).sum((0, 2, 3))
+    norms: Tensor = mapped + looked + 2 * both
+    return norms.clamp(min=0).to(dtype)
 
 
 def _blocks(count: int, step: int) -> list[slice]:

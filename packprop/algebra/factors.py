@@ -72,6 +72,14 @@ def input_gram(
         return _lookup_input_gram(structure, approximation)
     if large and otherwise != "diagonal":
         return _too_large(structure.x, structure.shape[-1], otherwise)
+    if structure.is_filled_up and approximation != "mixed":
+        raise OfParameter(
+            f"Kronecker factors with approximation={approximation!r} were asked for.",
+            "parameter {parameter}",
+            "it is applied to different numbers of positions of each sample, as an expert of a mixture is: "
+            "there is no one number to average over",
+            'ask for approximation="mixed", which sums over positions',
+        )
     if not large and structure.moment is not None and approximation == "mixed":
         return structure.moment()
     x = structure.x

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from packprop.algebra.choices import Extents, convolved_by_groups
 from packprop.algebra.kernels import outer_products
-from packprop.algebra.order import EntryOrder, Fold
+from packprop.algebra.order import EntryOrder, Fold, fold_to
 from packprop.tensors.device import device_kind
 
 
@@ -42,6 +42,7 @@ class Outer:
             function does.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
+        is_filled_up: Whether some samples have fewer positions, and zeros in place of the others.
     """
 
     given: Tensor | LazyTensor
@@ -51,6 +52,7 @@ class Outer:
     out: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
     held: int | None = None
+    is_filled_up: bool = False
 
     @cached_property
     def x(self) -> Tensor:
@@ -115,7 +117,7 @@ class Outer:
         assert self.cotangent is not None
         columns, samples, positions, groups, fan_out = self.cotangent.shape
         left = self.cotangent.permute(1, 3, 0, 4, 2).reshape(samples * groups, columns * fan_out, positions)
-        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, -1, positions)
+        return left, self.x.permute(0, 2, 3, 1).reshape(samples * groups, self.shape[3], positions)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,36 @@ class Dense:
     """
 
     rows: Tensor | None
+
+
+class Tied(Dense):
+    """A table whose rows are looked up, and that is an affine map elsewhere: a head tied to its embedding.
+
+    Per-sample gradients are formed only where a statistic needs them.
+
+    Args:
+        parts: One structure of each kind, of the same entries ``[o, i]``.
+    """
+
+    parts: tuple[Outer, Lookup]
+
+    def __init__(self, parts: tuple[Outer, Lookup]) -> None:
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def formed(self) -> bool:
+        """Whether per-sample gradients were computed already."""
+        return "total" in vars(self)
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Per-sample gradients ``[v, n, *p]``, added up over both uses."""
+        return self.total
+
+    @cached_property
+    def total(self) -> Tensor:
+        """As ``rows``."""
+        return rows(self.parts[0]) + rows(self.parts[1])
 
 
 @dataclass(frozen=True)
@@ -240,6 +272,28 @@ def with_squares(structure: Structure) -> Structure | None:
     return structure if isinstance(structure, Lookup) else None
 
 
+def filled_up(structure: Structure) -> Structure:
+    """The same structure, of samples some of which have fewer positions: zeros stand for the others.
+
+    The zeros of a look-up would be its first row; it has rows for all samples instead.
+    """
+    if isinstance(structure, Outer):
+        return replace(structure, is_filled_up=True)
+    return Dense(structure.rows) if isinstance(structure, Lookup) else structure
+
+
+def _is_table(outer: Outer, lookup: Lookup) -> bool:
+    """Whether the outputs of an affine use stand for the rows of a table."""
+    if outer.cotangent is None or lookup.cotangent is None:
+        return False
+    shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])
+    return (
+        outer.fold is fold_to(shape)
+        and outer.shape[3] == shape[1]
+        and len(outer.cotangent) == len(lookup.cotangent)
+    )
+
+
 def join(parts: Sequence[Structure]) -> Structure:
     """One structure for all uses of a parameter: positions are concatenated, or rows added."""
     first = parts[0]
@@ -255,6 +309,7 @@ def join(parts: Sequence[Structure]) -> Structure:
                 torch.cat(cotangents, 2) if cotangents else None,
                 outers[0].fold,
                 held=outers[0].held,
+                is_filled_up=any(part.is_filled_up for part in outers),
             )
     lookups = [part for part in parts if isinstance(part, Lookup)]
     if len(lookups) == len(parts):
@@ -265,6 +320,10 @@ def join(parts: Sequence[Structure]) -> Structure:
             lookups[0].entries,
             lookups[0].dtype,
         )
+    if outers and lookups and len(outers) + len(lookups) == len(parts):
+        outer, lookup = join(outers), join(lookups)
+        if isinstance(outer, Outer) and isinstance(lookup, Lookup) and _is_table(outer, lookup):
+            return Tied((outer, lookup))
     if any(part.rows is None for part in parts):
         return Dense(None)
     total = rows(first)

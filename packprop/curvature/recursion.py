@@ -206,7 +206,7 @@ def _own_curvature(graph: Graph, step: _Step, curvature: Curvature) -> Tensor:
 
 def _samples_lead(layout: Layout) -> bool:
     """Whether samples are on the leading axis, and nothing else is folded into it."""
-    return layout.axis is None or (layout.axis == 0 and layout.parts == 1)
+    return layout.axis is None or (layout.axis == 0 and not layout.folded)
 
 
 def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tenso
     if fans is not None and fans.groups == 1 and fans.fan_out == entries and _samples_lead(place.layout):
         return matrix  # what multiplies the inputs is the output itself
     scales = site.entry.structure == "Scale" and site.entry.constant
-    if scales and place.layout.axis == 0 and place.layout.parts == 1 and site.leaf.shape == place.shape[1:]:
+    if scales and place.layout.axis == 0 and not place.layout.folded and site.leaf.shape == place.shape[1:]:
         ones = matrix.new_ones(()).expand(1, *place.shape)
         factors = rows(site.structure_of([ones], use.layouts, slice(0, 1))).flatten().to(matrix.dtype)
         return matrix * torch.outer(factors, factors)

@@ -78,10 +78,11 @@ def is_shared(node: Node, layout: Layout, below: GradientEdge, layout_below: Lay
     """Whether all samples have the same Jacobian: matrix products of rows, and convolutions of a batch.
 
     The axis of samples must pass through. If a product sums over it, each sample meets rows of its own in the
-    other matrix; if samples lie on channels, a convolution may have a kernel for each.
+    other matrix; if samples lie on channels, a convolution may have a kernel for each. Samples that have
+    different numbers of rows share nothing.
     """
     places = [place for place, (above, _) in enumerate(node.next_functions) if above is below.node]
-    if len(places) != 1 or layout != layout_below:
+    if len(places) != 1 or layout != layout_below or layout.rows is not None:
         return False
     name, dims = name_of_node(node), len(made_by(node)[0].shape)
     kept: Sequence[int] = ()

@@ -38,12 +38,13 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
     fans = site.entry.fans
     if fans is None or not site.direct:
         return None
-    rows = fans.rows
+    layout, rows = use.layouts[0], fans.rows
     if rows is None:
         rows = use.recorded.shapes[0].numel() // (fans.groups * fans.fan_out)
-    unfolds = fans.unfolds and use.layouts[0].parts == 1  # several images of a sample
+    positions = rows // samples if layout.rows is None else layout.parts
+    unfolds = fans.unfolds and not layout.folded  # several images of a sample
     return Extents(
-        rows // samples, *fans[:3], unfolds, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
+        positions, *fans[:3], unfolds, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
     )
 
 

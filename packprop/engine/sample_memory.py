@@ -60,7 +60,8 @@ class SampleMemory(NamedTuple):
         """Entries of temporary tensors that one contribution takes for each of ``samples``."""
         use, site, cotangents = contribution
         columns = column_count(cotangents)
-        outputs = sum(shape.numel() for shape in use.recorded.shapes) // samples
+        places = zip(use.layouts, use.recorded.shapes, strict=True)
+        outputs = sum(layout.front_shape(shape)[1:].numel() for layout, shape in places)
         extents = extents_of(use, site, samples, held)
         if extents is not None and outputs % (extents.groups * extents.fan_out):
             extents = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.order import fold_swapped, fold_to
-from packprop.algebra.structures import Dense, Outer, Structure
+from packprop.algebra.structures import Dense, Outer, Structure, filled_up
 from packprop.errors import PackpropError
 from packprop.functions.entry import (
     Call,
@@ -93,7 +93,9 @@ def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> Stru
         layout, cotangent = layouts[0], cotangents[0]
         if cotangent is not None:
             cotangent = select_samples(layout.to_front(cotangent, 1), samples, 1)
-        return build(cotangent, *(select_samples(layout.to_front(saved()), samples) for saved in saved_inputs))
+        inputs = (select_samples(layout.to_front(saved()), samples) for saved in saved_inputs)
+        structure = build(cotangent, *inputs)
+        return structure if layout.rows is None else filled_up(structure)
 
     return structure_of
 
@@ -190,7 +192,7 @@ def _sum_over_broadcast(
         along_samples = broadcast_shape[layout.axis]
         before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.axis + 1 :]
         rest = before + behind
-        if layout.parts > 1:  # parts stay where the sample axis was
+        if layout.folded:  # parts stay where the sample axis was
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
     summed = [2 + axis for axis, size in enumerate(rest) if size == 1 and product.shape[2 + axis] != 1]
     rows = product.sum(summed, keepdim=True) if summed else product.clone()  # never a view of the cotangent

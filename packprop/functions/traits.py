@@ -49,8 +49,11 @@ def leads_with_samples(function: Callable[..., Any], args: tuple[Any, ...]) -> b
     return bool(args) and isinstance(args[0], Tensor) and SAMPLES_LEAD.get(function) == args[0].dim()
 
 
-EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors")
-"""Functions that repeat the entries of their first argument, or of each one, and do nothing else."""
+EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat")
+"""Functions that repeat the entries of their first argument, or of each one, and do nothing else.
+
+The last one also repeats longer axes as a whole, which is no expansion.
+"""
 
 
 LIKE_ANOTHER = _functions("type_as", "view_as", "reshape_as", "expand_as", "to")
@@ -80,9 +83,28 @@ METADATA = _functions(
 REORDERINGS = _functions(
     *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
     *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
+    *("index_add_", "index_copy_", "index_put_", "scatter_", "scatter_add_", "scatter_reduce_", "__setitem__"),
     *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
 )
 """Functions by which data can decide on the order of rows."""
+
+
+def takes_by_index(function: Callable[..., Any], args: Any) -> bool:
+    """Whether a call of one of ``REORDERINGS`` takes rows by a list of them; a slice keeps their order."""
+    if function not in (Tensor.__getitem__, Tensor.__setitem__):
+        return True
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(part, (Tensor, list)) for part in index)
+
+
+def is_one_index(index: Any) -> bool:
+    """Whether an index holds single numbers and slices alone, be they given as tensors."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        isinstance(part, (int, slice, type(None), type(...)))
+        or (isinstance(part, Tensor) and part.dim() == 0 and part.dtype != torch.bool)
+        for part in parts
+    )
 
 
 UNUSUAL = frozenset({Tensor.__setitem__, Tensor.register_hook, *MIXERS}).union(

@@ -67,16 +67,15 @@ def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
             ]
             if not any(_is_touched(where) for _, where in touched):
                 continue
-            explaining = _explaining(shape, touched, reading.samples)
-            if not explaining:
-                if _are_apart(evidence, reading.samples):
-                    return Verdict(None, use, inside=True)
-                mixed = mixed or use
-                continue
-            kept[use][place] = [layout for layout in kept[use][place] if layout in explaining]
-            if not kept[use][place]:
+            explaining = [layout for layout in kept[use][place] if _explains(layout, touched)]
+            if explaining:
+                kept[use][place], seen = explaining, True
+            elif _explaining(shape, touched, reading.samples):
                 return Verdict(None, use)
-            seen = True
+            elif _are_apart(evidence, reading.samples):
+                return Verdict(None, use, inside=True)
+            else:
+                mixed = mixed or use
         if use.is_end and not seen:
             shown = False
     return Verdict(kept, is_shown=shown and mixed is None, mixed=mixed)
@@ -90,16 +89,17 @@ def _is_touched(where: Touched) -> bool:
     return any(bool(where.at(axis).any()) for axis in where.rows)
 
 
+def _explains(layout: Layout, touched: Sequence[tuple[Tensor, Touched]]) -> bool:
+    """Whether by this layout nothing of unchanged samples was touched."""
+    if layout.axis is None or layout.rows is not None:
+        return True  # changed inputs may be sent elsewhere: rows in any order are told by the graph alone
+    of_row = layout.sample_of(torch.device("cpu"))
+    return not any(bool((where.at(layout.axis) & ~changed[of_row]).any()) for changed, where in touched)
+
+
 def _explaining(shape: torch.Size, touched: Sequence[tuple[Tensor, Touched]], samples: int) -> list[Layout]:
     """Layouts by which nothing of unchanged samples was touched."""
-
-    def explains(layout: Layout) -> bool:
-        if layout.axis is None:
-            return True
-        of_row = layout.sample_of(torch.device("cpu"))
-        return not any(bool((where.at(layout.axis) & ~changed[of_row]).any()) for changed, where in touched)
-
-    return [layout for layout in possible_layouts(shape, samples) if explains(layout)]
+    return [layout for layout in possible_layouts(shape, samples) if _explains(layout, touched)]
 
 
 def _are_apart(evidence: Iterable[Evidence], samples: int) -> bool:

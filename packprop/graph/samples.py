@@ -324,7 +324,8 @@ def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pa
         where,
         "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
         f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
-        "keep the samples on one axis and independent of each other (no statistics over the batch), or set "
+        "keep the samples on one axis and independent of each other (no statistics over the batch), say where "
+        f"they are if it is elsewhere ({declaration(graph) or 'sample_axis=1'} in extend), or set "
         "requires_grad=False on the parameters upstream",
     )
 

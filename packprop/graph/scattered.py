@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
-from packprop.tensors.layout import Layout
+from packprop.tensors.layout import Layout, layout_of_rows
 
 Place = tuple[ReachedUse, int]
 """A use, and one of its outputs."""
@@ -72,9 +72,9 @@ def scattered_layouts(
             owners = _owners(at_use, sequences)
             at_use = {index: owners[list(groups)] for index, groups in enumerate(sequences)}
         for index, known in at_use.items():
-            belongs = known.clamp(min=0).tolist()
-            if max(belongs, default=samples) < samples:
-                layouts[use, index] = Layout.scattered(_axis(use, index), samples, tuple(belongs))
+            belongs = known.clamp(min=0)
+            if len(belongs) and int(belongs.max()) < samples:
+                layouts[use, index] = layout_of_rows(_axis(use, index), belongs, samples)
     return layouts
 
 

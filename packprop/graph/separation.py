@@ -13,6 +13,7 @@ pass; whether it holds for all, so that its result may be kept, is told by NOTE 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.graph.rows import Seeds, Sweeps, layouts_of_rows, levels
 from packprop.graph.scattered import has_packed_sequences, scattered_layouts
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
@@ -154,11 +156,49 @@ def separate(
         known = up.isfinite() & down.isfinite()
         if bool((known & ((up - down).abs() > tolerance * torch.maximum(up, down))).any()):
             fitting[use][index].remove(layout)
+    reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
+    if any(use.recorded.reordered for use in graph.uses):
+        noisy, ones = (
+            functools.partial(by_sample, outputs, chosen, given)
+            for given in (noise, [torch.ones(output.shape) for output in outputs])
+        )
+        reached |= _add_layouts_of_rows(fitting, edges, (noisy, ones), powers.unique(), samples, tolerance)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
             return Separation(None, use, False)
-    reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
     return Separation(fitting, None, len(reached) == len(graph.uses))
+
+
+def _add_layouts_of_rows(
+    fitting: Fitting,
+    edges: Sequence[GradientEdge],
+    seeds: tuple[Seeds, Seeds],
+    exponents: Tensor,
+    samples: int,
+    tolerance: float,
+) -> set[ReachedUse]:
+    """Add layouts of rows in any order behind those that fit, where rows were reordered.
+
+    Returns:
+        The uses that have them.
+    """
+    unfit = [use for use, layouts in fitting.items() if not all(layouts)]
+    if not all(use.recorded.reordered for use in unfit):
+        return set()
+    places = [
+        (use, index, axis)
+        for use, outputs in fitting.items()
+        if use.recorded.reordered
+        for index, layouts in enumerate(outputs)
+        if not layouts or layouts[0].folded
+        for axis, _ in enumerate(use.recorded.shapes[index])
+        if _is_admitted(use, index, Layout(axis, samples))
+    ]
+    sweeps = Sweeps(edges, list(fitting))
+    found = layouts_of_rows(places, sweeps, *seeds, exponents, samples, tolerance) if places else {}
+    for (use, index, _), layout in found.items():
+        fitting[use][index].append(layout)
+    return {use for use, _, _ in found}
 
 
 def by_sample(
@@ -228,9 +268,12 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
     layouts = [known_layout(edge, shape) for edge, shape in places]
     no_module = ForwardCall(lambda: None)
+    reordered = any(use.recorded.reordered for use in graph.uses)
     stand_ins = {
         place: ReachedUse(
-            RecordedUse("", [], [], [shape], no_module), {0: (edge.node, edge.output_nr)}, is_end=True
+            RecordedUse("", [], [], [shape], no_module, reordered=reordered),
+            {0: (edge.node, edge.output_nr)},
+            is_end=True,
         )
         for place, (edge, shape) in enumerate(places)
         if layouts[place] is None
@@ -271,8 +314,6 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
 
 def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, in random order."""
-    reach = 24 if largest > 1e30 else 4
-    steps = min(samples, 2 * reach + 1)
-    spread = torch.linspace(-reach, reach, steps, dtype=torch.float64).round()
-    spread = spread[torch.arange(samples) % steps]
+    spread = levels(samples, largest)
+    spread = spread[torch.arange(samples) % len(spread)]
     return spread[torch.randperm(samples, generator=generator)]

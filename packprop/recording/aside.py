@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from packprop.functions.composites import body_of
 from packprop.tensors.nesting import tensors_in
+
+_PLAIN = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+"""What classes of tensors have that take no function over."""
+
 
 CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules of PyTorch that compute otherwise under a torch-function mode."""
@@ -29,6 +34,14 @@ CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEnc
 
 class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
+
+    def look_inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a composite function so that this mode sees the functions that it is made of."""
+        TorchFunctionMode.__enter__(self)  # while a mode is asked, it is not in force
+        try:
+            return body_of(function)(*args, **kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
 
 class Nesting:
@@ -91,6 +104,13 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     return all(isinstance(mode, OwnMode) for mode in _modes_in_force())
+
+
+def can_look_inside(arguments: Any) -> bool:
+    """Whether nobody else, no other mode and no class of the arguments, takes a composite function over."""
+    return all(isinstance(mode, OwnMode) for mode in _modes_in_force()) and all(
+        type(tensor).__torch_function__ in _PLAIN for tensor in tensors_in(arguments)
+    )
 
 
 def step_aside(module: nn.Module, owner: FrameType, from_samples: bool) -> None:

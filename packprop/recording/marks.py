@@ -104,6 +104,7 @@ class RecordedUse:
         source: Where its inputs are found, if it does not hold them.
         held: Whether the inputs are kept although a backward pass frees the graph.
         evidence: What changed inputs of the call have changed here.
+        reordered: Whether its inputs come from a function that takes rows out of their order.
     """
 
     name: str
@@ -114,6 +115,7 @@ class RecordedUse:
     source: InputSource | None = None
     held: bool = False
     evidence: list[Evidence] = field(default_factory=list)
+    reordered: bool = False
 
     @property
     def entries(self) -> list[Entry] | None:

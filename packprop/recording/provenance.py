@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packprop.functions.traits import EXPANSIONS
+from packprop.functions.traits import EXPANSIONS, REORDERINGS, takes_by_index
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import USE, marks_of, nodes_above
 from packprop.tensors.nesting import tensors_in
@@ -44,6 +44,9 @@ class TensorSet:
             for tensor in tensors_in(value):
                 self.add(tensor)
 
+    def __bool__(self) -> bool:
+        return bool(self.references)
+
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors that are still there."""
         for reference in list(self.references.values()):
@@ -61,6 +64,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self.from_samples, self.from_parameters = TensorSet(), TensorSet()
+        self.reordered = TensorSet()
+        """Those that depend on the samples through a function that takes rows out of their order."""
 
     def alive(self) -> Iterator[Tensor]:
         """All of these tensors that are still there."""
@@ -87,11 +92,21 @@ class Provenance:
                 samples.append(tensor)
         return samples, parameters, constants
 
+    def note_order(
+        self, function: Callable[..., Any] | None, args: Any, samples: Iterable[Tensor], out: Any
+    ) -> bool:
+        """Note what was made of samples, if rows are in another order in it; say whether they were before."""
+        before = bool(self.reordered.references) and any(tensor in self.reordered for tensor in samples)
+        if before or (function in REORDERINGS and takes_by_index(function, args)):
+            self.reordered.add_all(out)
+        return before
+
     def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
         """Sort what was made of the arguments, which is no use of them."""
         samples, parameters, _ = self.sort(tensors_in(args))
         if samples:
             self.from_samples.add(out)
+            self.note_order(None, args, samples, out)
         elif parameters:
             self.from_parameters.add(out)
 
@@ -116,8 +131,11 @@ class Expansions:
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
         """Note what a call has returned, if the function expands its arguments."""
-        if function in EXPANSIONS:
-            for source, expanded in zip(tensors_in(args), tensors_in(out), strict=False):
+        if function not in EXPANSIONS:
+            return
+        for source, expanded in zip(tensors_in(args), tensors_in(out), strict=False):
+            axes = zip(reversed(source.shape), reversed(expanded.shape), strict=False)
+            if all(extent in (1, larger) for extent, larger in axes):
                 self._sources[id(expanded)] = (weakref.ref(expanded), self.source(source))
 
     def source(self, tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ is said in NOTE [What depends on the samples].
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
+from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of
-from packprop.functions.losses.description import LOSSES, input_of
+from packprop.functions.losses.description import LOSSES
 from packprop.functions.registry import RULES, can_wait, entries_of
 from packprop.functions.traits import (
     CONSTANTS,
@@ -33,19 +33,16 @@ from packprop.functions.traits import (
     REORDERINGS,
     SEPARATE,
     UNUSUAL,
+    is_one_index,
 )
-from packprop.recording.aside import Nesting, OwnMode, is_running
+from packprop.recording.aside import Nesting, OwnMode, can_look_inside, is_running
 from packprop.recording.axes import AXIS, SampleAxis, axes_of
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
+from packprop.recording.leaving import leave_use, mark_mixing, record_loss
 from packprop.recording.marks import (
     EXTENDED,
-    LOSS,
-    MIXES,
     OUTPUT,
-    USE,
     ForwardCall,
-    Mixer,
-    RecordedLoss,
     RecordedUse,
     edge_of,
     graph_is_kept,
@@ -211,6 +208,8 @@ class Recorder(OwnMode):
             return out
         if func in METADATA:
             return func(*args, **kwargs)
+        if func in COMPOSITES and can_look_inside((args, kwargs)):
+            return self.look_inside(func, args, kwargs)
         hooks = hooks_in_force()
         if hooks is not None:
             region = region_under(hooks)
@@ -223,7 +222,7 @@ class Recorder(OwnMode):
         if unusual:
             if func in SEPARATE:
                 return self._follow_each(func, args, kwargs)
-            tensors = self._with_entries(func, tensors)
+            tensors = self._with_entries(func, args, tensors)
         arguments = samples, parameters, _ = self._provenance.sort(tensors)
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, arguments, hooks)
@@ -238,6 +237,8 @@ class Recorder(OwnMode):
                 record_loss(func, args, kwargs, out)
             if samples:
                 self._provenance.from_samples.add_all(out)
+                if unusual or self._provenance.reordered.references:
+                    self._provenance.note_order(func, args, samples, out)
             elif parameters:
                 self._provenance.from_parameters.add_all(out)
         return out
@@ -257,6 +258,7 @@ class Recorder(OwnMode):
         elif func is Tensor.__setitem__:
             if samples:
                 self._provenance.from_samples.add(args[0])
+                self._provenance.note_order(func, args, samples, args[0])
             elif parameters:
                 self._provenance.from_parameters.add(args[0])
         elif not samples:
@@ -266,7 +268,7 @@ class Recorder(OwnMode):
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:
             if MIXERS[func](*args, **kwargs):
-                _mark_mixing(self.forward, out)
+                mark_mixing(self.forward, out)
         elif func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
             self.forward.reordered = True
         return False
@@ -280,11 +282,17 @@ class Recorder(OwnMode):
         self._expansions.note(func, args, out)
         return out
 
-    def _with_entries(self, func: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors that went in, without one that is taken for its metadata alone.
+    def _with_entries(
+        self, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """The tensors that went in, without one that is taken for its metadata, or for the number of a slice.
 
         A parameter that is expanded to hold the samples meets them all the same: it may be all there is to use.
+        A slice whose number data decided, such as an expert's, is the same for all that meets it later.
         """
+        if func is Tensor.__getitem__:
+            alone = tensors[0] not in self._provenance.from_samples and is_one_index(args[1])
+            return tensors[:1] if alone else tensors
         if func not in LIKE_ANOTHER or (func in EXPANSIONS and self._may_hold_samples(tensors[-1].shape)):
             return tensors
         return tensors[:1]
@@ -312,8 +320,11 @@ class Recorder(OwnMode):
     ) -> Any:
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
         samples, parameters, constants = arguments
-        edges = [edge_of(tensor) for tensor in samples if tensor.requires_grad]
         name, in_place = _name_and_kind(func)
+        origins = (
+            [_changed_with(each) if each is args[0] else each for each in samples] if in_place else samples
+        )
+        edges = [edge_of(tensor) for tensor in origins if tensor.requires_grad]
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
@@ -328,10 +339,12 @@ class Recorder(OwnMode):
         results = [out] if isinstance(out, Tensor) else list(tensors_in(out))
         for tensor in results:
             self._provenance.from_samples.add(tensor)
+        reordered = func in REORDERINGS or bool(self._provenance.reordered.references)
+        reordered = reordered and self._provenance.note_order(func, args, samples, out)
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
-            _mark_mixing(self.forward, out)
+            mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):
             return out  # a tensor made of parameters now depends on samples: the graph walk names it
         outputs = [tensor for tensor in results if tensor.grad_fn is not None]
@@ -348,8 +361,10 @@ class Recorder(OwnMode):
                 others = (*samples, *constants)
                 call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
             evidence = [each.of(outputs, results) for each in evidence]
-            use = RecordedUse(name, made, edges, shapes, self.forward, source, evidence=evidence)
-            _leave_use(use, outputs)
+            use = RecordedUse(
+                name, made, edges, shapes, self.forward, source, evidence=evidence, reordered=reordered
+            )
+            leave_use(use, outputs)
         return out
 
 
@@ -359,43 +374,19 @@ def _name_and_kind(function: Callable[..., Any]) -> tuple[str, bool]:
     return name_of(function), is_in_place(function)
 
 
+def _changed_with(tensor: Tensor) -> Tensor:
+    """The tensor whose history goes on from its own node when this one is changed in place.
+
+    A view gets a new history then, which leads through that of its base: the node that made the view is in no
+    graph any more. Which tensor is a view of which has a private name alone.
+    """
+    base = tensor._base
+    return tensor if base is None else base
+
+
 def _input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:
     """Where a use shall find its inputs, if the hooks on saved tensors do not let it hold them."""
     if not is_checkpoint(hooks):
         return OffloadedInputs(call, in_place)
     region = region_under(hooks)
     return None if region is None else region.inputs_of_last_call(CallTemplate.of(call, in_place))
-
-
-def _leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
-    """Leave a use on the nodes that made its outputs."""
-    for index, tensor in enumerate(outputs):
-        node = tensor.grad_fn
-        assert node is not None
-        marks_of(node).setdefault(USE, []).append((use, index, tensor.output_nr))
-        node.register_prehook(use.release)
-
-
-def _mark_mixing(forward: ForwardCall, out: Any) -> None:
-    """Mark outputs with the layer that mixed samples: the module whose forward pass is running."""
-    frame: FrameType | None = sys._getframe(1)
-    module: Any = None
-    while frame is not None and not isinstance(module, nn.Module):
-        module = frame.f_locals.get("self")
-        frame = frame.f_back
-    mixer = Mixer(forward, type(module).__name__, (lambda: None) if module is None else weakref.ref(module))
-    for tensor in tensors_in(out):
-        if tensor.grad_fn is not None:
-            marks_of(tensor.grad_fn)[MIXES] = mixer
-
-
-def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Leave a loss on the node that it made, if its input is part of a graph."""
-    loss_input = input_of(function, args, kwargs)
-    if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None:
-        return
-    if isinstance(out, Tensor) and out.grad_fn is not None:
-        edge = edge_of(loss_input)
-        loss = RecordedLoss(function, args, kwargs, edge, loss_input.shape, version(loss_input))
-        marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
-        out.grad_fn.register_prehook(loss.release)

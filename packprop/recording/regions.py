@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from packprop.errors import PackpropError
+from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import Entry, name_of
-from packprop.recording.aside import Nesting, OwnMode
+from packprop.recording.aside import Nesting, OwnMode, can_look_inside
 from packprop.recording.inputs import CallTemplate, InputSource
 from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
@@ -270,6 +271,8 @@ class Replay(OwnMode):
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if func in COMPOSITES and can_look_inside((args, kwargs)):
+            return self.look_inside(func, args, kwargs)
         region = self._region
         recorded = self._nesting.outermost is not None or not region.has_recordings
         if (

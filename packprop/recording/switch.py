@@ -17,8 +17,9 @@ from packprop.errors import BadInput
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, SampleAxis, check_sample_axis
 from packprop.recording.compiled import is_compiled, warn_of_compiled
+from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
-from packprop.recording.recorder import Recorder, current, record_loss
+from packprop.recording.recorder import Recorder, current
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.nesting import tensors_in

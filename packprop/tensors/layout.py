@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Rows:
+    """Which sample each row belongs to, where samples have different numbers of rows in any order.
+
+    Args:
+        sample_of: The sample of each row ``[k]``, on the processor.
+        samples: Number of samples.
+    """
+
+    def __init__(self, sample_of: Tensor, samples: int) -> None:
+        self.sample_of = sample_of
+        counts = torch.bincount(sample_of, minlength=samples)
+        order = torch.argsort(sample_of, stable=True)
+        before = counts.cumsum(0) - counts
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order)) - before[sample_of[order]]
+        self.most = max(1, int(counts.max()))
+        """Rows of the sample that has most of them; one where there are none."""
+        self.places = sample_of * self.most + slots
+        """Where each row stands among those of all samples, each filled up to the most ``[k]``."""
+        self.sources = torch.full((samples * self.most,), len(sample_of))
+        """The row that stands in each place; where there is none the number of rows ``[n * most]``."""
+        self.sources[self.places] = torch.arange(len(sample_of))
 
 
 class Layout(NamedTuple):
@@ -18,20 +40,20 @@ class Layout(NamedTuple):
         samples: Number of samples.
         parts: Number of shared positions folded into the same axis.
         major: Whether the sample index varies slower than the part index.
-        rows: The sample of each entry of the axis, where these follow no rule, as in packed sequences. Samples
-            have as many parts as the one that has most; what others lack is zero.
+        rows: The sample of each row along the axis, where they are in no order. ``parts`` is then the largest
+            number of rows of a sample; others are filled up with zeros.
     """
 
     axis: int | None
     samples: int
     parts: int = 1
     major: bool = True
-    rows: tuple[int, ...] | None = None
+    rows: Rows | None = None
 
-    @classmethod
-    def scattered(cls, axis: int, samples: int, rows: tuple[int, ...]) -> Layout:
-        """The layout of an axis whose entries belong to these samples."""
-        return cls(axis, samples, max(Counter(rows).values(), default=1), True, rows)
+    @property
+    def folded(self) -> bool:
+        """Whether positions share the samples' axis, so that they have an axis of their own in front form."""
+        return self.parts > 1 or self.rows is not None
 
     def to_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """Move samples to axis ``skip``: ``[*skipped, n, (parts), *rest]`` without copying if possible."""
@@ -39,7 +61,11 @@ class Layout(NamedTuple):
             return tensor.unsqueeze(skip)
         axis = self.axis + skip
         if self.rows is not None:
-            tensor = _gathered(tensor, axis, _places(self.rows, self.samples, self.parts))
+            none = tensor.new_zeros(*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])
+            filled = torch.cat([tensor, none], axis)
+            filled = filled.index_select(axis, self.rows.sources.to(tensor.device))
+            front: Tensor = filled.unflatten(axis, (self.samples, self.parts)).movedim(axis, skip)
+            return front
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(axis, skip)
         split = (self.samples, self.parts) if self.major else (self.parts, self.samples)
@@ -50,7 +76,7 @@ class Layout(NamedTuple):
         """The shape of what ``to_front`` returns for a tensor of ``shape``."""
         if self.axis is None:
             return torch.Size([1, *shape])
-        parts = [] if self.parts == 1 else [self.parts]
+        parts = [self.parts] if self.folded else []
         return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.axis + 1 :]])
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
@@ -58,20 +84,17 @@ class Layout(NamedTuple):
         if self.axis is None:
             return tensor.squeeze(skip)
         axis = self.axis + skip
+        if self.rows is not None:
+            filled = tensor.movedim(skip, axis).flatten(axis, axis + 1)
+            return filled.index_select(axis, self.rows.places.to(tensor.device))
         if self.parts == 1:
-            whole = tensor if axis == skip else tensor.movedim(skip, axis)
-        else:
-            whole = tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
-        if self.rows is None:
-            return whole
-        places = _places(self.rows, self.samples, self.parts)
-        back = sorted((row, place) for place, row in enumerate(places) if row >= 0)
-        return whole.index_select(axis, torch.tensor([place for _, place in back], device=whole.device))
+            return tensor if axis == skip else tensor.movedim(skip, axis)
+        return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
 
     def sample_of(self, device: torch.device) -> Tensor:
         """The sample index of each entry along ``axis``."""
         if self.rows is not None:
-            return torch.tensor(self.rows, device=device)
+            return self.rows.sample_of.to(device)
         index = torch.arange(self.samples, device=device)
         if self.parts == 1:
             return index
@@ -92,23 +115,10 @@ class Layout(NamedTuple):
         return f"axis {self.axis}: {self.samples} samples{parts}"
 
 
-@functools.lru_cache(maxsize=256)
-def _places(rows: tuple[int, ...], samples: int, parts: int) -> tuple[int, ...]:
-    """The entry of the axis that is each part of each sample, in order; -1 for parts that a sample lacks."""
-    own: list[list[int]] = [[] for _ in range(samples)]
-    for row, sample in enumerate(rows):
-        own[sample].append(row)
-    return tuple(row for places in own for row in [*places, *[-1] * (parts - len(places))])
-
-
-def _gathered(tensor: Tensor, axis: int, places: tuple[int, ...]) -> Tensor:
-    """Entries of an axis in the order of ``places``, zeros for -1."""
-    index = torch.tensor(places, device=tensor.device)
-    gathered = tensor.index_select(axis, index.clamp(min=0))
-    if min(places) >= 0:
-        return gathered
-    lacking = (index < 0).view([-1 if place == axis else 1 for place in range(tensor.dim())])
-    return gathered.masked_fill(lacking, 0)
+def layout_of_rows(axis: int, sample_of: Tensor, samples: int) -> Layout:
+    """The layout of rows along an axis, each of a known sample ``[k]``."""
+    rows = Rows(sample_of, samples)
+    return Layout(axis, samples, rows.most, rows=rows)
 
 
 def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:

@@ -8,7 +8,7 @@ import torch
 from packprop.algebra.algorithms import algorithms
 from packprop.algebra.order import fold_to
 from packprop.algebra.statistics import sq_norm
-from packprop.algebra.structures import Lookup, Outer
+from packprop.algebra.structures import Lookup, Outer, Tied, join, rows
 
 
 def cancelling(*shape: int) -> torch.Tensor:
@@ -51,3 +51,38 @@ def test_a_table_of_repeated_rows() -> None:
         for position in range(7):
             table[:, sample, index[sample, position]] += cotangent[:, sample, position]
     torch.testing.assert_close(sq_norm(structure), table.square().sum((0, 2, 3)))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("positions", [(1, 1), (1, 4), (5, 4)], ids=str)
+def test_a_table_that_is_a_head(columns: int, positions: tuple[int, int]) -> None:
+    """Cross terms between look-ups and the affine map, without a table for each sample."""
+    looked, mapped = positions
+    index = torch.randint(7, (3, looked))
+    structure = join(
+        [
+            Outer(
+                torch.randn(3, mapped, 1, 5), torch.randn(columns, 3, mapped, 1, 7), fold_to(torch.Size([7, 5]))
+            ),
+            Lookup(index, torch.randn(columns, 3, looked, 5), 7, torch.float32),
+        ]
+    )
+    assert isinstance(structure, Tied)
+    with algorithms(norms="products"):
+        norms = sq_norm(structure)
+    assert not structure.formed
+    torch.testing.assert_close(norms, rows(structure).square().sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_that_is_a_head_and_cancels() -> None:
+    """What the head adds is what the look-ups take away."""
+    x, cotangent = torch.randn(4, 6, 1, 5), torch.randn(1, 4, 6, 1, 7)
+    gradient = torch.einsum("vnsgo,nsgi->vnoi", cotangent, x)
+    index = torch.arange(7).expand(4, 7)
+    structure = Tied(
+        (Outer(x, cotangent, fold_to(torch.Size([7, 5]))), Lookup(index, -gradient, 7, torch.float32))
+    )
+    with algorithms(norms="products"):
+        norms = sq_norm(structure)
+    assert (norms >= 0).all()
+    assert (norms <= 1e-9 * gradient.square().sum()).all()

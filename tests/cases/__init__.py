@@ -56,7 +56,7 @@ ONE_OF_EACH: list[Case] = [
             "tensordot",
         ),
         *("vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm"),
-        *("rnn-cell-loop", "rnn-relu-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
+        *("rnn-cell-loop", "rnn-relu-cell-loop", "lstm-cell-loop", "gru-cell-loop", "experts-grouped"),
         *("weight-norm", "tied-transpose", "module-twice", "checkpoint"),
         *("ce-plain", "linear-alone", "bce-vector", "l1", "smooth-l1", "huber", "nll", "bce-of-probabilities"),
         *("gaussian-nll", "poisson", "soft-margin", "multi-margin", "multilabel-margin", "hinge-embedding"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tests.cases.building import SMOKE, classes, use
+from tests.cases.building import SMOKE, classes, tokens, use
 from tests.cases.case import Case, along
 from tests.cases.models.attention import (
     Attention,
@@ -20,6 +20,7 @@ from tests.cases.models.attention import (
     Windows,
 )
 from tests.cases.models.convolutional import ResNet
+from tests.cases.models.experts import Assigned, GroupedInDouble, LastToken, Mixture, Sorted, Tables
 from tests.cases.models.recurrent import (
     CellStates,
     InitialState,
@@ -34,6 +35,19 @@ from tests.cases.models.wrapping import Apply
 
 def _steps(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, 2), torch.randn(n, 3)
+
+
+EXPERTS = {
+    "loop": Mixture,
+    "assigned": Assigned,
+    "sorted": Sorted,
+    "tables": Tables,
+    "grouped": GroupedInDouble,
+}
+
+
+def _last_token(mixture: Callable[[], nn.Module]) -> nn.Module:
+    return LastToken(mixture())
 
 
 def cases() -> Iterator[Case]:
@@ -83,6 +97,38 @@ def cases() -> Iterator[Case]:
         4,
     )
     yield use(
+        "attention-weights-of-heads",
+        lambda: Apply(
+            lambda m, x: torch.cat([part.flatten(1) for part in m.a(x, x, x, average_attn_weights=False)], 1),
+            a=nn.MultiheadAttention(4, 2, bias=False, batch_first=True),
+        ),
+        (2, 4),
+        16,
+    )
+    yield use(
+        "attention-time-first-bias-kv",
+        lambda: Apply(
+            lambda m, x: m.a(x[:, :2].transpose(0, 1), *[x.transpose(0, 1)] * 2)[0].transpose(0, 1),
+            a=nn.MultiheadAttention(2, 2, add_bias_kv=True),
+        ),
+        (3, 2),
+        4,
+    )
+    yield use(
+        "attention-causal",
+        lambda: Apply(
+            lambda m, x: m.a(
+                *[x] * 3,
+                need_weights=False,
+                attn_mask=nn.Transformer.generate_square_subsequent_mask(3, dtype=x.dtype),
+                is_causal=True,
+            )[0],
+            a=nn.MultiheadAttention(2, 1, batch_first=True),
+        ),
+        (3, 2),
+        6,
+    )
+    yield use(
         "transformer-decoder-layer",
         lambda: Apply(
             lambda m, x: m.a(x[:, :2], x),
@@ -97,6 +143,23 @@ def cases() -> Iterator[Case]:
         (3, 4),
         12,
     )
+    yield use(
+        "transformer-encoder-decoder",
+        lambda: Apply(
+            lambda m, x: m.a(x[:, :2], x[:, 1:], tgt_is_causal=False),
+            a=nn.Transformer(2, 1, 1, 1, 2, dropout=0.0, batch_first=True),
+        ),
+        (3, 2),
+        4,
+    )
+    for name, mixture in EXPERTS.items():
+        yield use(f"experts-{name}", mixture, (4, 3), 12)
+        yield Case(
+            f"experts-{name}-last-token",
+            partial(_last_token, mixture),
+            nn.CrossEntropyLoss,
+            tokens((4,), 7, 3),
+        )
     yield Case("windows", Windows, nn.CrossEntropyLoss, classes((4, 4, 2), 3))
     yield Case("time-first-inside", TimeFirst, nn.CrossEntropyLoss, classes((3, 3), 3))
     yield Case(

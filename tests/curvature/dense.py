@@ -25,7 +25,7 @@ TWICE = list(
 NOT_ELEMENTWISE = (
     *("mv", "tensordot", "vision-transformer-hand-written", "vision-transformer-library", "kl-divergence"),
     *("rnn", "rnn-relu", "gru", "lstm", "rnn-cell-loop", "rnn-relu-cell-loop"),
-    *("lstm-cell-loop", "gru-cell-loop"),
+    *("lstm-cell-loop", "gru-cell-loop", "experts-grouped"),
     *("weight-norm", "tied-transpose", "module-twice"),
     "divide",  # by 2 + w: the function of the parameter curves itself; one that is divided is in CHAINS
 )

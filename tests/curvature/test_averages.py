@@ -75,7 +75,7 @@ NO_CHAIN = (
     *("mv", "tensordot", "vision-transformer-library", "rnn", "rnn-relu", "gru", "lstm", "kl-divergence"),
     *("rnn-cell-loop", "rnn-relu-cell-loop", "lstm-cell-loop", "gru-cell-loop"),
     *("weight-norm", "tied-transpose", "module-twice"),
-    "two-losses-one-output",
+    *("experts-grouped", "two-losses-one-output"),
     "divide",  # by 2 + w, which is not affine in w; a parameter that is divided is, see NUMERATORS
 )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
+from packprop.recording.marks import HANDLES
 from tests.hunt.programs import Program, write
 from tests.hunt.truth import Instance, Truth, build
 
@@ -192,12 +193,15 @@ class _Watch:
                 self.kept.register_hook(lambda _: self._count("activation"))
 
     def hooks(self) -> list[int]:
-        """Numbers of the user's hooks on all modules and parameters."""
+        """Numbers of hooks on all modules and parameters, but for those of ``extend``.
+
+        A part of a model gets a second one of these when it is first called by itself, as checkpoints do.
+        """
         model = self.made.model
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         found = [
-            sum(not hook.__module__.startswith("packprop") for hook in getattr(module, name).values())
+            sum(len(getattr(module, kind)) for kind in kinds) - len(vars(module).get(HANDLES, ()))
             for module in model.modules()
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         ]
         return found + [len(p._backward_hooks or ()) for p in model.parameters()]
 

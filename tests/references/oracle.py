@@ -216,7 +216,7 @@ class Oracle:
 
     @cached_property
     def kfac(self) -> dict[str, list[Tensor]]:
-        """Expected Kronecker factors of linear and convolution layers that are called once.
+        """Expected Kronecker factors of linear and convolution layers that are called once at most.
 
         Weight ``[B, A]``, bias ``[B]``, with ``A = 1/N sum_n sum_s x x^T`` and
         ``B = sum_n E[(sum_s g)(sum_s g)^T]``; the expected outer product of the gradient of a
@@ -239,9 +239,8 @@ class Oracle:
                 output = self.problem.output(n)
                 hessian = self.loss_hessian(output, n)
                 for layer, outputs in calls.items():
-                    if len(outputs) == 1:
-                        pair = self._factors(layer, outputs[0], output, hessian)
-                        factors.setdefault(layer, []).append(pair)
+                    pair = self._factors(layer, outputs[0], output, hessian) if len(outputs) == 1 else None
+                    factors.setdefault(layer, []).append(pair)
         finally:
             for handle in handles:
                 handle.remove()
@@ -251,7 +250,7 @@ class Oracle:
             pairs = factors.get(self.problem.model.get_submodule(prefix))
             if pairs is None or None in pairs:
                 continue
-            input_factor = torch.stack([a for _, a in pairs]).mean(0)
+            input_factor = torch.stack([a for _, a in pairs]).sum(0) / self.problem.size
             output_factor = torch.stack([b for b, _ in pairs]).sum(0)
             result[name] = [output_factor, input_factor] if own == "weight" else [output_factor]
         return result
@@ -278,7 +277,7 @@ class Oracle:
             torch.autograd.grad(entry, layer.weight, **keep)[0][0].flatten()
             for entry in z.movedim(channel, 0)[0].flatten()
         ]
-        x = torch.stack(patches)  # [s, i]
+        x = torch.stack(patches) if patches else layer.weight.detach()[:0].flatten(1)  # [s, i]
         explained = torch.einsum("cos,si->coi", signals, x)
         whole = torch.stack([torch.autograd.grad(entry, layer.weight, **keep)[0] for entry in output.flatten()])
         if not torch.allclose(explained, whole.view_as(explained)):

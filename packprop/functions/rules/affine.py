@@ -108,7 +108,7 @@ def contraction(
         inputs = select_samples(x_layout.to_front(saved()), samples)
         moved = select_samples(layout.to_front(cotangent, 1), samples, 1)
         x_rest, y_rest = x_term, y_term
-        if sample_letter and layout.parts == 1:
+        if sample_letter and not layout.folded:
             x_rest, y_rest = x_term.replace(sample_letter, ""), y_term.replace(sample_letter, "")
         return Dense(torch.einsum(f"VN{y_rest},N{x_rest}->VN{w_term}", moved, inputs))
 

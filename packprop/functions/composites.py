@@ -1,0 +1,27 @@
+"""Functions of torch that are written in Python, and whose parts are worth seeing one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+
+COMPOSITES: frozenset[Callable[..., Any]] = frozenset({F.multi_head_attention_forward})
+"""Functions whose body calls other torch functions: each projection of attention is a linear function."""
+
+
+def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without its first question, whether a mode or a tensor's class takes the call over.
+
+    A mode that takes it over sees one call, and none of those in the body. The code is torch's own, with the
+    names that it finds in its module now: so what is computed is the same to the last bit.
+    """
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    body = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body

@@ -1,0 +1,60 @@
+"""Leaving uses, losses and layers that mix samples on the nodes that they made."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop.functions.losses.description import input_of
+from packprop.recording.marks import (
+    LOSS,
+    MIXES,
+    USE,
+    ForwardCall,
+    Mixer,
+    RecordedLoss,
+    RecordedUse,
+    edge_of,
+    marks_of,
+)
+from packprop.tensors.nesting import tensors_in
+from packprop.tensors.state import version
+
+
+def leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
+    """Leave a use on the nodes that made its outputs."""
+    for index, tensor in enumerate(outputs):
+        node = tensor.grad_fn
+        assert node is not None
+        marks_of(node).setdefault(USE, []).append((use, index, tensor.output_nr))
+        node.register_prehook(use.release)
+
+
+def mark_mixing(forward: ForwardCall, out: Any) -> None:
+    """Mark outputs with the layer that mixed samples: the module whose forward pass is running."""
+    frame: FrameType | None = sys._getframe(1)
+    module: Any = None
+    while frame is not None and not isinstance(module, nn.Module):
+        module = frame.f_locals.get("self")
+        frame = frame.f_back
+    mixer = Mixer(forward, type(module).__name__, (lambda: None) if module is None else weakref.ref(module))
+    for tensor in tensors_in(out):
+        if tensor.grad_fn is not None:
+            marks_of(tensor.grad_fn)[MIXES] = mixer
+
+
+def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Leave a loss on the node that it made, if its input is part of a graph."""
+    loss_input = input_of(function, args, kwargs)
+    if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None:
+        return
+    if isinstance(out, Tensor) and out.grad_fn is not None:
+        edge = edge_of(loss_input)
+        loss = RecordedLoss(function, args, kwargs, edge, loss_input.shape, version(loss_input))
+        marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
+        out.grad_fn.register_prehook(loss.release)

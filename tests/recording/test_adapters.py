@@ -1,0 +1,54 @@
+"""Adapters on a frozen base: only what is trained is recorded, and only it costs memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.memory import LiveBytes
+from packprop.recording.marks import USE, marks_of, nodes_above
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer, and an update of low rank that is trained."""
+
+    def __init__(self, width: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, width) / width)
+        self.up = nn.Parameter(torch.randn(width, rank) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up))
+
+
+def test_the_frozen_base_is_not_recorded() -> None:
+    model = packprop.extend(nn.Sequential(nn.LayerNorm(8).requires_grad_(False), LowRank(8), LowRank(8)))
+    y = model(torch.randn(3, 4, 8))
+    assert y.grad_fn is not None
+    uses = {use for node in nodes_above([y.grad_fn]) for use, _, _ in marks_of(node).get(USE, ())}
+    recorded = [entry.parameter for use in uses for entry in use.entries or ()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for p in recorded} == {id(p) for p in trained}
+    assert len(recorded) == len(trained)
+
+
+def test_the_peak_is_that_of_plain_autograd_and_the_results() -> None:
+    samples, width = 16, 256
+    model = packprop.extend(nn.Sequential(LowRank(width), LowRank(width)))
+    x, y = torch.randn(samples, 2, width), torch.randn(samples, 2, width)
+    peaks = []
+    for asked in ((), (extensions.BatchGrad(),), (extensions.BatchGrad(),)):
+        for parameter in model.parameters():
+            parameter.grad = None
+            vars(parameter).pop("grad_batch", None)
+        with LiveBytes() as live, packprop.backpack(*asked):
+            packprop.extend(nn.MSELoss())(model(x), y).backward()
+        peaks.append(live.peak)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    results = 4 * samples * trained
+    activations = 4 * x.numel()
+    assert peaks[-1] <= peaks[0] + 1.5 * results + activations
+    assert peaks[-1] < 4 * samples * width**2  # one frozen weight's gradients of single samples

@@ -1,0 +1,116 @@
+"""Attention of PyTorch's own is one function for a mode, and each of its projections a use of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import packprop
+from packprop import extensions
+from packprop.recording.marks import USE, marks_of, nodes_above
+from tests.references.running import assert_near
+
+
+class Attending(nn.Module):
+    """Attention of the input to itself, or to its first positions; under a checkpoint if asked for."""
+
+    def __init__(self, positions: int | None = None, checkpointed: bool | None = None, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
+        self.positions, self.checkpointed = positions, checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed is None:
+            return self.attend(x)
+        return checkpoint(self.attend, x, use_reentrant=self.checkpointed)
+
+    def attend(self, x: Tensor) -> Tensor:
+        others = x if self.positions is None else x[:, : self.positions]
+        y, weights = self.attention(x, others, others)
+        return torch.cat([y, weights], 2)
+
+
+def values(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and gradients of single samples."""
+    y = packprop.extend(model)(x)
+    loss = packprop.extend(nn.MSELoss())(y, torch.zeros_like(y))
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    return y.detach(), {name: p.grad_batch for name, p in model.named_parameters()}
+
+
+def uses(y: Tensor) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Function, structure and shape of the parameter of each use."""
+    assert y.grad_fn is not None
+    found = {use: None for node in nodes_above([y.grad_fn]) for use, _, _ in marks_of(node).get(USE, ())}
+    return sorted(
+        (use.name, entry.structure, tuple(entry.parameter.shape))
+        for use in found
+        for entry in use.entries or ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [(4, 4), (12, 4)]),
+        ({"positions": 2}, [(4, 4), (4, 4), (8, 4)]),
+        ({"add_bias_kv": True, "add_zero_attn": True}, [(4, 4), (12, 4)]),
+        ({"kdim": 4, "vdim": 4, "bias": False}, [(4, 4), (12, 4)]),
+    ],
+    ids=["self", "cross", "more-keys", "no-bias"],
+)
+def test_each_projection_is_an_affine_use(options: dict[str, Any], weights: list[tuple[int, ...]]) -> None:
+    y = packprop.extend(Attending(**options))(torch.randn(3, 5, 4))
+    found = uses(y)
+    assert [shape for _, structure, shape in found if structure == "Outer"] == weights
+    assert not [use for use in found if use[1] == "Dense"]
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": 2}], ids=["self", "cross"])
+def test_outputs_are_the_same_to_the_last_bit(options: dict[str, Any]) -> None:
+    model, x = Attending(**options), torch.randn(3, 5, 4)
+    assert torch.equal(packprop.extend(copy.deepcopy(model))(x), model(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant"])
+def test_a_checkpoint_collects_the_inputs_of_each_projection(reentrant: bool) -> None:
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    plain = Attending(positions=2).double()
+    again = Attending(positions=2, checkpointed=reentrant).double()
+    again.load_state_dict(plain.state_dict())
+    (y, expected), (z, found) = values(plain, x), values(again, x)
+    assert torch.equal(y, z)
+    for name, gradients in expected.items():
+        assert_near(found[name], gradients, name)
+
+
+class Seen(TorchFunctionMode):
+    """A mode of the user's, which notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_sees_the_whole_function() -> None:
+    model, x = Attending(positions=2).double(), torch.randn(3, 5, 4, dtype=torch.float64)
+    _, expected = values(copy.deepcopy(model), x)
+    with Seen() as seen:
+        y = packprop.extend(model)(x)
+    assert "multi_head_attention_forward" in seen.names
+    assert "linear" not in seen.names
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.MSELoss())(y, torch.zeros_like(y)).backward()
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.grad_batch, expected[name], name)

@@ -142,3 +142,32 @@ def test_averages_over_positions_are_refused_where_their_number_differs(approxim
         packprop.backpack(extensions.KFAC(approximation=approximation)),
     ):
         loss.backward()
+
+
+def test_a_load_balancing_loss_is_split_by_tokens() -> None:
+    """Fractions of tokens have no derivative: the loss is a sum over tokens, with these as they are."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), Mixture()).double())
+    x, y = torch.randn(3, 4, 3).double(), torch.randn(3, 4, 3).double()
+
+    def loss(fractions: Tensor | None, samples: slice) -> tuple[Tensor, Tensor]:
+        made = model[0](x[samples])
+        found = model[1](made)
+        chances = model[1].gate(made).softmax(-1).flatten(0, 1)
+        if fractions is None:
+            fractions = F.one_hot(chances.topk(2, -1).indices, 4).double().mean((0, 1))
+        aside = (fractions * chances.sum(0) / 12).sum()
+        return nn.functional.mse_loss(found, y[samples], reduction="sum") / 36 + aside, fractions
+
+    with packprop.record(x):
+        whole, fractions = loss(None, slice(None))
+    with packprop.backpack(extensions.BatchGrad()):
+        whole.backward()
+    for n in range(3):
+        with packprop.disable():
+            alone, _ = loss(fractions, slice(n, n + 1))
+        gradients = torch.autograd.grad(
+            alone, list(model.parameters()), materialize_grads=True, allow_unused=True
+        )
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert_near(parameter.grad_batch[n], gradient, name)

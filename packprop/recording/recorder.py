@@ -34,6 +34,7 @@ from packprop.functions.traits import (
 from packprop.recording.aside import OwnMode, can_look_inside, is_running
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
 from packprop.recording.marks import (
+    CHOSEN,
     EXTENDED,
     LOSS,
     MIXES,
@@ -199,6 +200,8 @@ class Recorder(OwnMode):
         elif parameters:
             provenance.from_parameters.add_all(out)
             self._expansions.note(func, args, out)
+            if func is Tensor.__getitem__ and any(t in provenance.from_samples for t in tensors_in(args[1:])):
+                _mark_chosen(out)
         return out
 
     def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -310,6 +313,12 @@ def _leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         assert node is not None
         marks_of(node).setdefault(USE, []).append((use, index, tensor.output_nr))
         node.register_prehook(use.release)
+
+
+def _mark_chosen(part: Tensor) -> None:
+    """Mark a part of a parameter that data chose: it belongs to samples although none enters it."""
+    if part.grad_fn is not None:
+        marks_of(part.grad_fn)[CHOSEN] = True
 
 
 def _mark_mixing(root: nn.Module | None, out: Any) -> None:

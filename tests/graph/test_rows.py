@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.rows import levels
 from packprop.tensors.layout import layout_of_rows
 from tests.cases.models.experts import Mixture
@@ -171,3 +171,54 @@ def test_a_load_balancing_loss_is_split_by_tokens() -> None:
         )
         for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
             assert_near(parameter.grad_batch[n], gradient, name)
+
+
+class Chosen(nn.Module):
+    """A row of a parameter for each sample, taken one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 3), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), torch.stack([self.table[number] for number in ids])
+
+
+CHOICE = torch.tensor([0, 3, 3, 1])
+
+
+def test_rows_that_data_chose_meet_samples_later() -> None:
+    model = packprop.extend(Chosen().double())
+    x = torch.randn(4, 3).double()
+    made, chosen = model(x, CHOICE)
+    with packprop.record():
+        loss = (made * chosen).square().sum()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for n in range(4):
+        with packprop.disable():
+            one, row = model(x[n : n + 1], CHOICE[n : n + 1])
+        gradients = torch.autograd.grad((one * row).square().sum(), list(model.parameters()))
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert_near(parameter.grad_batch[n], gradient, name)
+
+
+def test_rows_that_data_chose_are_no_penalty() -> None:
+    """They meet no sample before the loss, but belong to samples."""
+    model = packprop.extend(Chosen())
+    made, chosen = model(torch.randn(4, 3), CHOICE)
+    score = packprop.extend(nn.MSELoss())
+    loss = score(chosen, torch.randn(4, 3)) + score(made, torch.randn(4, 3))
+    with pytest.raises(PackpropError, match="table"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert not hasattr(model.table, "grad_batch")
+
+
+def test_rows_that_data_chose_and_nothing_else() -> None:
+    """A graph without any recorded use is passed with a warning."""
+    model = packprop.extend(Chosen())
+    _, chosen = model(torch.randn(4, 3), CHOICE)
+    loss = packprop.extend(nn.MSELoss())(chosen, torch.randn(4, 3))
+    with pytest.warns(PackpropWarning), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert not hasattr(model.table, "grad_batch")

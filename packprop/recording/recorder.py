@@ -315,9 +315,9 @@ def _leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         node.register_prehook(use.release)
 
 
-def _mark_chosen(part: Tensor) -> None:
+def _mark_chosen(part: Any) -> None:
     """Mark a part of a parameter that data chose: it belongs to samples although none enters it."""
-    if part.grad_fn is not None:
+    if isinstance(part, Tensor) and part.grad_fn is not None:
         marks_of(part.grad_fn)[CHOSEN] = True
 
 

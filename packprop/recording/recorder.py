@@ -38,7 +38,7 @@ from packprop.functions.traits import (
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside, is_running
 from packprop.recording.axes import AXIS, SampleAxis, axes_of
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.leaving import leave_use, mark_mixing, record_loss
+from packprop.recording.leaving import leave_use, mark_chosen, mark_mixing, record_loss
 from packprop.recording.marks import (
     EXTENDED,
     OUTPUT,
@@ -264,6 +264,10 @@ class Recorder(OwnMode):
         elif not samples:
             if parameters:
                 self._expansions.note(func, args, out)
+                if func is Tensor.__getitem__ and any(
+                    each in self._provenance.from_samples for each in tensors_in(args[1:])
+                ):
+                    mark_chosen(out)
         elif func in CONSTANTS:
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:

@@ -5,6 +5,7 @@ What depends on no sample belongs to no sample: per-sample quantities and the GG
 loss. A parameter that is reached outside of all uses is therefore missing only if it may meet samples there. It
 meets none if all of this holds; else it stays missing:
 
+* No data chose which part of it is taken.
 * The functions between it and the rest of the loss are known to take nothing that the graph does not show. The
   graph does not tell constants from samples. Constants are taken for what they are if they are numbers, or
   buffers and parameters of extended modules, or bring no axis of their own: samples come on an axis that no
@@ -38,7 +39,7 @@ from packprop.functions.operands import (
 from packprop.graph.graph import Graph
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import depth_first, made_by, upstream_of
-from packprop.recording.marks import EXTENDED
+from packprop.recording.marks import CHOSEN, EXTENDED, marks_of
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run
 
@@ -168,6 +169,8 @@ class _Terms:
         if not data:
             if terms:
                 self._sort_term(node, list(terms))
+            if CHOSEN in marks_of(node):  # data chose the part of the parameter that is left
+                self._bad.add(node)
             return
         self._data.add(node)
         if any(each in self._after_loss or each in self._losses for each in data.values()):

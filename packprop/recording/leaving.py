@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from packprop.functions.losses.description import input_of
 from packprop.recording.marks import (
+    CHOSEN,
     LOSS,
     MIXES,
     USE,
@@ -33,6 +34,12 @@ def leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         assert node is not None
         marks_of(node).setdefault(USE, []).append((use, index, tensor.output_nr))
         node.register_prehook(use.release)
+
+
+def mark_chosen(part: Any) -> None:
+    """Mark a part of a parameter that data chose: it belongs to samples although none enters it."""
+    if isinstance(part, Tensor) and part.grad_fn is not None:
+        marks_of(part.grad_fn)[CHOSEN] = True
 
 
 def mark_mixing(forward: ForwardCall, out: Any) -> None:

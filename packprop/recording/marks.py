@@ -20,8 +20,8 @@ from packprop.recording.inputs import InputSource
 from packprop.recording.witnesses import Evidence
 from packprop.tensors.hooks import dictionary_of
 
-USE, LOSS, OUTPUT, MIXES, HOOKS, HOOKED = (
-    f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes", "hooks", "hooked")
+USE, LOSS, OUTPUT, MIXES, HOOKS, HOOKED, CHOSEN = (
+    f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes", "hooks", "hooked", "chosen")
 )
 """Keys of the marks in the ``metadata`` of a node."""
 

@@ -37,7 +37,7 @@ from packprop.functions.traits import (
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside, is_running
 from packprop.recording.axes import AXIS, SampleAxis, axes_of
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.leaving import leave_use, mark_mixing, record_loss
+from packprop.recording.leaving import leave_use, mark_chosen, mark_mixing, record_loss
 from packprop.recording.marks import (
     EXTENDED,
     OUTPUT,
@@ -111,7 +111,11 @@ class Recorder(OwnMode):
         """Whether the inputs of a module that is not recorded depend on the samples."""
         if self.nesting.outermost is None:
             self.open(module, inputs)
-        return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
+        return self._is_of_samples(inputs)
+
+    def _is_of_samples(self, value: Any) -> bool:
+        """Whether a tensor in there depends on the samples."""
+        return any(tensor in self._provenance.from_samples for tensor in tensors_in(value))
 
     def take_as_data(self, outputs: Any) -> None:
         """Take what a module that is not recorded returned: it depends on the samples."""
@@ -258,6 +262,8 @@ class Recorder(OwnMode):
         elif not samples:
             if parameters:
                 self._expansions.note(func, args, out)
+                if func is Tensor.__getitem__ and self._is_of_samples(args[1]):
+                    mark_chosen(out)
         elif func in CONSTANTS:
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:

@@ -142,3 +142,83 @@ def test_averages_over_positions_are_refused_where_their_number_differs(approxim
         packprop.backpack(extensions.KFAC(approximation=approximation)),
     ):
         loss.backward()
+
+
+def test_a_load_balancing_loss_is_split_by_tokens() -> None:
+    """Fractions of tokens have no derivative: the loss is a sum over tokens, with these as they are."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 3), Mixture()).double())
+    x, y = torch.randn(3, 4, 3).double(), torch.randn(3, 4, 3).double()
+
+    def loss(fractions: Tensor | None, samples: slice) -> tuple[Tensor, Tensor]:
+        made = model[0](x[samples])
+        found = model[1](made)
+        chances = model[1].gate(made).softmax(-1).flatten(0, 1)
+        if fractions is None:
+            fractions = F.one_hot(chances.topk(2, -1).indices, 4).double().mean((0, 1))
+        aside = (fractions * chances.sum(0) / 12).sum()
+        return nn.functional.mse_loss(found, y[samples], reduction="sum") / 36 + aside, fractions
+
+    with packprop.record(x):
+        whole, fractions = loss(None, slice(None))
+    with packprop.backpack(extensions.BatchGrad()):
+        whole.backward()
+    for n in range(3):
+        with packprop.disable():
+            alone, _ = loss(fractions, slice(n, n + 1))
+        gradients = torch.autograd.grad(
+            alone, list(model.parameters()), materialize_grads=True, allow_unused=True
+        )
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert_near(parameter.grad_batch[n], gradient, name)
+
+
+class Chosen(nn.Module):
+    """A row of a parameter for each sample, taken one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 3), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), torch.stack([self.table[number] for number in ids])
+
+
+CHOICE = torch.tensor([0, 3, 3, 1])
+
+
+def test_rows_that_data_chose_meet_samples_later() -> None:
+    model = packprop.extend(Chosen().double())
+    x = torch.randn(4, 3).double()
+    made, chosen = model(x, CHOICE)
+    with packprop.record():
+        loss = (made * chosen).square().sum()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for n in range(4):
+        with packprop.disable():
+            one, row = model(x[n : n + 1], CHOICE[n : n + 1])
+        gradients = torch.autograd.grad((one * row).square().sum(), list(model.parameters()))
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert_near(parameter.grad_batch[n], gradient, name)
+
+
+def test_rows_that_data_chose_are_no_penalty() -> None:
+    """They meet no sample before the loss, but belong to samples."""
+    model = packprop.extend(Chosen())
+    made, chosen = model(torch.randn(4, 3), CHOICE)
+    score = packprop.extend(nn.MSELoss())
+    loss = score(chosen, torch.randn(4, 3)) + score(made, torch.randn(4, 3))
+    with pytest.raises(PackpropError, match="table"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert not hasattr(model.table, "grad_batch")
+
+
+def test_rows_that_data_chose_and_nothing_else() -> None:
+    """A graph without any recorded use, of a parameter that data had a part in, is refused by name."""
+    model = packprop.extend(Chosen())
+    _, chosen = model(torch.randn(4, 3), CHOICE)
+    loss = packprop.extend(nn.MSELoss())(chosen, torch.randn(4, 3))
+    with pytest.raises(PackpropError, match="table"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert not hasattr(model.table, "grad_batch")

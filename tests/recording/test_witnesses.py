@@ -57,7 +57,7 @@ CASES = [
 def test_only_the_first_call_of_a_shape(
     build: Callable[[], nn.Module], shape: tuple[int, ...], looks: bool
 ) -> None:
-    """Every other call computes what it does without packprop, and so does this one where nothing is to be seen."""
+    """Every other call computes what it does without packprop; so does this one where nothing is to be seen."""
     model, x = build(), torch.randn(shape)
     plain = operations(model, x)
     packprop.extend(model)

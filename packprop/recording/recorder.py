@@ -112,7 +112,11 @@ class Recorder(OwnMode):
         """Whether the inputs of a module that is not recorded depend on the samples."""
         if self.nesting.outermost is None:
             self.open(module, inputs)
-        return any(tensor in self._provenance.from_samples for tensor in tensors_in(inputs))
+        return self._is_of_samples(inputs)
+
+    def _is_of_samples(self, value: Any) -> bool:
+        """Whether a tensor in there depends on the samples."""
+        return any(tensor in self._provenance.from_samples for tensor in tensors_in(value))
 
     def take_as_data(self, outputs: Any) -> None:
         """Take what a module that is not recorded returned: it depends on the samples."""
@@ -264,9 +268,7 @@ class Recorder(OwnMode):
         elif not samples:
             if parameters:
                 self._expansions.note(func, args, out)
-                if func is Tensor.__getitem__ and any(
-                    each in self._provenance.from_samples for each in tensors_in(args[1:])
-                ):
+                if func is Tensor.__getitem__ and self._is_of_samples(args[1]):
                     mark_chosen(out)
         elif func in CONSTANTS:
             return self._is_without_samples(out, samples, args)

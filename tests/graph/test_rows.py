@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError, PackpropWarning
+from packprop.errors import PackpropError
 from packprop.graph.rows import levels
 from packprop.tensors.layout import layout_of_rows
 from tests.cases.models.experts import Mixture
@@ -215,10 +215,10 @@ def test_rows_that_data_chose_are_no_penalty() -> None:
 
 
 def test_rows_that_data_chose_and_nothing_else() -> None:
-    """A graph without any recorded use is passed with a warning."""
+    """A graph without any recorded use, of a parameter that data had a part in, is refused by name."""
     model = packprop.extend(Chosen())
     _, chosen = model(torch.randn(4, 3), CHOICE)
     loss = packprop.extend(nn.MSELoss())(chosen, torch.randn(4, 3))
-    with pytest.warns(PackpropWarning), packprop.backpack(extensions.BatchGrad()):
+    with pytest.raises(PackpropError, match="table"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     assert not hasattr(model.table, "grad_batch")

@@ -57,6 +57,9 @@ def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
     kept: Fitting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     shown, mixed = not graph.checkpoints and reading.samples > 1, None
     for use in graph.uses:
+        if any(site.entry.sequences is not None for site in use.sites):
+            shown = False  # packed sequences are in an order of their own, which the graph alone tells
+            continue
         evidence = [each for each in use.recorded.evidence if _is_about(each, reading)]
         seen = False
         for place, shape in enumerate(use.recorded.shapes):

@@ -1,4 +1,4 @@
-"""Any function: evaluated again by itself, and pulled back for each sample."""
+"""Any function: evaluated again by itself, and pulled back once for each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
 from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place
-from packprop.functions.sample_calls import SampleCalls, differentiable_outputs
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -22,10 +21,10 @@ from packprop.tensors.repeated import Products, of_columns, one_by_one
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
-    """The entry for a function without a rule: evaluate it again, on the inputs of each sample.
+    """The entry for a function without a rule: evaluate it again by itself, pull back once for each sample.
 
-    Exact wherever the samples are separate in the outputs. Where the inputs cannot be cut into those of single
-    samples, it costs one vector-Jacobian product of the whole batch for each sample and column.
+    Exact wherever the samples are separate in the outputs; costs one vector-Jacobian product of the
+    function for each sample and column.
     """
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -42,22 +41,14 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                 return tensor if differentiable else tensor.detach()
 
             args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
-            outputs = differentiable_outputs(function(*args, **kwargs))
+            if is_in_place(call.function):  # what it overwrites is needed the next time
+                args = (args[0].clone(), *args[1:])
+            outputs = call.function(*args, **kwargs)
+            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         input_nodes = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
         cotangents = _from_outside(outputs, cotangents, input_nodes)
-        if call.random_state is None:
-            index = torch.tensor(_sample_numbers(samples, layouts[0].samples))
-            rows = sample_calls.rows((args, kwargs), weight, outputs, cotangents, layouts, index)
-            if rows is not None:
-                return Dense(rows.to(accumulation_dtype(rows.dtype)))
         return pulled_samplewise(outputs, weight, cotangents, layouts, samples)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if is_in_place(call.function):  # what it overwrites is needed the next time
-            args = (args[0].clone(), *args[1:])
-        return call.function(*args, **kwargs)
-
-    sample_calls = SampleCalls(function, pulled)
     return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()))
 
 

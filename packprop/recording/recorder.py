@@ -366,7 +366,6 @@ class Recorder(OwnMode):
             else:
                 others = (*samples, *constants)
                 call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
-            evidence = [each.of(outputs, results) for each in evidence]
             use = RecordedUse(
                 name, made, edges, shapes, self.forward, source, evidence=evidence, reordered=reordered
             )

@@ -22,13 +22,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.functions.entry import is_in_place
 from packprop.functions.traits import MIXERS, leads_with_samples
@@ -97,23 +96,29 @@ class Evidence:
     Args:
         change: Which rows of the inputs were others.
         inputs: Where its inputs differ.
-        outputs: Where its outputs differ, by their numbers.
+        outputs: Where its outputs differ, by their numbers among those that need gradients.
     """
 
     change: Change
     inputs: list[Touched]
     outputs: dict[int, Touched]
 
-    def of(self, outputs: Sequence[Tensor], everything: Sequence[Tensor]) -> Evidence:
-        """The same with outputs numbered among those that need gradients, out of everything that was made."""
-        places = {id(tensor): place for place, tensor in enumerate(outputs)}
-        numbers = {number: places.get(id(tensor)) for number, tensor in enumerate(everything)}
-        kept = {numbers[number]: seen for number, seen in self.outputs.items()}
-        return replace(self, outputs={place: seen for place, seen in kept.items() if place is not None})
+
+_Seen = dict[Any, list[list[Evidence]]]
+"""What was seen at each use of a call, by a key of its inputs."""
 
 
-_SEEN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What was seen at each use of a call, by the module that was called and a key of its inputs."""
+_SEEN: dict[int, tuple[weakref.ref[nn.Module], _Seen]] = {}
+"""By the identity of the module that was called: a dictionary with weak keys would be asked in each call."""
+
+
+def _seen_of(module: nn.Module) -> _Seen:
+    """What was seen in calls of a module."""
+    reference, seen = _SEEN.get(id(module), (None, {}))
+    if reference is None or reference() is not module:
+        seen, number = {}, id(module)
+        _SEEN[number] = weakref.ref(module, lambda _: _SEEN.pop(number, None)), seen
+    return seen
 
 
 @dataclass
@@ -155,7 +160,7 @@ class Witnesses:
         pairs = [(tensor, axis) for tensor, axis in inputs if _may_be_copied(tensor)]
         self._key += tuple((tensor.shape, tensor.dtype, axis, declared) for tensor, axis in pairs)
         if self._module is not None:
-            self._known = _SEEN.setdefault(self._module, {}).get((self._key, self._module.training))
+            self._known = _seen_of(self._module).get((self._key, self._module.training))
             if self._known is not None:
                 return
         for tensor, own in pairs:
@@ -198,7 +203,7 @@ class Witnesses:
         if self.are_there and self._take_up(function, args, kwargs):
             state = random_states()
             out = function(*args, **kwargs)
-            found = self._see(function, args, kwargs, list(tensors_in(out)), state)
+            found = self._see(function, args, kwargs, out, state)
         else:
             out = function(*args, **kwargs)
         self._seen.append(found)
@@ -267,18 +272,18 @@ class Witnesses:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        outputs: Sequence[Tensor],
+        out: Any,
         state: RandomStates | None,
     ) -> list[Evidence]:
         """What witnesses show of a use."""
-        found = []
+        found, made = [], list(tensors_in(out))
         for change, others in self._again(function, args, kwargs, state):
             inputs = [
                 _touched(tensor, copy, change.extent)
                 for tensor in tensors_in((args, kwargs))
                 if (copy := self._of(tensor).get(change)) is not None
             ]
-            pairs = zip(outputs, others, strict=False)
+            pairs = [(tensor, other) for tensor, other in zip(made, others, strict=False) if tensor.grad_fn]
             places = {
                 place: _touched(tensor, other, change.extent)
                 for place, (tensor, other) in enumerate(pairs)
@@ -293,7 +298,7 @@ class Witnesses:
             for evidence in (each for use in self._seen for each in use):
                 for touched in (*evidence.inputs, *evidence.outputs.values()):
                     touched.settle()
-            seen = _SEEN.setdefault(self._module, {})
+            seen = _seen_of(self._module)
             if len(seen) == MANY:
                 seen.clear()
             seen[self._key, self._module.training] = self._seen

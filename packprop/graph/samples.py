@@ -209,12 +209,13 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     _require_samples(graph, outputs)
     first: _Candidate | None = None
     refusal: PackpropError | None = None
-    contradicted = False
+    contradicted = mixed_inside = False
     examine = graph.signature not in memory.examined
     for reading, chosen in choices(graph, outputs):
         if first is not None and (reading.samples == 1 or reading.axis != first.reading.axis):
             break
-        if not (reading.usual or reading.axis == 0 or contradicted):
+        leads = all(layout.axis == 0 and layout.parts == 1 for layout in chosen)
+        if not (reading.usual or reading.axis == 0 or contradicted or (mixed_inside and leads)):
             continue  # nothing speaks against the leading axis but that samples are mixed
         found = separate(graph, outputs, chosen, reading.samples)
         if found.fitting is None:
@@ -225,6 +226,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if verdict.fitting is None or not (reading.usual or verdict.is_shown):
             if verdict.contradicted is not None and reading.usual:
                 contradicted |= not verdict.inside
+                mixed_inside |= verdict.inside
                 refusal = refusal or _elsewhere(graph, verdict.contradicted, reading, verdict.inside)
             continue
         if verdict.mixed is not None or not reading.usual:

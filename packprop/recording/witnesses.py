@@ -9,12 +9,16 @@ which half of the rows along an axis are others (*witnesses*), and a third time 
 whose inputs are such copies. Where its output differs, there are the rows that were changed: a layout of the
 samples at this output is right only if all rows of unchanged samples are what they were.
 
-This is done for axis 0 and axis 1, or for the axes that were declared, in the first call of a module with
-inputs of given shapes; what was seen is kept by the number of the use in the call. An input is copied when the
-first function takes it that could have the samples on another axis than the leading one: a linear layer on
-``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen where a function fails on copies,
-changes tensors that are no copies, or is the user's own, inside a checkpoint, which would have to see the same
-functions when it runs again, nor behind more functions than ``LONGEST``; nothing is concluded there.
+This is done for the axes that were declared; without a declaration for axis 0 and axis 1 of inputs that have
+as many entries on both, which no shape can tell apart. (Where they differ, positions are still taken for
+samples if they lead the loss's input, or are mixed before the first parameter. To look there, too, would make
+the first call of nearly every model on sequences take more memory than the ones after it.) It is done in the
+first call of a module with inputs of given shapes; what was seen is kept by the number of the use in the
+call. An input is copied when the first function takes it that could have the samples on another axis than the
+leading one: a linear layer on ``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen
+where a function fails on copies, changes tensors that are no copies, or is the user's own, inside a
+checkpoint, which would have to see the same functions when it runs again, nor behind more functions than
+``LONGEST``; nothing is concluded there.
 """
 
 from __future__ import annotations
@@ -158,6 +162,8 @@ class Witnesses:
             declared: Whether axes were declared.
         """
         pairs = [(tensor, axis) for tensor, axis in inputs if _may_be_copied(tensor)]
+        if not declared:
+            pairs = [(tensor, axis) for tensor, axis in pairs if _is_ambiguous(tensor)]
         self._key += tuple((tensor.shape, tensor.dtype, axis, declared) for tensor, axis in pairs)
         if self._module is not None:
             self._known = _seen_of(self._module).get((self._key, self._module.training))
@@ -350,6 +356,14 @@ class Witnesses:
         if inspect.isfunction(function) and not (function.__module__ or "").startswith("torch"):
             return False
         return not _changes_first(function) or all(self._of(tensor) for tensor in tensors_in(args[:1]))
+
+
+def _is_ambiguous(tensor: Tensor) -> bool:
+    """Whether shapes cannot tell samples on the leading axis from samples on the second one.
+
+    Other inputs are not copied: the first call of a model would take more memory than those after it.
+    """
+    return tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]
 
 
 def _may_be_copied(tensor: Tensor) -> bool:

@@ -97,11 +97,13 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
             "it is not linear in them: the Hessian has entries between samples, and none has one of its own",
             "ask for DiagHessian() without subsampling, or reduce linearly (sum, mean, weights)",
         )
+    # columns for all samples at once would have to follow rows that assignments put into another order
+    scattered = any(layout.rows is not None for use in graph.uses for layout in use.layouts)
     outputs: dict[tuple[ReachedUse, ...], list[Tensor]] = {}
     for leaf in graph.leaves():
         uses = [use for use in graph.uses if any(site.leaf is leaf for site in use.sites)]
         bits = functools.reduce(int.__or__, (routes.bits[use] for use in uses))
-        if coupled or not _is_affine(leaf, uses, bits, routes.masks):
+        if coupled or scattered or not _is_affine(leaf, uses, bits, routes.masks):
             routes.parameter.append(leaf)
         elif nonlinear.allow_sweep(bits):
             routes.swept.append(leaf)

@@ -42,7 +42,8 @@ def test_cases_are_small_and_say_something(case: Case) -> None:
     assert sum(p.numel() for p in problem.parameters.values()) <= 300
     assert problem.output(0).numel() <= 16
     for name, rows in Oracle(problem).grad_batch.items():
-        assert rows.abs().max() > 0, name
+        unread = case.name.endswith("-last-token") and ".experts." in name  # by a loss of the last token alone
+        assert unread or rows.abs().max() > 0, name
 
 
 def test_linear_regression_by_hand() -> None:

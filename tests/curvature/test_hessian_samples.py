@@ -117,7 +117,7 @@ def test_whatever_is_made_of_the_loss(name: str) -> None:
             assert_near(parameter.diag_h_batch.sum(0), parameter.diag_h, name)
     else:
         with (
-            pytest.raises(PackpropError, match="between samples|mixes the samples"),
+            pytest.raises(PackpropError, match=r"between samples|mixes the samples"),
             packprop.backpack(extensions.BatchDiagHessian()),
         ):
             root.backward()

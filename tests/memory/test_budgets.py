@@ -34,13 +34,14 @@ def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
     for budget in {floor, (floor + free.peak) // 2, free.peak + 1}:
         model, batch = network(), data()
         extension = row(torch.Generator().manual_seed(3))
-        peak = measured(model, batch, extension, memory=budget)
+        plan = packprop.plan(model, loss, batch, [extension], memory=budget)
+        peak = measured(model, batch, extension, memory=plan)
         assert peak <= budget * 1.01
-        found = asked_with(row, budget)
+        found = asked_with(row, plan)
         assert_all_near(found, expected, row.attribute, 1e-4)
 
 
-def asked_with(row: Row, memory: int | None) -> dict[str, Any]:
+def asked_with(row: Row, memory: packprop.Plan | None) -> dict[str, Any]:
     model = network()
     step(model, data(), row(torch.Generator().manual_seed(3)), memory=memory)
     values = {name: getattr(p, row.attribute) for name, p in model.named_parameters()}

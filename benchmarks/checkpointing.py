@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -143,8 +142,7 @@ def _backward(value: Tensor, asked: list[Any]) -> None:
 
 
 def main() -> None:
-    from benchmarks.measure import ROOT
-    from benchmarks.run import environment
+    from benchmarks.run import environment, write_results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -172,13 +170,8 @@ def main() -> None:
                 }
             )
             print(f"  {extension:15} {mine.peak / MIB:6.1f} MiB, {ratio:.3f} of plain + results; {taken:.3f} s")
-    answer = {
-        "environment": environment(options.threads, options.rounds, 1),
-        "size": asdict(size),
-        "rows": rows,
-    }
-    path = ROOT / "benchmarks" / "results" / "checkpointing.json"
-    path.write_text(json.dumps(answer, indent=1) + "\n")
+    described = environment(options.threads, options.rounds, processes=1)
+    write_results("checkpointing", described, size=asdict(size), rows=rows)
 
 
 if __name__ == "__main__":

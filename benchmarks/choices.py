@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ import packprop
 from benchmarks.decoder import Decoder
 from benchmarks.measure import MIB, take_turns
 from benchmarks.problems import PROBLEMS, Task
-from benchmarks.run import RESULTS, environment
+from benchmarks.run import environment, write_results
 from packprop import Plan, extensions
 from packprop.algebra.algorithms import CHOICES
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
@@ -166,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for point in points(options.rounds, options.problems or list(BUILD)):
         found.append(point)
         if not options.problems:  # a run that is stopped leaves what it has found
-            content = {"suite": "choices", "environment": described, "points": found}
-            (RESULTS / "choices.json").write_text(json.dumps(content, indent=1) + "\n")
+            write_results("choices", described, points=found)
     worst = max(found, key=lambda point: point["default_over_best"])
     print(f"at worst {worst['default_over_best']:.2f}: {worst['problem']}, {worst['extension']}")
     return 0

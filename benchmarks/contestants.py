@@ -76,6 +76,11 @@ ATTRIBUTES = {
 }
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by name."""
+    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -162,7 +167,7 @@ def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool
             value.backward()
         return {
             name: {
-                parameter: getattr(tensor, ATTRIBUTES[name]) for parameter, tensor in model.named_parameters()
+                parameter: getattr(tensor, ATTRIBUTES[name]) for parameter, tensor in _trained(model).items()
             }
             for name in quantity.extensions
         }
@@ -227,7 +232,7 @@ def _torch_func(task: Task, quantity: Quantity) -> Call:
     if beyond:
         raise Gap(f"torch.func has no transform for {', '.join(beyond)}")
     model, loss = deepcopy(task.model), task.loss
-    parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    parameters = {name: tensor.detach() for name, tensor in _trained(model).items()}
     samples = len(task.inputs)
 
     def outputs(values: dict[str, Tensor], sample: Tensor) -> Tensor:
@@ -317,13 +322,14 @@ def exact_columns(loss: nn.Module, outputs: Tensor) -> Tensor:
 
 
 def sampled_columns(loss: nn.Module, outputs: Tensor) -> Tensor:
-    """Return ``[1, n, c]``, a draw whose outer product is the same Hessian in expectation."""
+    """Return ``[1, n, c, *t]``, a draw whose outer product is the same Hessian in expectation."""
     if isinstance(loss, nn.MSELoss):
         return math.sqrt(2 / outputs.numel()) * torch.randn_like(outputs)[None]
-    probabilities = outputs.softmax(dim=1)
-    drawn = probabilities.multinomial(1)
-    hot = torch.zeros_like(probabilities).scatter_(1, drawn, 1.0)
-    return (probabilities - hot)[None] / math.sqrt(len(outputs))
+    terms = outputs.movedim(1, -1)
+    probabilities = terms.softmax(dim=-1)
+    drawn = probabilities.flatten(0, -2).multinomial(1).view(*terms.shape[:-1], 1)
+    hot = torch.zeros_like(probabilities).scatter_(-1, drawn, 1.0)
+    return (probabilities - hot).movedim(-1, 1)[None] / math.sqrt(terms[..., 0].numel())
 
 
 # -------------------------------------------------------------------------------- Opacus
@@ -339,8 +345,8 @@ def _opacus(task: Task, quantity: Quantity) -> Call:
         model.zero_grad()
         loss(model(task.inputs), task.targets).backward()
         # A second backward pass would append to rows that were left there.
-        values = {name: _take(tensor, "grad_sample") for name, tensor in inner.named_parameters()}
-        for tensor in inner.parameters():
+        values = {name: _take(tensor, "grad_sample") for name, tensor in _trained(inner).items()}
+        for tensor in _trained(inner).values():
             vars(tensor)["grad_sample"] = None
         return {"BatchGrad": values}
 
@@ -360,7 +366,7 @@ def _opacus_norms(task: Task, quantity: Quantity) -> Call:
         task.loss(model(task.inputs), task.targets).backward()
         return {
             "BatchL2Grad": {
-                name: _take(tensor, "_norm_sample").square() for name, tensor in inner.named_parameters()
+                name: _take(tensor, "_norm_sample").square() for name, tensor in _trained(inner).items()
             }
         }
 

@@ -38,7 +38,7 @@ from benchmarks.measure import (
     _settle,
     _status,
 )
-from benchmarks.run import environment
+from benchmarks.run import environment, write_results
 from packprop import eager_backward
 from packprop.memory.live import LiveBytes
 
@@ -369,16 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, row in small.items():
         print(f"  {name:28s}" + "".join(f"{k} {v['median']:6.1f} us  " for k, v in row.items()))
     titles = {name: {"title": case.title, "point": case.point} for name, case in CASES.items()}
-    content = {
-        "suite": "eager",
-        "cases": titles,
-        "environment": described,
-        "records": records,
-        "tiny_branch_microseconds": small,
-    }
-    path = ROOT / "benchmarks" / "results" / "eager.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_results("eager", described, cases=titles, records=records, tiny_branch_microseconds=small)
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -23,7 +22,7 @@ import packprop
 from benchmarks.decoder import Decoder
 from benchmarks.measure import MIB
 from benchmarks.problems import PROBLEMS, Task
-from benchmarks.run import RESULTS, environment
+from benchmarks.run import environment, write_results
 from packprop import BadInput, extensions
 from packprop.memory.bytes import byte_text
 from packprop.memory.live import LiveBytes
@@ -152,15 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     described = environment(options.threads, options.rounds, processes=1)
-    content = {
-        "suite": "planning",
-        "environment": described,
-        "plans": printed(),
-        "points": [point for name in NAMES for point in points(name, options.rounds)],
-    }
-    (RESULTS / "planning.json").write_text(json.dumps(content, indent=1) + "\n")
-    worst = max(abs(p["predicted_bytes"] / p["measured_bytes"] - 1) for p in content["points"])
-    print(f"largest difference {worst:.1%} over {len(content['points'])} points, {MIB} bytes a MiB")
+    found = [point for name in NAMES for point in points(name, options.rounds)]
+    write_results("planning", described, plans=printed(), points=found)
+    worst = max(abs(p["predicted_bytes"] / p["measured_bytes"] - 1) for p in found)
+    print(f"largest difference {worst:.1%} over {len(found)} points, {MIB} bytes a MiB")
     return 0
 
 

@@ -195,6 +195,75 @@ def plain_convolutions(classes: int, width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AvgPool2d(16), nn.Flatten(), nn.Linear(width, classes))
 
 
+class CausalBlock(nn.Module):
+    """Causal attention by one packed projection, and two dense layers, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_dense = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.projections, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.projections(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        hidden: Tensor = nn.functional.gelu(self.up(self.before_dense(x)))
+        return x + self.down(hidden)
+
+
+class CausalModel(nn.Module):
+    """Next-token logits ``[n, words, t]`` as GPT-2 computes them, with a head of its own."""
+
+    def __init__(self, words: int, width: int, heads: int, layers: int, tokens: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(tokens, width)
+        self.blocks = nn.Sequential(*(CausalBlock(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.ones_like(tokens).cumsum(1) - 1
+        logits: Tensor = self.head(self.norm(self.blocks(self.words(tokens) + self.places(places))))
+        return logits.mT
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained product of two thin matrices beside it (Hu et al. 2022)."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.layer(x) + self.up(self.down(x))
+        return changed
+
+
+def language_model() -> CausalModel:
+    """Four blocks of width 256, 256 tokens, 8192 words: 7.4 million parameters."""
+    return CausalModel(words=8192, width=256, heads=4, layers=4, tokens=256)
+
+
+def adapted_language_model(rank: int = 8) -> nn.Module:
+    """The same, frozen, with adapters at every linear layer of the blocks."""
+    model = language_model().requires_grad_(False)
+    for block in model.blocks:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, LowRank(layer, rank))
+    return model
+
+
+def tokens(batch: int, words: int = 8192, length: int = 256) -> tuple[Tensor, Tensor]:
+    """Return random tokens and the next ones, ``[n, t]`` each."""
+    drawn = torch.randint(words, (batch, length + 1))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
 # --------------------------------------------------------------------------------------- rows
 
 PROBLEMS: dict[str, Problem] = {
@@ -268,6 +337,24 @@ PROBLEMS: dict[str, Problem] = {
         random_images,
         batch=64,
         quantities=(PRODUCT,),
+    ),
+    "language-model": Problem(
+        "Language model: 4 blocks of width 256, 256 tokens, vocabulary 8192, N = 8",
+        language_model,
+        nn.CrossEntropyLoss,
+        tokens,
+        batch=8,
+        quantities=("BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC", "KFAC", "gradient seed"),
+        note="A token is no sample: exact columns would be 256 x 8191, so that Monte Carlo quantities are not "
+        "compared with exact ones here; the tests do that on small models.",
+    ),
+    "low-rank-adapters": Problem(
+        "The language model, frozen, with adapters of rank 8 at 16 linear layers, N = 8",
+        adapted_language_model,
+        nn.CrossEntropyLoss,
+        tokens,
+        batch=8,
+        quantities=("BatchGrad", "BatchL2Grad", "DiagGGNMC", "KFAC"),
     ),
 }
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.measure import ROOT, Spread
-from benchmarks.run import environment
+from benchmarks.measure import Spread
+from benchmarks.run import environment, write_results
 from packprop import extend
 
 Problem = tuple[nn.Module, Tensor, Tensor]
@@ -216,9 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(record))
     if not options.problem:
         described = environment(options.threads, options.rounds, processes=1)
-        content = {"suite": "recording", "environment": described, "records": records}
-        path = ROOT / "benchmarks" / "results" / "recording.json"
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_results("recording", described, records=records)
     return 0
 
 

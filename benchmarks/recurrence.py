@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import ROOT, Spread
-from benchmarks.run import environment
+from benchmarks.measure import Spread
+from benchmarks.run import environment, write_results
 from packprop import backpack, extend
 from packprop.extensions import BatchGrad
 
@@ -129,9 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(records[-1]))
     if not options.problem:
         described = environment(options.threads, options.rounds, processes=1)
-        content = {"suite": "recurrence", "environment": described, "records": records}
-        path = ROOT / "benchmarks" / "results" / "recurrence.json"
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_results("recurrence", described, records=records)
     return 0
 
 

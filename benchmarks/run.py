@@ -81,6 +81,12 @@ def environment(threads: int, rounds: int, processes: int) -> Record:
     }
 
 
+def write_results(suite: str, described: Record, folder: Path = RESULTS, **found: Any) -> None:
+    """Write what a suite has found, and where it was measured, to ``SUITE.json``."""
+    content = {"suite": suite, "environment": described, **found}
+    (folder / f"{suite}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def _processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -268,16 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"gap: {gap}", markup=False)
         wrong |= any(map(disagrees, records))
         if folder is not None:
-            content = {
-                "suite": suite,
-                "problems": {
-                    name: {each: getattr(PROBLEMS[name], each) for each in ("title", "point", "note")}
-                    for name in SUITES[suite]
-                },
-                "environment": described,
-                "records": records,
+            problems = {
+                name: {each: getattr(PROBLEMS[name], each) for each in ("title", "point", "note")}
+                for name in SUITES[suite]
             }
-            (folder / f"{suite}.json").write_text(json.dumps(content, indent=1) + "\n")
+            write_results(suite, described, folder, problems=problems, records=records)
     return int(wrong)
 
 

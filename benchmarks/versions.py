@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import PROBLEMS, SUITES
-from benchmarks.run import RESULTS, alone, environment
+from benchmarks.run import alone, environment, write_results
 
 SERVE = """
 import gc, json, sys, time, warnings
@@ -172,12 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = [f"{1000 * each:.2f}" for each in record["seconds"]]
         shown.add_row(record["problem"], record["quantity"], *times, f"{record['ratio']:.3f}", *sizes)
     Console(width=120).print(shown)
-    content = {
-        "commits": commits,
-        "environment": environment(options.threads, options.rounds, 1),
-        "records": records,
-    }
-    (RESULTS / "versions.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    described = environment(options.threads, options.rounds, processes=1)
+    write_results("versions", described, commits=commits, records=records)
     return 0
 
 

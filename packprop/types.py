@@ -10,6 +10,7 @@ import torch
 
 from packprop.algebra.monoid import SUM, Monoid
 from packprop.errors import BadInput
+from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Extension:
     """Whether it is a quantity of the whole batch, which needs no samples that are apart."""
     cheaper: ClassVar[str] = ""
     """What takes less time in its place, if something does: for the warning about work that takes long."""
+    rounded: ClassVar[bool] = False
+    """Whether values are rounded to the parameter's precision: gradients side by side, which are large."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +119,10 @@ class Extension:
         rows = self.rows
         first = 0.0 if rows[-1].after is not None else None
         return (*(row.degree if first is None else first for row in rows[:-1]), rows[-1].degree)
+
+    def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
+        """The precision of values for a parameter: that of sums, unless they are rounded to its own."""
+        return parameter if self.rounded else accumulation_dtype(parameter)
 
     def finish(self, values: list[Any], samples: int) -> Any:
         """The value, from the merged results of the rows and the number of samples that they cover."""

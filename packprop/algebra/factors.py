@@ -92,9 +92,22 @@ def input_gram(
     return total if divisor == 1 else total / divisor
 
 
-def input_sum(structure: Structure) -> Tensor | None:
-    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for other uses."""
-    return structure.x.sum((0, 1, 2)) if isinstance(structure, Outer) else None
+def input_sum(structure: Structure, otherwise: Otherwise = "error") -> Tensor | None:
+    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for other uses.
+
+    Where ``mean_product`` would make too large a matrix of it, ``otherwise`` is as in ``cotangent_gram``.
+    """
+    if not isinstance(structure, Outer):
+        return None
+    if structure.shape[-1] > LARGEST_FACTOR and otherwise != "diagonal":
+        return _too_large(structure.x, structure.shape[-1], otherwise)
+    return structure.x.sum((0, 1, 2))
+
+
+def mean_product(total: Tensor, samples: int) -> Tensor:
+    """``[i] -> [i, i]``: the mean over samples times itself; the diagonal ``[i]`` of a large matrix."""
+    mean = total / samples
+    return torch.outer(mean, mean) if len(mean) <= LARGEST_FACTOR else mean.square()
 
 
 def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
@@ -103,40 +116,53 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
     Args:
         structure: Structure of a parameter.
         first: The results of the first pass. Two of them are the basis, as matrices of columns: ``[g*o, g*o]``
-            and ``[i, i]``, or ``[p, p]`` and ``None``; a vector stands for unit vectors. The rest are ignored.
+            and ``[i, i]``, or ``[p, p]`` and ``None``; a vector stands for unit vectors, and an empty one for a
+            factor that was skipped. The rest are ignored.
 
     Returns:
-        ``[g*o, i]``, or ``[p]``.
+        ``[g*o, i]``, or ``[p]``; empty if a factor was skipped.
     """
     left, right = first[:2]
+    if is_skipped(left) or is_skipped(right):
+        return torch.empty_like(left if is_skipped(left) else right)
     if isinstance(structure, Dense):
-        return sum_of_squares((flat_rows(structure) @ left).flatten(0, 1))
+        return sum_of_squares(_rotated(flat_rows(structure), left).flatten(0, 1))
     cotangent = structure.cotangent
     assert cotangent is not None
     if isinstance(structure, Lookup):
-        if right.dim() == 1:  # unit vectors
-            return sum_sq(replace(structure, cotangent=cotangent @ left)).mT
+        rotated = _rotated(cotangent, left)
+        if right.dim() == 1:
+            return sum_sq(replace(structure, cotangent=rotated)).mT
         inputs = right[structure.index].unsqueeze(2)  # one-hot inputs choose rows
-        return sum_sq(Outer(inputs, (cotangent @ left).unsqueeze(3), _matrix))
+        return sum_sq(Outer(inputs, rotated.unsqueeze(3), _matrix))
     columns, _, positions, groups, fan_out = cotangent.shape
     fan_in = structure.shape[3]
     factors_first = positions * (fan_in**2 + columns * fan_out**2)
     if groups == 1 and (positions == 1 or factors_first <= columns * fan_out * fan_in * (fan_out + fan_in)):
-        return sum_sq(Outer(structure.x @ right, cotangent @ left, _matrix))
+        return sum_sq(Outer(_rotated(structure.x, right), _rotated(cotangent, left), _matrix))
     products = outer_products(*structure.matrices).reshape(-1, groups, columns, fan_out, fan_in)
     products = products.transpose(1, 2).reshape(-1, groups * fan_out, fan_in)
-    return sum_of_squares(left.mT @ products @ right)
+    return sum_of_squares(_rotated(products if left.dim() == 1 else left.mT @ products, right))
+
+
+def is_skipped(factor: Tensor | None) -> bool:
+    """Whether nothing stands in place of a factor, which would have been too large."""
+    return factor is not None and factor.dim() == 1 and not factor.numel()
+
+
+def _rotated(tensor: Tensor, basis: Tensor) -> Tensor:
+    """The last axis in a basis of columns; a vector stands for unit vectors."""
+    return tensor if basis.dim() == 1 else tensor @ basis
 
 
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
-    """``input_gram`` of a look-up, which is an affine map of one-hot inputs."""
+    """``input_gram`` of a look-up, which is an affine map of one-hot inputs: two of them never meet."""
+    if approximation != "reduce":
+        return torch.diag(_lookup_input_diagonal(structure, approximation))
     index = structure.index
     one_hot = torch.zeros(*index.shape, structure.entries, device=index.device, dtype=structure.dtype)
-    one_hot.scatter_(2, index[..., None], 1.0)
-    if approximation == "reduce":
-        one_hot = one_hot.mean(1, keepdim=True)
-    total = torch.einsum("nsi,nsj->ij", one_hot, one_hot)
-    return total / index.shape[1] if approximation == "expand" else total
+    mean = one_hot.scatter_(2, index[..., None], 1.0).mean(1)
+    return torch.einsum("ni,nj->ij", mean, mean)
 
 
 def _lookup_input_diagonal(structure: Lookup, approximation: Approximation) -> Tensor:
@@ -165,6 +191,6 @@ def _too_large(like: Tensor, size: int, otherwise: Otherwise, dtype: torch.dtype
         "Kronecker factors were asked for.",
         f"the block of parameter {{parameter}}, which would need a factor of {size} rows",
         f"that would take {4 * size**2 / 2**30:.1f} GiB in single precision",
-        "KFAC and KFLR take otherwise='diagonal', which keeps the diagonal of such a factor, or "
+        "give the extension otherwise='diagonal', which keeps the diagonal of such a factor, or "
         "otherwise='skip'; else set requires_grad=False on that parameter, or ask for a diagonal (DiagGGNMC)",
     )

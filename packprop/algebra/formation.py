@@ -36,6 +36,9 @@ FACTORED = (
 )
 """Statistics that form no per-sample gradients of an affine use without shared positions."""
 
+MATRICES = (cotangent_gram, input_gram)
+"""Statistics that are one matrix of all samples, as large for one of them as for many."""
+
 LINEAR = (per_sample_grad, summed_grad, entry_order_of)
 """Statistics that multiply no two gradients, so that those of complex parameters have them, too."""
 

@@ -8,6 +8,7 @@ Weights that keep fan-in first (transposed convolutions, tables) must be brought
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, overload
@@ -107,7 +108,7 @@ def multiply(block: Block, vectors: Tensor) -> Tensor:
         vectors: ``[*p]`` or ``[v, *p]``.
 
     Returns:
-        Products of the shape of ``vectors``.
+        Products of the shape and precision of ``vectors``.
 
     Raises:
         BadInput: If the vectors do not fit the block.
@@ -115,10 +116,12 @@ def multiply(block: Block, vectors: Tensor) -> Tensor:
     if isinstance(block, Eigen):
         return _scaled("multiply", block, vectors, block.values)
     flat = _as_matrices("multiply", block, vectors)
-    product = _from_left(block[0], flat)
-    if len(block) > 1:
-        product = _from_right(product, block[1].mT if block[1].dim() > 1 else block[1])
-    return product.reshape(vectors.shape)
+    precision = functools.reduce(torch.promote_types, (factor.dtype for factor in block), flat.dtype)
+    left, *rest = (factor.to(precision) for factor in block)
+    product = _from_left(left, flat.to(precision))
+    for right in rest:
+        product = _from_right(product, right.mT if right.dim() > 1 else right)
+    return product.reshape(vectors.shape).to(result_dtype(vectors, product))
 
 
 @overload

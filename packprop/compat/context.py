@@ -85,7 +85,7 @@ class disable:  # noqa: N801  # the older library's name
         return not switch.is_recording_disabled()
 
 
-class backpack(Backpack):  # noqa: N801  # as above
+class backpack(Backpack):  # noqa: N801  # the older library's name
     """``packprop.backpack``, which also runs extensions that were written for single modules.
 
     Args:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from packprop.compat.hessianfree import ggn_vector_product
 from packprop.errors import BadInput
 from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
+from packprop.tensors.precision import result_dtype
 
 SMALLEST_EIGENVALUE = 1e-8
 """Inverses of eigenvalues are bounded by the inverse of this."""
@@ -83,10 +84,12 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 
     def multiply(mat: Tensor) -> Tensor:
         columns = 1 if mat.dim() == 1 else mat.shape[-1]
-        product = mat.reshape(*(factor.shape[1] for factor in factors), columns)
+        precision = functools.reduce(torch.promote_types, (factor.dtype for factor in factors), mat.dtype)
+        product = mat.to(precision).reshape(*(factor.shape[1] for factor in factors), columns)
         for axis, factor in enumerate(factors):
-            product = torch.tensordot(factor, product, ([1], [axis])).movedim(0, axis)
-        return product.reshape(-1) if mat.dim() == 1 else product.reshape(-1, columns)
+            product = torch.tensordot(factor.to(precision), product, ([1], [axis])).movedim(0, axis)
+        product = product.reshape(-1) if mat.dim() == 1 else product.reshape(-1, columns)
+        return product.to(result_dtype(mat, product))
 
     return multiply
 

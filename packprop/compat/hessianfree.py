@@ -137,7 +137,7 @@ def L_op(  # noqa: N802  # the name in the literature
     return _result(with_zeros(product, inputs, None), detach)
 
 
-def R_op(  # noqa: N802  # as above
+def R_op(  # noqa: N802  # the older library's name
     ys: Vectors, xs: Vectors, vs: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
     """``J v``, a Jacobian-vector product, with J the Jacobian of ``ys`` in ``xs``.

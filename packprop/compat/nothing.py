@@ -40,7 +40,8 @@ def value_of_nothing(extension: Extension, parameter: Tensor, entries: int) -> A
     (row,) = extension.rows
     exact = entries if row.seed.kind == "ggn" else 1
     columns = exact if row.seed.mc_samples is None else row.seed.mc_samples
-    gradients = torch.zeros(columns, 0, *parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    dtype = extension.dtype_of(parameter.dtype)
+    gradients = torch.zeros(columns, 0, *parameter.shape, dtype=dtype, device=parameter.device)
     return extension.finish([row.statistic(Dense(gradients))], 0)
 
 

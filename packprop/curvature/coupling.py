@@ -14,13 +14,17 @@ from packprop.curvature.second_order import (
 )
 from packprop.graph.graph import Graph
 from packprop.graph.pull import pull_columns
+from packprop.graph.rows import differ, sizes_of
+from packprop.graph.separation import random_powers
 from packprop.tensors.layout import Layout
 
 
 def couples_samples(graph: Graph) -> bool:
-    """Whether the Hessian in the outputs of all uses has entries between samples: tried on one column.
+    """Whether the Hessian in the outputs of all uses has entries between samples.
 
-    The column is random at every second sample and zero at the others, where nothing may come back.
+    As in NOTE [Separation]: a column of random numbers, those of each sample times a power of two of its own,
+    and another one with the inverse powers. What comes back in the rows of a sample has its own power, unless
+    part of it is another sample's.
     """
     if graph.samples == 1:
         return False
@@ -30,30 +34,44 @@ def couples_samples(graph: Graph) -> bool:
     label = graph.label(graph.uses[0])
     with differentiating_twice(label), torch.enable_grad():
         gradients = gradients_at(graph, edges, create_graph=True)
-    generator = torch.Generator().manual_seed(0)
-    fed: list[tuple[Tensor, Tensor]] = []
-    for (use, index), gradient in zip(places, gradients, strict=True):
-        if gradient is not None and gradient.requires_grad:
-            noise = torch.randn(gradient.shape, generator=generator).to(gradient.device, gradient.dtype)
-            fed.append((gradient, noise * _even_samples(use.layouts[index], gradient)))
+    fed = [
+        (place, gradient)
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and gradient.requires_grad
+    ]
     if not fed:
         return False
-    with differentiating_twice(label):
-        columns = pull_columns(
-            [gradient for gradient, _ in fed], edges, [noise for _, noise in fed], batched=False
-        )
-    inside, leaked = [0.0], [0.0]
-    for (use, index), column in zip(places, columns, strict=True):
-        if column is not None and column.numel():
-            even = _even_samples(use.layouts[index], column)
-            inside.append((column * even).abs().max().item())
-            leaked.append((column * (1 - even)).abs().max().item())
-    return max(leaked) > 1e-5 * max(inside) or max(leaked) != max(leaked)
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(gradient.shape, generator=generator) for _, gradient in fed]
+    info = [torch.finfo(gradient.dtype) for _, gradient in fed]
+    powers = random_powers(graph.samples, min(each.max for each in info), generator)
+    layouts = [use.layouts[index] for use, index in places]
+
+    def sizes_by(exponents: Tensor) -> dict[int, Tensor]:
+        """How large the rows of each sample are ``[n]``, its own power taken off, by place."""
+        seeds = [
+            (random * _of_samples(layouts[place], torch.exp2(exponents), random)).to(gradient)
+            for (place, gradient), random in zip(fed, noise, strict=True)
+        ]
+        with differentiating_twice(label):
+            columns = pull_columns([gradient for _, gradient in fed], edges, seeds, batched=False)
+        found = {}
+        for place, column in enumerate(columns):
+            if column is not None and column.numel():
+                found[place] = sizes_of(layouts[place].to_front(column)) * torch.exp2(-exponents)
+        return found
+
+    up, down = sizes_by(powers), sizes_by(-powers)
+    tolerance = max(each.eps for each in info) ** 0.5
+    smallest = max(each.tiny for each in info)
+    return any(
+        not bool((sizes + down[place]).isfinite().all())
+        or differ(sizes, down[place], powers, tolerance, smallest)
+        for place, sizes in up.items()
+    )
 
 
-def _even_samples(layout: Layout, like: Tensor) -> Tensor:
-    """One in the rows of every second sample, zero elsewhere, to be broadcast against a tensor."""
-    if layout.axis is None:
-        return torch.ones((), dtype=like.dtype, device=like.device)
-    rows = (layout.sample_of(like.device) % 2 == 0).to(like.dtype)
+def _of_samples(layout: Layout, factors: Tensor, like: Tensor) -> Tensor:
+    """A factor for each sample ``[n]``, to be broadcast against a tensor."""
+    rows = factors[layout.sample_of(factors.device)]
     return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])

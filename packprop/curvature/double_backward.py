@@ -138,7 +138,7 @@ def diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) ->
     """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf."""
     entries, samples = leaf.numel(), gradient.shape[0]
     if not gradient.requires_grad:
-        return torch.zeros_like(gradient)
+        return torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
     with torch.enable_grad():
         flat = gradient.reshape(samples * entries)
     step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries)))
@@ -188,7 +188,8 @@ def estimated_diagonals(
                     product = product.to_dense() if product.is_sparse else product
                     totals[place] = totals[place] + (u * product).to(accumulation_dtype(u.dtype))
     for leaf, total in zip(leaves, totals, strict=True):
-        yield leaf, total / draws if isinstance(total, Tensor) else torch.zeros_like(leaf, requires_grad=False)
+        zeros = torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype), requires_grad=False)
+        yield leaf, total / draws if isinstance(total, Tensor) else zeros
 
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.repeated import one_by_one
 
 
@@ -36,11 +39,11 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     with torch.enable_grad():
         (factor,) = derivatives(graph.roots, [edge], gradients, create_graph=True)
         assert factor is not None
-        curved = None
+        curved: list[Tensor | None] = []
         if factor.requires_grad:  # along random numbers: along ones, shares of a whole would not change
             noise = torch.rand(factor.shape, generator=torch.Generator().manual_seed(0)).to(factor)
-            (curved,) = torch.autograd.grad(factor, edge, noise, retain_graph=True, allow_unused=True)
-    if curved is not None and has_fault((curved != 0).any()):
+            curved = derivatives([factor], _ends(graph), [noise])
+    if any(each is not None and has_fault((each != 0).any()) for each in curved):
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
             "what was made of the loss after the loss function",
@@ -58,6 +61,12 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
     return factor if torch.is_grad_enabled() else factor.detach()
 
 
+def _ends(graph: Graph) -> list[GradientEdge]:
+    """Values of all losses, and where else the model is met: what a factor of one loss may depend on."""
+    losses = [GradientEdge(loss.node, loss.output) for loss in graph.losses]
+    return losses + [place.edge for place in graph.open if place.is_open]
+
+
 def generic_root(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -67,15 +76,18 @@ def generic_root(
 ) -> Root:
     """The root of a loss that has no rule, from its own second derivatives, sample by sample."""
     differentiable = torch.is_grad_enabled()
-    outputs, value = evaluated_again(function, args, kwargs, factor)
+    outputs, value = _evaluated_in_wide(function, args, kwargs, factor)
     _require_twice_differentiable(function, value)
     with torch.enable_grad():
         (gradient,) = derivatives([value], [outputs], create_graph=True)
         assert gradient is not None
+        given_in = input_of(function, args, kwargs).dtype
         front = layout.to_front(gradient).reshape(layout.samples, -1)
         entries = front.shape[1]
         if not gradient.requires_grad:
-            return matrix_root(front.new_zeros(layout.samples, entries, entries))
+            wide = accumulation_dtype(given_in)
+            zeros = front.new_zeros(layout.samples, entries, entries, dtype=wide)
+            return _rounded(matrix_root(zeros), given_in)
 
         def product(vector: Tensor) -> Tensor:
             try:
@@ -95,7 +107,33 @@ def generic_root(
         unit = torch.eye(entries, dtype=front.dtype, device=front.device)
         rows = one_by_one(entries, lambda entry: [product(unit[entry])])
         hessian = torch.stack([row for (row,) in rows if row is not None], 1)
-    return matrix_root(0.5 * (hessian + hessian.mT))
+        hessian = hessian.to(accumulation_dtype(hessian.dtype))
+    return _rounded(matrix_root(0.5 * (hessian + hessian.mT)), given_in)
+
+
+def _evaluated_in_wide(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``evaluated_again`` in at least float32: what low precision makes of a Hessian may not be convex."""
+    given_in = input_of(function, args, kwargs).dtype
+    if accumulation_dtype(given_in) != given_in:
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):  # it may have constants in low precision
+            wide = [map_tensors(_widened, value) for value in args]
+            return evaluated_again(function, (*wide,), map_tensors(_widened, kwargs), factor)
+    return evaluated_again(function, args, kwargs, factor)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def _rounded(root: Root, dtype: torch.dtype) -> Root:
+    """The same root with columns in the precision of what a loss was given."""
+    return Root(
+        root.columns,
+        lambda t, start, stop: root.position(t, start, stop).to(dtype),
+        lambda draws, generator: root.draw(draws, generator).to(dtype),
+    )
 
 
 def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from packprop.curvature.products import Product, ggn_product, hessian_product
 from packprop.curvature.snapshots import Snapshot, snapshots_of, were_changed
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.search import leaves_above
-from packprop.tensors.precision import result_dtype
+from packprop.tensors.precision import accumulation_dtype, result_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,9 @@ class Operator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of products: the highest among the parameters."""
-        return functools.reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters))
+        """Precision of products: the highest among the parameters, and at least that of float32."""
+        highest = functools.reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters))
+        return accumulation_dtype(highest)
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +88,7 @@ class Operator:
             return torch.zeros_like(vectors)
         pieces = columns.split([parameter.numel() for parameter in self.parameters], 1)
         given = [
-            piece.reshape(-1, *parameter.shape).to(parameter.dtype)
+            piece.reshape(-1, *parameter.shape).to(accumulation_dtype(parameter.dtype))
             for piece, parameter in zip(pieces, self.parameters, strict=True)
         ]
         flat = [product.detach().reshape(len(columns), -1).to(self.dtype) for product in self.product(given)]
@@ -109,11 +110,9 @@ class Operator:
                 "it is not installed",
                 "pip install 'packprop[scipy]', or use the operator on tensors: operator @ vector",
             ) from error
-        half = self.dtype in (torch.float16, torch.bfloat16)  # NumPy lacks one of them, SciPy's solvers both
-        dtype = torch.float32 if half else self.dtype
 
         def product(array: Any) -> Any:
-            return (self @ torch.tensor(array, dtype=dtype)).numpy()
+            return (self @ torch.tensor(array, dtype=self.dtype)).numpy()
 
         return LinearOperator(
             self.shape,
@@ -121,7 +120,7 @@ class Operator:
             rmatvec=product,
             matmat=product,
             rmatmat=product,
-            dtype=torch.empty(0, dtype=dtype).numpy().dtype,
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
         )
 
 
@@ -145,7 +144,7 @@ def hessian(
     """
     chosen = _chosen("operators.hessian", parameters)
     product, value = hessian_product("operators.hessian", loss, chosen)
-    return Operator(chosen, product, damping, snapshots_of(leaves_above(value)))
+    return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(value)))
 
 
 def ggn(
@@ -167,7 +166,7 @@ def ggn(
     """
     chosen = _chosen("operators.ggn", parameters)
     product, loss = ggn_product("operators.ggn", graph, chosen)
-    return Operator(chosen, product, damping, snapshots_of(leaves_above(loss)))
+    return Operator(chosen, _of_parameters(chosen, product), damping, snapshots_of(leaves_above(loss)))
 
 
 def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], damping: float = 0.0) -> Operator:
@@ -200,6 +199,11 @@ def block_diagonal(parameters: Sequence[Tensor], blocks: Sequence[Block], dampin
         return [kronecker.multiply(block, v) for block, v in zip(blocks, vectors, strict=True)]
 
     return Operator(chosen, product, damping)
+
+
+def _of_parameters(parameters: Sequence[Tensor], product: Product) -> Product:
+    """A product that autograd computes, which takes vectors of the parameters' own precision."""
+    return lambda vectors: product([v.to(p.dtype) for v, p in zip(vectors, parameters, strict=True)])
 
 
 def _fits(parameter: Tensor, block: Block) -> bool:

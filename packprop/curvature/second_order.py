@@ -12,12 +12,17 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from packprop.errors import PackpropError
-from packprop.functions.nodes import bias_without_weight, is_once_differentiable, is_wrong_in_second_order
+from packprop.functions.nodes import (
+    bias_without_weight,
+    is_once_differentiable,
+    is_without_second_derivative,
+    is_wrong_in_second_order,
+)
 from packprop.graph.graph import Graph
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.pull import derivatives
 from packprop.graph.search import nodes_above
-from packprop.recording.reentrant import NAME
+from packprop.recording.reentrant import NAME, OTHER_KIND
 
 ASKED = "A diagonal of the Hessian was asked for."
 
@@ -29,6 +34,12 @@ NOT_TWICE = re.compile(r"not implemented|not (currently )?support|once_different
 ONCE = (
     "its backward pass is marked once_differentiable: it has no second derivative",
     "write its backward pass in differentiable operations and drop the mark, or ask for diagonals of the GGN",
+)
+
+
+CHUNKED = (
+    "linear_cross_entropy with options has no second derivative: PyTorch takes it for zero, without any error",
+    "call it with options=None, or call F.linear and F.cross_entropy on chunks of tokens",
 )
 
 
@@ -54,8 +65,7 @@ CHECKPOINT = (
 
 REENTRANT = (
     "PyTorch goes through reentrant checkpoints in backward() alone, and once: they would count as zero",
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
-    "gradient_checkpointing_enable({'use_reentrant': False})",
+    OTHER_KIND,
 )
 
 
@@ -125,6 +135,8 @@ def require_second_derivatives(
     made = {leaf.grad_fn: leaf for leaf in leaves if leaf.grad_fn is not None}
     for node in nodes_above(root.grad_fn for root in roots):
         fault = ONCE if is_once_differentiable(node) else None
+        if is_without_second_derivative(node):
+            fault = CHUNKED
         if not linear and is_wrong_in_second_order(node):
             fault = WRONG
         start = node

@@ -195,7 +195,7 @@ class _BatchStream:
 
         def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
             name = self._names.get(id(leaf)) or graph.name(leaf)
-            self.results.add(name, graph.samples, terms, results)
+            self.results.add(name, leaf.dtype, graph.samples, terms, results)
 
         with warnings.catch_warnings():
             if not terms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from packprop.dataset.result import Result, Value
 from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
 from packprop.tensors.nesting import map_tensors
+from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Extension
 
 
@@ -25,6 +27,7 @@ class MergedResults:
     Args:
         extensions: What is computed.
         partial: Merged results by extension, row and parameter name.
+        dtypes: Precision of each parameter.
         reached: For each parameter the number of samples that depend on it.
         samples: Samples so far.
         terms: Terms of the loss so far, under a mean; under a sum what the loss is divided by.
@@ -34,6 +37,7 @@ class MergedResults:
 
     extensions: Sequence[Extension]
     partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     samples: int = 0
     terms: float = 0.0
@@ -56,7 +60,7 @@ class MergedResults:
         self.samples += samples
         self.terms = self.terms + terms if reduction == "mean" else terms
         if terms:
-            self.loss = self.loss + loss * terms
+            self.loss = self.loss + loss.to(accumulation_dtype(loss.dtype)) * terms
         whole = [e.name for e in self.extensions if any(row.over_n is not SUM for row in e.rows)]
         for name, reached in self.reached.items():
             if whole and reached != self.samples:
@@ -69,8 +73,16 @@ class MergedResults:
                     "set requires_grad=False on this one",
                 )
 
-    def add(self, name: str, samples: int, terms: float, results: dict[Extension, list[Any]]) -> None:
+    def add(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        samples: int,
+        terms: float,
+        results: dict[Extension, list[Any]],
+    ) -> None:
         """Merge the results of one parameter and one batch, whose loss was divided by ``terms``."""
+        self.dtypes[name] = dtype
         if results:
             self.reached[name] = self.reached.get(name, 0) + samples
         for position, extension in enumerate(self.extensions):
@@ -104,7 +116,8 @@ class MergedResults:
                 if value is None:
                     skipped.append(name)
                 else:
-                    by_name[name] = value
+                    dtype = extension.dtype_of(self.dtypes[name])
+                    by_name[name] = map_tensors(methodcaller("to", dtype), value)
             if skipped:
                 warn_of_skipped(extension, skipped)
         return Result(values, self.samples, float(self.loss) * scale, self.reduction)

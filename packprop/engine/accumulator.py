@@ -24,6 +24,7 @@ from packprop.errors import OfParameter, PackpropWarning
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.precision import accumulation_dtype
 from packprop.types import GRADIENT, INPUTS, Extension, Seed
 
 Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
@@ -168,7 +169,8 @@ class Accumulator:
                 continue
             chosen = task.extension.subsampling
             count = self._graph.samples if chosen is None else len(chosen)
-            zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape))
+            dtype = accumulation_dtype(leaf.dtype)
+            zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape, dtype=dtype))
             self._partial.at(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
 
     def finish(self, leaf: Tensor) -> None:

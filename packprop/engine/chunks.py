@@ -14,6 +14,7 @@ from packprop.engine.sample_memory import SampleMemory, column_count
 from packprop.graph.graph import ReachedUse
 from packprop.tensors.device import free_bytes
 from packprop.tensors.dry import is_dry_run, stands_for_all
+from packprop.tensors.precision import accumulation_dtype
 
 SCRATCH = 8 * 2**20
 """Bytes of temporary memory for a chunk of samples on a processor: what stays in its caches."""
@@ -72,15 +73,15 @@ class ChunkSizes(NamedTuple):
         ``joint``: whether statistics are taken of the joint structure of the uses, and of nothing else.
         """
         memory = SampleMemory.of(leaf, contributions, statistics, joint, create_graph)
-        room = self.scratch
+        room, size = self.scratch, accumulation_dtype(leaf.dtype).itemsize
         for _, site, cotangents in contributions:
             if not column_count(cotangents):  # each chunk is added to a matrix, which is there anyway
                 fan_in = site.entry.fans.fan_in if site.entry.fans else 0
-                room = max(room, fan_in**2 * leaf.element_size())
+                room = max(room, fan_in**2 * size)
         entries = sum(memory.entries(each, samples, self.held) for each in contributions)
-        if not entries:
-            return samples
-        return max(1, min(samples, room // (entries * leaf.element_size())))
+        if not entries or entries * samples <= memory.matrix_entries(contributions):
+            return samples  # a second chunk would take as large a matrix again, and the sum of both
+        return max(1, min(samples, room // (entries * size)))
 
 
 def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:

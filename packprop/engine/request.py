@@ -13,6 +13,7 @@ from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
 from packprop.graph.samples import require_terms
+from packprop.recording.reentrant import OTHER_KIND
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
 
@@ -95,7 +96,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
             "Second derivatives were asked for.",
             "a part of the model inside torch.utils.checkpoint",
             "reentrant checkpointing cannot be differentiated twice",
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            OTHER_KIND,
         )
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from packprop.algebra.choices import Extents, convolved_by_groups
-from packprop.algebra.formation import OF_ROWS, forms_no_rows
+from packprop.algebra.factors import LARGEST_FACTOR
+from packprop.algebra.formation import MATRICES, OF_ROWS, forms_no_rows
 from packprop.algebra.one_by_one import goes_one_by_one
 from packprop.algebra.statistics import Statistic, per_sample_grad
 from packprop.engine.contributions import Contribution, extents_of
@@ -77,6 +78,20 @@ class SampleMemory(NamedTuple):
         if self.forms_no_rows and extents is not None and extents.positions == 1:
             return extents.groups * (extents.fan_in + 2 * extents.fan_out * columns)
         return largest * columns
+
+    def matrix_entries(self, contributions: Sequence[Contribution]) -> int:
+        """Entries of the matrix that each chunk of samples adds up to; 0 if something else is taken."""
+        if not all(getattr(each, "func", each) in MATRICES for each in self.statistics):
+            return 0
+        ((_, site, cotangents), *more) = contributions
+        if more or not site.direct:
+            return 0
+        fans, tables = site.entry.fans, site.entry.structure == "Lookup"
+        if column_count(cotangents):
+            side = fans.groups * fans.fan_out if fans else self.leaf.shape[-1] if tables else self.leaf.numel()
+        else:
+            side = fans.fan_in if fans else self.leaf.shape[0] if tables else 0
+        return side**2 if side <= LARGEST_FACTOR else 0
 
     def _one_by_one(self, site: Site, extents: Extents) -> int:
         fans = site.entry.fans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +65,8 @@ class ResultSaver:
             if value is None:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
-            setattr(leaf, extension.savefield, map_tensors(lambda t: _saved(t, leaf.dtype), value))
+            dtype = extension.dtype_of(leaf.dtype)
+            setattr(leaf, extension.savefield, map_tensors(functools.partial(_saved, dtype=dtype), value))
         for module, unfinished in self._waiting:
             if id(leaf) in unfinished:
                 unfinished.remove(id(leaf))
@@ -109,6 +111,6 @@ def _can_be_overwritten(holder: list[Any]) -> bool:
 
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A result in a parameter's precision, without gaps; to autograd it must not be a view of a hidden one."""
+    """A result without gaps, in a precision of its own; to autograd it must not be a view of a hidden one."""
     value = value.to(dtype).contiguous()
     return value if value.requires_grad else value.data

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packprop.algebra.factors import input_gram, input_sum
+from packprop.algebra.factors import Otherwise, input_gram, input_sum, is_skipped, mean_product
 from packprop.curvature.recursion import Curvature, averaged_factors
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_one_of
@@ -30,15 +30,25 @@ class KFRA(Extension):
     """Kronecker factors of the GGN by averaging over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
 
     For chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017). Other graphs are
-    refused. Conventions and scales are those of KFAC.
+    refused. Conventions and scales are those of KFAC. Both factors are added up, and handed over, in at least
+    float32.
+
+    Args:
+        otherwise: As for ``KFAC``, of input factors. ``B`` is given whole: the recursion needs it so.
     """
 
+    otherwise: Otherwise = "error"
     savefield = "kfra"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        asked = f"KFRA(otherwise={self.otherwise!r}) was asked for."
+        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The recursion, and second moments of inputs."""
-        return _averaged_rows(EXACT, "ggn", False)
+        return _averaged_rows(EXACT, "ggn", False, self.otherwise)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` divided by the number of samples."""
@@ -50,7 +60,8 @@ class HBP(Extension):
     """Hessian backpropagation with its options, ``hbp``: ``[B, A]`` or ``[B]`` (Dangel et al. 2020).
 
     With ``backprop_strategy="sqrt"`` it is KFLR (``"exact"``) or KFAC (``"sampling"``) under another name. With
-    ``"average"`` one matrix is averaged over samples layer by layer, as for KFRA, and on the same graphs.
+    ``"average"`` one matrix is averaged over samples layer by layer, as for KFRA, and on the same graphs. Both
+    factors are added up, and handed over, in at least float32.
 
     Args:
         curv_type: ``"ggn"``, or with ``"average"`` also ``"hessian"``, ``"pch-abs"``, ``"pch-clip"``: whether
@@ -60,6 +71,8 @@ class HBP(Extension):
         ea_strategy: ``"E[J^T E(H) J]"``; or ``"E(J^T) E(H) E(J)"``: Jacobians and inputs are averaged first.
         savefield: The attribute that the value is saved in.
         generator: Makes draws repeatable.
+        otherwise: As for ``KFAC``; with ``"average"`` of input factors: ``B`` is given whole, as the recursion
+            needs it.
     """
 
     curv_type: Curvature = "ggn"
@@ -68,6 +81,7 @@ class HBP(Extension):
     ea_strategy: str = BOTEV_MARTENS
     savefield: str = "hbp"  # type: ignore[misc]  # a choice of each instance here
     generator: torch.Generator | None = None
+    otherwise: Otherwise = "error"
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
@@ -76,6 +90,7 @@ class HBP(Extension):
         require_one_of(asked, "loss_hessian_strategy", self.loss_hessian_strategy, get_args(LossHessian))
         require_one_of(asked, "backprop_strategy", self.backprop_strategy, get_args(Backprop))
         require_one_of(asked, "ea_strategy", self.ea_strategy, (BOTEV_MARTENS, CHEN))
+        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
         plain = self.curv_type == "ggn" and self.ea_strategy == BOTEV_MARTENS
         if self.backprop_strategy == "sqrt" and not plain:
             raise BadInput(
@@ -91,21 +106,22 @@ class HBP(Extension):
         drawn = self.loss_hessian_strategy == "sampling"
         seed = Seed("ggn", 1, self.generator) if drawn else EXACT
         if self.backprop_strategy == "sqrt":
-            return factor_rows(seed, "mixed")
-        return _averaged_rows(seed, self.curv_type, self.ea_strategy == CHEN)
+            return factor_rows(seed, "mixed", self.otherwise)
+        return _averaged_rows(seed, self.curv_type, self.ea_strategy == CHEN, self.otherwise)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor] | None:
         """``B``, and ``A`` from moments of the inputs."""
-        if self.ea_strategy == CHEN and values[1] is not None:
-            mean = values[1] / samples
-            return [values[0], torch.outer(mean, mean)]
+        if self.ea_strategy == CHEN and values[1] is not None and not is_skipped(values[1]):
+            return [values[0], mean_product(values[1], samples)]
         return finished_factors(values, samples)
 
 
-def _averaged_rows(seed: Seed, curvature: Curvature, average_jacobians: bool) -> tuple[Row, ...]:
+def _averaged_rows(
+    seed: Seed, curvature: Curvature, average_jacobians: bool, otherwise: Otherwise
+) -> tuple[Row, ...]:
     """The rows of both factors: the recursion, and moments of inputs."""
     factors = functools.partial(
         averaged_factors, seed=seed, curvature=curvature, average_jacobians=average_jacobians
     )
-    inputs: Any = input_sum if average_jacobians else input_gram
+    inputs = functools.partial(input_sum if average_jacobians else input_gram, otherwise=otherwise)
     return (Row(GRAPH, factors, whole=True), Row(INPUTS, inputs, degree=0))

@@ -22,7 +22,7 @@ from packprop.types import EXACT, Extension, Row
 class DiagGGNExact(Extension):
     """Diagonal of the GGN, ``diag_ggn_exact``: ``[*p]``.
 
-    Squares are added up over columns and samples in at least float32, and the sum is rounded once.
+    Squares are added up over columns and samples, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -38,7 +38,7 @@ class DiagGGNExact(Extension):
 class BatchDiagGGNExact(Extension):
     """Diagonal of each sample's GGN, ``diag_ggn_exact_batch``: ``[n, *p]``; rows sum to ``diag_ggn_exact``.
 
-    Squares are added up over columns in at least float32, and the sum is rounded once.
+    Squares are added up over columns, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -54,7 +54,7 @@ class BatchDiagGGNExact(Extension):
 class DiagGGNMC(Sampled):
     """Unbiased Monte Carlo estimate of the GGN's diagonal, ``diag_ggn_mc``: ``[*p]``.
 
-    Squares are added up over columns and samples in at least float32, and the sum is rounded once.
+    Squares are added up over columns and samples, and handed over, in at least float32.
 
     Args:
         mc_samples: Draws for each sample of the batch.
@@ -74,7 +74,7 @@ class DiagGGNMC(Sampled):
 class BatchDiagGGNMC(Sampled):
     """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
 
-    Squares are added up over columns in at least float32, and the sum is rounded once.
+    Squares are added up over columns, and handed over, in at least float32.
 
     Args:
         mc_samples: Draws for each sample of the batch.

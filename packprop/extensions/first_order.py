@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class BatchGrad(Extension):
     """
 
     subsampling: Sequence[int] | None = None
+    rounded: ClassVar[bool] = True
     savefield = "grad_batch"
     rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
 
@@ -41,7 +42,7 @@ class BatchGrad(Extension):
 class BatchL2Grad(Extension):
     """Squared L2 norm of each row of ``grad_batch``, ``batch_l2``: ``[n]``.
 
-    Squares are formed and added up in at least float32, and the sum is rounded once.
+    Squares are formed, added up and handed over in at least float32.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -56,7 +57,7 @@ class BatchL2Grad(Extension):
 class SumGradSquared(Extension):
     """Squares of the entries of ``grad_batch``, summed over samples, ``sum_grad_squared``: ``[*p]``.
 
-    Squares are formed and added up in at least float32, and the sum is rounded once.
+    Squares are formed, added up and handed over in at least float32.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -73,7 +74,7 @@ class Variance(Extension):
 
     Nothing cancels. Mean and squared deviations are computed from per-sample gradients, by Welford's recurrence
     (1962) where these come one at a time, or for linear layers in float32 from sums in float64. They are merged
-    over chunks as by Chan, Golub and LeVeque (1979), in at least float32. The result is rounded once.
+    over chunks as by Chan, Golub and LeVeque (1979), in at least float32, and handed over so.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -93,7 +94,7 @@ class Variance(Extension):
 class BatchDotGrad(Extension):
     """Inner products of the rows of ``grad_batch``, ``batch_dot``: ``[n, n]``.
 
-    Products are formed and added up in at least float32, and the sum is rounded once.
+    Products are formed, added up and handed over in at least float32.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

@@ -22,7 +22,8 @@ from packprop.types import HESSIAN, Extension, Row, Seed
 class DiagHessian(Extension):
     """Diagonal of the Hessian, ``diag_h``: ``[*p]``; exact on any twice differentiable graph.
 
-    It is that of the whole loss: a term that no sample enters, such as a penalty, is part of it.
+    It is that of the whole loss: a term that no sample enters, such as a penalty, is part of it. It is added
+    up, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch; terms without samples are left out.
@@ -38,7 +39,7 @@ class DiagHessian(Extension):
 class BatchDiagHessian(Extension):
     """Diagonal of the Hessian of each sample's loss, ``diag_h_batch``: ``[n, *p]``; rows sum to ``diag_h``.
 
-    Terms that no sample enters belong to no row.
+    Terms that no sample enters belong to no row. Rows are added up, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -56,7 +57,8 @@ class DiagHessianMC(Extension):
 
     One Hessian-vector product for each draw (Bekas et al. 2007), for models too large for the exact diagonal.
     The variance of an entry is the sum of squares of the other entries in its row of the Hessian, those between
-    parameters included, divided by the number of draws.
+    parameters included, divided by the number of draws. They are added up, and their mean handed over, in at
+    least float32.
 
     Args:
         mc_samples: Number of draws.

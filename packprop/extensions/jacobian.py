@@ -19,7 +19,8 @@ class BatchJacobian(Extension):
     """Jacobian of each sample's output, ``jac_batch``: ``[n, c, *p]``.
 
     The output is what the extended module returned. The loss, or any other reduction that ``backward()`` is
-    called on, does not enter the result.
+    called on, does not enter the result. Sums over positions are taken in at least float32; rows are rounded to
+    the parameter's precision once.
 
     Args:
         outputs: Which entries of a sample's flattened output to take, in this order, so that a Jacobian can be
@@ -30,6 +31,7 @@ class BatchJacobian(Extension):
     outputs: Sequence[int] | None = None
     subsampling: Sequence[int] | None = None
     cheaper: ClassVar[str] = "BatchJacobian(outputs=...) for some outputs"
+    rounded: ClassVar[bool] = True
     savefield = "jac_batch"
 
     def __post_init__(self) -> None:

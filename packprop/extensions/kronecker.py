@@ -28,6 +28,7 @@ from packprop.algebra.factors import (
     Otherwise,
     cotangent_gram,
     input_gram,
+    is_skipped,
     rotated_sum_sq,
 )
 from packprop.algebra.kronecker import Eigen, eigenvectors
@@ -46,8 +47,8 @@ class KFAC(Sampled):
     """Kronecker factors of the GGN from sampled columns, ``kfac``: ``[B, A]`` or ``[B]``.
 
     The method is that of Martens and Grosse (2015) and, for convolutions, of Grosse and Martens (2016).
-    See NOTE [Kronecker factors] for conventions and scales. Both factors are added up in at least float32 and
-    rounded to the parameter's precision once.
+    See NOTE [Kronecker factors] for conventions and scales. Both factors are added up, and handed over, in at
+    least float32.
 
     Args:
         mc_samples: Draws for each sample of the batch.
@@ -93,7 +94,7 @@ class KFLR(Extension):
     """Kronecker factors of the GGN from every column of its root, ``kflr``: ``[B, A]`` or ``[B]``.
 
     The limit of ``KFAC`` for infinitely many draws (Botev et al. 2017). See NOTE [Kronecker factors] for
-    conventions and scales. Both factors are added up in at least float32 and rounded once.
+    conventions and scales. Both factors are added up, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples; B is their sum at the scale of the full batch, A their mean.
@@ -132,9 +133,9 @@ class EKFAC(Sampled):
     basis: squares of rotated per-sample gradients, summed over samples and columns. Of all matrices with these
     eigenvectors this one is nearest to the block, and it has the block's trace (George et al. 2018). ``values``
     are ``[o, i]`` and carry the scale of the loss as reduced, ``vectors`` are ``[U_B, U_A]``; for a parameter
-    that is no matrix applied to inputs they are ``[p]`` and ``[U_B]``, the exact block. Squares are added up in
-    at least float32 and everything is rounded once. Under ``create_graph=True`` eigenvalues are differentiated
-    with the eigenvectors held fixed.
+    that is no matrix applied to inputs they are ``[p]`` and ``[U_B]``, the exact block. Squares are added up
+    in at least float32, and everything is handed over so. Under ``create_graph=True`` eigenvalues are
+    differentiated with the eigenvectors held fixed.
 
     The columns are swept twice, the second time with the same draws, unless one sweep brings all of them, as
     for a single draw, the empirical Fisher or a small graph. See NOTE [Second pass]
@@ -148,10 +149,13 @@ class EKFAC(Sampled):
             the eigenvalues are those of the block in any case.
         fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: the targets of the data are
             taken. ``"exact"``: every column of the root of the loss's Hessian is taken. Neither draws.
+        otherwise: As for ``KFAC``. With ``"diagonal"`` unit vectors take the place of a large factor's
+            eigenvectors; the eigenvalues are those of the block in that basis.
     """
 
     approximation: Approximation = "mixed"
     fisher: Columns = "sampled"
+    otherwise: Otherwise = "error"
     cheaper: ClassVar[str] = "KFAC"
     savefield = "ekfac"
 
@@ -161,17 +165,21 @@ class EKFAC(Sampled):
         asked = f"EKFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Columns))
+        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Factors, the order of entries, and squares in the eigenbasis of the factors."""
         seed = {"sampled": self.seed, "empirical": EMPIRICAL, "exact": EXACT}[self.fisher]
         order = Row(seed, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0)
-        return (*factor_rows(seed, self.approximation), order, Row(seed, rotated_sum_sq, after=_rotations))
+        factors = factor_rows(seed, self.approximation, self.otherwise)
+        return (*factors, order, Row(seed, rotated_sum_sq, after=_rotations))
 
-    def finish(self, values: list[Any], samples: int) -> Eigen:
-        """The eigendecomposition; its eigenvalues are the squares."""
+    def finish(self, values: list[Any], samples: int) -> Eigen | None:
+        """The eigendecomposition; its eigenvalues are the squares. ``None`` if a factor was skipped."""
         left, right, order, squares = values
+        if is_skipped(left) or is_skipped(right):
+            return None
         return Eigen(squares, [left] if right is None else [left, right], order)
 
 

@@ -27,6 +27,7 @@ class SqrtGGNExact(Extension):
 
     subsampling: Sequence[int] | None = None
     cheaper: ClassVar[str] = "SqrtGGNMC"
+    rounded: ClassVar[bool] = True
     savefield = "sqrt_ggn_exact"
     rows = (Row(ENTRYWISE, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
 
@@ -43,6 +44,7 @@ class SqrtGGNMC(Sampled):
         generator: Makes the draws repeatable; the global random state is left alone then.
     """
 
+    rounded: ClassVar[bool] = True
     savefield = "sqrt_ggn_mc"
 
     @property

@@ -8,8 +8,20 @@ from typing import Any
 
 import torch.nn.functional as F
 
-COMPOSITES: frozenset[Callable[..., Any]] = frozenset({F.multi_head_attention_forward})
-"""Functions whose body calls other torch functions: each projection of attention is a linear function."""
+COMPOSITES: frozenset[Callable[..., Any]] = frozenset(
+    getattr(F, name)
+    for name in ("multi_head_attention_forward", "linear_cross_entropy")  # the second is new in PyTorch 2.13
+    if hasattr(F, name)
+)
+"""Functions whose body calls other torch functions.
+
+Each projection of attention is a linear function; a head with its loss is a linear function and a loss.
+"""
+
+
+def has_parts(kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a composite function will call others: a head with ``options`` is one kernel."""
+    return kwargs.get("options") is None
 
 
 def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,7 +31,8 @@ def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
     names that it finds in its module now: so what is computed is the same to the last bit.
     """
     assert isinstance(function, FunctionType)
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    nobody = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
+    names = {**function.__globals__, **nobody}
     body = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )

@@ -151,6 +151,19 @@ class Call:
         return any(each is parameter or self.unexpanded(each) is parameter for each in self.parameters)
 
 
+def functions_named(*names: str) -> frozenset[Callable[..., Any]]:
+    """Functions and methods with these names, as far as this release of PyTorch has them."""
+    owners = (torch, Tensor)
+    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
+
+
+def plain_options(value: Any, numbers: bool = False) -> Any:
+    """The integers and texts in a value, and its other numbers if wanted; ``None`` in place of all else."""
+    if isinstance(value, (list, tuple)):
+        return tuple(plain_options(each, numbers) for each in value)
+    return value if isinstance(value, (int, str)) or (numbers and isinstance(value, float)) else None
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a torch function, as users know it."""
     return str(getattr(function, "__name__", function))

@@ -80,6 +80,17 @@ MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWith
 """Functions, entry by entry, whose values may keep an entry from its inputs."""
 
 
+WRONG_IN_COLUMNS = _names("NativeGroupNorm")
+"""Functions whose second derivatives are wrong for many columns at once, where three extents are equal."""
+
+
+WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
+"""The node of a function that PyTorch has no derivative for, such as a layer that is quantised as it runs.
+
+PyTorch warns, and goes on as if the derivative were zero.
+"""
+
+
 WITHOUT_DATA = _names("Sgn")
 """Nodes whose derivative is a tensor of zeros that holds no data, which few other nodes expect.
 
@@ -200,8 +211,21 @@ def bias_without_weight(node: Node) -> Node | None:
     return edges[2][0] if getattr(node, "_saved_weight", None) is None else None
 
 
+WITHOUT_SECOND_DERIVATIVE = ("GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked",)
+"""How the names begin of nodes of PyTorch's own whose second derivative counts as zero, without any error.
+
+Seen on torch 2.13: ``linear_cross_entropy`` with ``options`` takes the gradient in its forward pass, or from
+detached inputs in its backward pass. Nothing public tells these nodes from others that a library registered.
+"""
+
+
+def is_without_second_derivative(node: Node) -> bool:
+    """Whether a node is one of ``WITHOUT_SECOND_DERIVATIVE``."""
+    return isinstance(node, BackwardCFunction) and node.name().startswith(WITHOUT_SECOND_DERIVATIVE)
+
+
 def is_once_differentiable(node: Node) -> bool:
-    """Whether a node is a user's function whose backward pass is marked ``once_differentiable``.
+    """Whether a node is a user's function marked as ``once_differentiable``, or a kernel that counts as one.
 
     The graph of such a derivative does not lead to the inputs. If it is differentiated in them, PyTorch raises
     no error but returns ``None``, which means zero everywhere else. The class behind a node has no public name;
@@ -209,5 +233,7 @@ def is_once_differentiable(node: Node) -> bool:
     """
     if not isinstance(node, BackwardCFunction):
         return False
+    if is_without_second_derivative(node):
+        return True
     backward = getattr(type(node)._forward_cls, "backward", None)
     return getattr(backward, "__globals__", None) is vars(torch.autograd.function)

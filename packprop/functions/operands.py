@@ -6,11 +6,14 @@ that is in no table may take anything.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from packprop.functions.entry import plain_options
 from packprop.functions.nodes import ELEMENTWISE, LINEAR, PIECEWISE, PRODUCTS, kind_of, name_of_node
 
 
@@ -91,9 +94,25 @@ REARRANGING = _names(
 """Functions of which each entry of the result is an entry of an operand, with either sign, or a constant."""
 
 
+EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
+"""Numbers that decide whether a function is linear."""
+
+
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
     """Whether a node is linear in those of its inputs that vary, together and everywhere."""
     return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
+
+
+def options_of(node: Node) -> Sequence[Any]:
+    """What a node saved beside tensors: axes, places, exponents; no factors, which many loops change slowly."""
+    return [plain_options(getattr(node, name), name in EXPONENTS) for name in _options_of_type(type(node))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of_type(kind: type) -> tuple[str, ...]:
+    """Private names of what nodes of a type save that is no tensor: tensors have a raw form, too."""
+    names = {name for name in dir(kind) if name.startswith("_saved_")}
+    return tuple(sorted(name for name in names if f"_raw{name}" not in dir(kind)))
 
 
 def saved_constants(node: Node) -> Iterator[Tensor]:

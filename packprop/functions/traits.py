@@ -1,4 +1,4 @@
-"""Functions that mix samples, reorder rows, only expand a parameter, or use metadata of a tensor alone."""
+"""Functions that mix samples, only expand a parameter, or use metadata of a tensor alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from packprop.functions.entry import functions_named
+from packprop.functions.reorderings import REORDERINGS
 
 
 def _batch_norm_mixes(
@@ -27,14 +30,12 @@ MIXERS: dict[Callable[..., Any], Callable[..., bool]] = {F.batch_norm: _batch_no
 """Functions that can mix samples -> whether a call with given arguments does."""
 
 
-MAY_DRAW = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+RECURRENCES = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+"""Functions that say themselves which axis is time."""
+
+
+MAY_DRAW = RECURRENCES
 """Functions with a rule that may draw random numbers, for dropout between layers."""
-
-
-def _functions(*names: str) -> frozenset[Callable[..., Any]]:
-    """Functions and methods with these names, as far as this release of PyTorch has them."""
-    owners = (torch, Tensor)
-    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
 SAMPLES_LEAD: dict[Callable[..., Any], int] = {
@@ -49,52 +50,54 @@ def leads_with_samples(function: Callable[..., Any], args: tuple[Any, ...]) -> b
     return bool(args) and isinstance(args[0], Tensor) and SAMPLES_LEAD.get(function) == args[0].dim()
 
 
-EXPANSIONS = _functions("expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat")
+def axes_kept_and_mixed(
+    function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the first two axes of its first argument, those that a function keeps in its first output, and mixes.
+
+    Along an axis that it keeps, rows depend on the same rows of the argument alone.
+    """
+    dims = args[0].dim()
+    if function is F.embedding:
+        return tuple(range(min(2, dims))), ()
+    if function is F.linear:
+        return ((0,), (1,)) if dims == 2 else ((0, 1)[: dims - 1], ())
+    if leads_with_samples(function, args):
+        return (0,), (1,)
+    if function in RECURRENCES and dims == 3 and len(args) == 9 and isinstance(args[3], bool):
+        return ((0,), (1,)) if args[8] else ((1,), (0,))
+    return (), ()
+
+
+EXPANSIONS = functions_named("expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat")
 """Functions that repeat the entries of their first argument, or of each one, and do nothing else.
 
 The last one also repeats longer axes as a whole, which is no expansion.
 """
 
 
-LIKE_ANOTHER = _functions("type_as", "view_as", "reshape_as", "expand_as", "to")
+LIKE_ANOTHER = functions_named("type_as", "view_as", "reshape_as", "expand_as", "to")
 """Functions of their first argument, which take from a second tensor its shape, type or device and no entry."""
 
 
-SEPARATE = _functions(
+SEPARATE = functions_named(
     "broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d", "align_tensors"
 )
 """Functions of several tensors that give each of them another shape: no entry of one meets another's."""
 
 
-CONSTANTS = _functions(
+CONSTANTS = functions_named(
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
 """Functions that make a tensor without a gradient, and take a tensor for its shape, type or device alone."""
 
 
-METADATA = _functions(
+METADATA = functions_named(
     *("dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "__len__"),
 )
 """Functions that tell something about a tensor, and return none."""
-
-
-REORDERINGS = _functions(
-    *("__getitem__", "index_select", "gather", "take_along_dim", "take", "masked_select"),
-    *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce"),
-    *("index_add_", "index_copy_", "index_put_", "scatter_", "scatter_add_", "scatter_reduce_", "__setitem__"),
-    *("sort", "topk", "argsort", "msort", "repeat_interleave", "unique", "nonzero"),
-)
-"""Functions by which data can decide on the order of rows."""
-
-
-def takes_by_index(function: Callable[..., Any], args: Any) -> bool:
-    """Whether a call of one of ``REORDERINGS`` takes rows by a list of them; a slice keeps their order."""
-    if function not in (Tensor.__getitem__, Tensor.__setitem__):
-        return True
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(part, (Tensor, list)) for part in index)
 
 
 def is_one_index(index: Any) -> bool:
@@ -107,7 +110,7 @@ def is_one_index(index: Any) -> bool:
     )
 
 
-UNUSUAL = frozenset({Tensor.__setitem__, Tensor.register_hook, *MIXERS}).union(
+UNUSUAL = frozenset({Tensor.__setitem__, Tensor.register_hook, torch.arange, *MIXERS}).union(
     EXPANSIONS, LIKE_ANOTHER, SEPARATE, CONSTANTS, REORDERINGS
 )
 """All functions that recording knows something about, beside rules and losses: the others pass quickly."""

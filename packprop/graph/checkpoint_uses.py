@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from packprop.functions.entry import Entry
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.recording.inputs import without_inputs
-from packprop.recording.marks import RecordedUse
 from packprop.recording.reentrant import Rerun, refused, run_again
 from packprop.recording.regions import differs
 
@@ -38,7 +37,7 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
         recorded = use.recorded
         source = ReentrantInputs(checkpoint, len(checkpoint.uses))
         entries = without_inputs(recorded.entries or (), source)
-        inside = RecordedUse(recorded.name, entries, [], recorded.shapes, recorded.forward, source)
+        inside = replace(recorded, made=entries, edges=[], source=source)
         checkpoint.uses.append(ReachedUse(inside, checkpoint=checkpoint))
     graph.drop_checkpoint_uses()
     return checkpoint.uses

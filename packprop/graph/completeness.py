@@ -17,22 +17,25 @@ from packprop.errors import FreedGraph, PackpropError
 from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
 from packprop.recording.compiled import UNCOMPILED, is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
 from packprop.recording.reentrant import refused
+from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
+from packprop.tensors.precision import is_for_storage
 
 FSDP = "torch.distributed.fsdp"
 """The Python module of PyTorch that shards parameters."""
 
 
 UNSEEN = (
-    "before extend() was called, under packprop.disable(), or in what torch.compile or torch.jit compiled, "
-    "where functions are not recorded"
+    "before extend() was called, under packprop.disable(), inside a transform of torch.func (vmap), or in what "
+    "torch.compile or torch.jit compiled, where functions are not recorded"
 )
 """Where a forward pass ran that left no use on its graph, in messages."""
 
@@ -59,6 +62,35 @@ def require_alive(graph: Graph) -> None:
             "the loss that backward() was called on",
             "the first pass freed the graph, and the inputs that were recorded on it",
             "pass retain_graph=True to the first backward()",
+        )
+
+
+def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
+    """Raise if PyTorch has no gradients of single samples in a leaf, or none but zero.
+
+    Args:
+        graph: With its uses.
+        cut: Nodes of functions that have no derivative.
+    """
+    asked = "A quantity beyond the gradient was asked for."
+    leaves = graph.leaves()
+    for leaf in leaves:
+        if is_for_storage(leaf.dtype):
+            raise PackpropError(
+                asked,
+                f"parameter {graph.name(leaf)!r}, of {leaf.dtype}",
+                "its gradients are rounded to eight bits, in which PyTorch neither adds nor multiplies numbers",
+                "train it in float32, bfloat16 or float16, and convert it in the forward pass; or set "
+                "requires_grad=False on it",
+            )
+    above = {id(getattr(node, "variable", None)) for node in nodes_above(cut)} if cut else set()
+    lost = next((leaf for leaf in leaves if id(leaf) in above), None)
+    if lost is not None:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(lost)!r}, below a function that is quantised or has no kernel for autograd",
+            "PyTorch has no derivative for the function, and goes on as if it were zero, with a warning",
+            "run that layer in floating point, or set requires_grad=False on the parameters below it",
         )
 
 
@@ -207,6 +239,9 @@ def require_differentiable(graph: Graph) -> None:
 
 def require_complete(graph: Graph) -> None:
     """Raise unless every use of every wanted parameter was recorded."""
+    if graph.transformed:
+        module = graph.transformed[0].module()
+        raise refused_transformed("the model" if module is None else f"a {type(module).__name__}")
     if not graph.missing:
         return
     order = {id(p): place for module in EXTENDED for place, p in enumerate(module.parameters())}

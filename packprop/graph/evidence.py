@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.rows import sequences_of
 from packprop.graph.separation import Fitting
-from packprop.recording.witnesses import Evidence, Touched
+from packprop.recording.evidence import Evidence, Touched
 from packprop.tensors.layout import Layout, possible_layouts
 
 
@@ -21,11 +22,13 @@ class Reading(NamedTuple):
         samples: Number of samples.
         axis: The axis of the inputs that holds them; ``None`` where it was declared.
         usual: Whether it is taken unless something contradicts; otherwise it has to be shown.
+        in_turn: Whether several losses take the rows of all samples one after the other, in order.
     """
 
     samples: int
     axis: int | None
     usual: bool = True
+    in_turn: bool = False
 
 
 class Verdict(NamedTuple):
@@ -57,9 +60,12 @@ def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
     kept: Fitting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     shown, mixed = not graph.checkpoints and reading.samples > 1, None
     for use in graph.uses:
-        if any(site.entry.sequences is not None for site in use.sites):
+        if sequences_of(use) is not None:
             shown = False  # packed sequences are in an order of their own, which the graph alone tells
             continue
+        said = {each.samples for each in use.recorded.evidence if each.samples is not None}
+        if reading.axis is not None and said - {reading.samples}:
+            return Verdict(None, use, inside=True)
         evidence = [each for each in use.recorded.evidence if _is_about(each, reading)]
         seen = False
         for place, shape in enumerate(use.recorded.shapes):

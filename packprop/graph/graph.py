@@ -37,6 +37,7 @@ class ReachedUse:
         is_end: Whether a sweep may end here, because no other use lies upstream.
         layouts: Where its outputs hold the samples; set when samples are located.
         checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
+        through: Reentrant checkpoints without any use, which a sweep to it may come through.
     """
 
     recorded: RecordedUse
@@ -45,6 +46,7 @@ class ReachedUse:
     is_end: bool = False
     layouts: list[Layout] = field(default_factory=list)
     checkpoint: ReentrantCheckpoint | None = None
+    through: Sequence[ReentrantCheckpoint] = ()
 
     @property
     def anchors(self) -> list[Node]:
@@ -150,6 +152,8 @@ class Graph:
         open: Where paths from the roots that pass no recorded loss meet the model, if there is a loss
             elsewhere, or one that its node tells.
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
+        transformed: Outermost calls that ran inside of transforms of ``torch.func``.
+        reorderings: Where rows may stand in another order along some axes, with the shape there and the axes.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
         terms: Where terms that no sample enters are added to the rest of what is differentiated.
@@ -170,6 +174,8 @@ class Graph:
     uses: list[ReachedUse] = field(default_factory=list)
     losses: list[ReachedLoss] = field(default_factory=list)
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
+    transformed: list[ForwardCall] = field(default_factory=list)
+    reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
     open: list[OpenPlace] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)

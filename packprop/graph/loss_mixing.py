@@ -176,7 +176,7 @@ class _Part:
                 continue
             if layout.axis is None:
                 return True
-            rows = (layout.to_front(gradient) != 0).flatten(1).any(1).cpu()
+            rows = (layout.to_front(gradient) != 0).unsqueeze(-1).flatten(1).any(1).cpu()
             reached = rows if reached is None else reached | rows
         return reached is not None and int(reached.sum()) > 1
 

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from packprop.functions.nodes import DIFFERENTIABLE_ONCE, WITHOUT_DATA, name_of_node
+from packprop.functions.nodes import DIFFERENTIABLE_ONCE, WITHOUT_DATA, WRONG_IN_COLUMNS, name_of_node
 from packprop.graph.search import nodes_above
 from packprop.recording.marks import marks_of
 from packprop.tensors.repeated import of_columns, one_by_one
+
+WRONG = "packprop: wrong in columns"
+"""Key in the metadata of a node: whether what it made may not be pulled back in many columns at once."""
+
 
 DATA_GIVEN = "packprop: zeros with data"
 """Key in the metadata of a node that hands zeros on with their data."""
@@ -84,6 +88,17 @@ def _with_slopes(outputs: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
+def _is_wrong_in_columns(outputs: Sequence[Any]) -> bool:
+    """Whether PyTorch pulls many columns back from gradients wrongly: there may be no error that says so."""
+    starts = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
+    if not starts:
+        return False
+    marks = marks_of(starts[0])
+    if WRONG not in marks:
+        marks[WRONG] = any(name_of_node(node) in WRONG_IN_COLUMNS for node in nodes_above(starts))
+    return bool(marks[WRONG])
+
+
 def _give_data(gradients: Iterable[Tensor | None]) -> None:
     """Have nodes that these gradients were computed from hand on zeros that hold data: see ``WITHOUT_DATA``."""
 
@@ -127,7 +142,7 @@ def pull_columns(
     if not batched:
         return pull(seeds, False, retain_graph)
     count = len(seeds[0])
-    if count > 1:
+    if count > 1 and not _is_wrong_in_columns(outputs):
         try:
             if create_graph:
                 return pull(seeds, batched=True)

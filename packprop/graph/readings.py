@@ -10,12 +10,15 @@ from packprop.errors import PackpropError
 from packprop.graph.evidence import Reading
 from packprop.graph.graph import Graph
 from packprop.graph.separation import ModelOutput
-from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
 
 
 def choices(graph: Graph, outputs: Sequence[ModelOutput]) -> Iterator[tuple[Reading, list[Layout]]]:
     """Readings, and for each the layouts at the model's outputs that may be, the usual ones first."""
     for reading in readings(graph, outputs):
+        if reading.in_turn:
+            yield from ((reading, layouts) for layouts in layouts_in_turn(outputs, reading.samples))
+            continue
         for usual in (True, False):
             layouts = [layouts_of(output, reading, usual) for output in outputs]
             if all(layouts):
@@ -55,6 +58,31 @@ def layouts_of(output: ModelOutput, reading: Reading, usual: bool = True) -> lis
     return ordered
 
 
+def layouts_in_turn(outputs: Sequence[ModelOutput], samples: int) -> Iterator[list[Layout]]:
+    """Layouts of losses that take the rows of all samples in chunks, in the order of the graph or against it.
+
+    A head that is taken in chunks of flattened tokens is such: a chunk has some tokens of one sample, or of
+    several, and of others none.
+    """
+    rows = sum(output.shape[0] for output in outputs)
+    owners = torch.arange(samples).repeat_interleave(rows // samples)
+    for order in (outputs, outputs[::-1]):
+        chunks = owners.split([output.shape[0] for output in order])
+        layouts = [layout_of_rows(0, chunk, samples) for chunk in chunks]
+        yield layouts if order is outputs else layouts[::-1]
+
+
+def may_be_in_turn(outputs: Sequence[ModelOutput], samples: int) -> bool:
+    """Whether so many samples may be taken one after the other by several losses."""
+    return (
+        samples > 1
+        and len(outputs) > 1
+        and all(output.decides and len(output.shape) > 0 for output in outputs)
+        and not any(output.loss.one_sample or output.loss.sample_axis is not None for output in outputs)
+        and sum(output.shape[0] for output in outputs) % samples == 0
+    )
+
+
 def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
@@ -66,8 +94,8 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     """
     deciding = [output for output in outputs if output.decides]
     extents = [output.samples for output in deciding]
-    if (declared := _declared_samples(graph, outputs)) is not None:
-        return [declared]
+    if declared := _declared_samples(graph, outputs):
+        return declared
     rows = extents[0]
     if any(output.loss.sample_axis is not None for output in deciding) and len(set(extents)) == 1:
         return [Reading(rows, 1), Reading(rows, 0)]  # the loss knows, but not on which axis they came
@@ -84,10 +112,13 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
             and all(not sizes or any(own % size == 0 for own in sizes) for sizes in leading_by_call)
         )
 
+    every = [set(sizes) for sizes in leading_by_call if sizes]
+    of_all = sorted(set.intersection(*every) if every else (), reverse=True)
+    in_turn = [Reading(size, 0, in_turn=True) for size in of_all if may_be_in_turn(outputs, size)]
     second = sorted({shape[1] for shape in shapes if len(shape) > 1 and shape[1] > 0}, reverse=True)
     if not shapes or (rows in leading and fits(rows)):  # inputs and loss agree: all else has to be shown
         others = [Reading(size, 1, usual=False) for size in second if size > 1]
-        return [Reading(rows, 0), *others]
+        return [Reading(rows, 0), *others, *in_turn]
     alone = all(sizes[0] == 1 for sizes in leading_by_call if sizes)  # a batch of one
     found = [
         Reading(size, 0)
@@ -97,14 +128,15 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     found += [Reading(size, 1) for size in second if rows % size == 0 and (size > 1 or rows == 1)]
     if all(any(own % rows == 0 for own in sizes) for sizes in leading_by_call if sizes) and rows > 1:
         found.append(Reading(rows, 0))  # parts of samples are folded into the leading axis of the inputs
+    found += in_turn
     found += [Reading(1, 0)] * any(output.loss.one_sample for output in outputs)
     if not found:
         raise disagreement(graph, outputs)
     return found
 
 
-def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> Reading | None:
-    """The number of samples on the axes that were declared; ``None`` if none were."""
+def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
+    """Readings with as many samples as the axes hold that were declared; none if none were."""
     declared = [
         (size[axis], size, forward)
         for forward in graph.forwards
@@ -112,7 +144,7 @@ def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> Reading |
         if axis is not None
     ]
     if not declared:
-        return None
+        return []
     numbers = sorted({number for number, _, _ in declared})
     said = declaration(graph)
     if len(numbers) > 1:
@@ -124,8 +156,11 @@ def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> Reading |
             "declare axes of as many samples, by the names of the arguments where they differ, None for those "
             "without samples",
         )
+    in_turn = [Reading(numbers[0], None, in_turn=True)] * may_be_in_turn(outputs, numbers[0])
     for output in outputs:
         if numbers[0] == 0 or not layouts_of(output, Reading(numbers[0], None)):
+            if in_turn:
+                return in_turn
             raise PackpropError(
                 graph.asked,
                 f"the model's output, of shape {list(output.shape)}, for which {said} was declared",
@@ -133,7 +168,7 @@ def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> Reading |
                 "or a multiple",
                 "declare the axis of the inputs that holds the samples, and keep them on an axis of the output",
             )
-    return Reading(numbers[0], None)
+    return [Reading(numbers[0], None), *in_turn]
 
 
 def _by_number(declared: Sequence[tuple[int, torch.Size, object]]) -> list[tuple[int, torch.Size, object]]:

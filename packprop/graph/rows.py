@@ -1,17 +1,19 @@
 """Which sample each row belongs to, where data decided on the order of rows.
 
 # NOTE [Rows of samples]
-A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert: no
-axis holds the samples in order any more, and an expert may see any number of rows of a sample, or none. They
-are not mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then
-``2^-k``, a row of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with
-another one. There are fewer powers than there may be samples: a sample is known by several digits then, with
-two sweeps for each. Where only zeros come back, as behind a weight of zeros or at positions that the loss
-does not read, NaN is fed in as in NOTE [Hidden mixing]: for each binary digit to the samples that have it,
-and to the others. Rows that no sample reaches at all may be anybody's.
+A mixture of experts takes rows of many samples out of their order, and gives some of them to each expert; the
+rows of packed sequences belong to samples by their lengths, and by the order that they were sorted in. No axis
+holds the samples in order any more, and there may be any number of rows of a sample, or none. They are not
+mixed for that. The sweeps of NOTE [Separation] tell whose row each is, too: fed ``2^k`` and then ``2^-k``, a
+row of one sample comes back with a quotient of ``2^2k``, and a row in which two samples meet with another one.
+There are fewer powers than there may be samples: a sample is known by several digits then, with two sweeps for
+each. All rows of a packed sequence are of one sample, those of steps that the loss does not read among them.
+Where only zeros come back, as behind a weight of zeros, NaN is fed in as in NOTE [Hidden mixing]: for each
+binary digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
 
 Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other
-functions must have the samples in order: else a batch that was reversed would pass for one in some order.
+functions must have the samples in order: else a batch that was reversed would pass for one in some order. They
+are found anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 
 from __future__ import annotations
@@ -37,14 +39,32 @@ Seeds = Callable[[Tensor], list[Tensor]]
 """From a factor for each sample ``[n]`` to what is fed in at the model's outputs."""
 
 
+UNKNOWN, MIXED = -1, -2
+"""In place of a sample's number: nothing came back in a row, or it is no single sample's."""
+
+
 _UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 
 
 class Sweeps(NamedTuple):
-    """Where sweeps begin, at the model's outputs, and the uses that they go to."""
+    """Where sweeps begin, what is fed in, and the uses that they go to.
+
+    Args:
+        edges: The model's outputs.
+        noise: Makes seeds of random numbers.
+        ones: Makes seeds of equal numbers.
+        uses: Where they go to.
+    """
 
     edges: Sequence[GradientEdge]
+    noise: Seeds
+    ones: Seeds
     uses: Sequence[ReachedUse]
+
+
+def sequences_of(use: ReachedUse) -> Sequence[tuple[int, ...]] | None:
+    """For each output of a use the sequence of each row, where they are packed sequences."""
+    return next((site.entry.sequences for site in use.sites if site.entry.sequences is not None), None)
 
 
 def levels(samples: int, largest: float) -> Tensor:
@@ -53,74 +73,128 @@ def levels(samples: int, largest: float) -> Tensor:
     return torch.linspace(-reach, reach, min(samples, 2 * reach + 1), dtype=torch.float64).round()
 
 
+def sizes_of(rows: Tensor) -> Tensor:
+    """How large the entries of each row ``[n, *]`` are on the average ``[n]``, on the processor.
+
+    Zero where that is below the smallest normal number: what is left of them says nothing.
+    """
+    rows = rows.unsqueeze(-1)
+    rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
+    sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
+    average = sums / max(rows[:1].numel(), 1)
+    known: Tensor = average.where(~(average < torch.finfo(rows.dtype).tiny), 0)
+    return known.to("cpu", torch.float64)
+
+
+def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest: float) -> bool:
+    """Whether some row has another size ``[n]`` in one of two sweeps than in the other.
+
+    Args:
+        up: Sizes of rows that were fed ``2^powers``, divided by that.
+        down: Sizes of rows that were fed ``2^-powers``, divided by that.
+        powers: One for each sample.
+        tolerance: Relative size of what may be rounding.
+        smallest: The smallest normal number; what may have been smaller in one of the sweeps says nothing.
+    """
+    larger = torch.maximum(up, down)
+    known = larger * torch.exp2(-powers.abs()) >= 16 * smallest
+    return bool((known & ((up - down).abs() > tolerance * larger)).any())
+
+
 def layouts_of_rows(
-    places: Sequence[Place],
-    sweeps: Sweeps,
-    noise: Seeds,
-    ones: Seeds,
-    exponents: Tensor,
-    samples: int,
-    tolerance: float,
+    places: Sequence[Place], sweeps: Sweeps, samples: int, largest: float, tolerance: float
 ) -> dict[Place, Layout]:
     """The layout of rows at each place; none where samples meet in a row.
 
     Args:
         places: Where the samples are looked for.
         sweeps: What is swept.
-        noise: Makes seeds of random numbers.
-        ones: Makes seeds of equal numbers.
-        exponents: What tells samples apart, as far as it goes.
         samples: Number of samples.
+        largest: The largest number of the precision.
         tolerance: Relative size of what may be rounding.
     """
-    number, base = torch.arange(samples), len(exponents)
-    possible: dict[Place, Tensor] = {}
-    unknown: dict[Place, Tensor] = {}
-    for digit in range(max(1, math.ceil(math.log(samples, base) - 1e-9))):
-        power = exponents[number // base**digit % base]
-        up = _sizes(places, sweeps, noise(torch.exp2(power)), ONE_COLUMN_WITHOUT_INPUTS)
-        down = _sizes(places, sweeps, noise(torch.exp2(-power)), ONE_COLUMN_WITHOUT_INPUTS)
-        for place, rows in up.items():
-            zero = (rows == 0) | (down[place] == 0)
-            found = (rows / down[place]).log2() / 2
-            fits = (found[:, None] - power).abs() < tolerance
-            unknown[place] = unknown.get(place, zero) | zero
-            possible[place] = possible.get(place, fits) & fits
+    numbers = _by_powers(places, sweeps, samples, levels(samples, largest), tolerance)
+    came_back = list(numbers)
+    _follow_sequences(places, numbers)
+    unknown = {place: numbers[place] for place in came_back if bool((numbers[place] == UNKNOWN).any())}
+    if unknown:
+        _look_with_nan(unknown, sweeps, samples)
+        _follow_sequences(places, numbers)
     layouts = {}
-    _look_with_nan({place: rows for place, rows in unknown.items() if rows.any()}, possible, sweeps, ones)
     for place in places:
         use, index, axis = place
-        if place not in possible:  # nothing came back, or there is nothing
-            sample_of = torch.zeros(use.recorded.shapes[index][axis], dtype=torch.int64)
-        elif bool((possible[place].any(1) | unknown[place]).all()):
-            sample_of = possible[place].byte().argmax(1)
-        else:
-            continue
-        layouts[place] = layout_of_rows(axis, sample_of, samples)
+        rows = numbers.get(place)
+        if rows is None:  # nothing came back, or there is nothing
+            rows = torch.zeros(use.recorded.shapes[index][axis], dtype=torch.int64)
+        if not bool((rows == MIXED).any()):
+            layouts[place] = layout_of_rows(axis, rows.clamp(min=0), samples)
     return layouts
 
 
-def _look_with_nan(
-    unknown: Mapping[Place, Tensor], possible: dict[Place, Tensor], sweeps: Sweeps, ones: Seeds
-) -> None:
+def _by_powers(
+    places: Sequence[Place], sweeps: Sweeps, samples: int, exponents: Tensor, tolerance: float
+) -> dict[Place, Tensor]:
+    """The sample of each row ``[k]`` by the powers of two that it comes back with, digit by digit."""
+    every, base = torch.arange(samples), len(exponents)
+    numbers: dict[Place, Tensor] = {}
+    for digit in range(max(1, math.ceil(math.log(samples, base) - 1e-9))):
+        power = exponents[every // base**digit % base]
+        up = _sizes(places, sweeps, sweeps.noise(torch.exp2(power)), ONE_COLUMN_WITHOUT_INPUTS)
+        down = _sizes(places, sweeps, sweeps.noise(torch.exp2(-power)), ONE_COLUMN_WITHOUT_INPUTS)
+        for place, rows in up.items():
+            distance, value = ((rows / down[place]).log2()[:, None] / 2 - exponents).abs().min(1)
+            value = torch.where(distance < tolerance, value * base**digit, MIXED)
+            value[(rows == 0) | (down[place] == 0)] = UNKNOWN
+            numbers[place] = _joined(numbers[place], value) if digit else value
+    return {place: torch.where(rows < samples, rows, MIXED) for place, rows in numbers.items()}
+
+
+def _joined(number: Tensor, digit: Tensor) -> Tensor:
+    """The number with one more digit, or what speaks against any."""
+    return torch.where((number >= 0) & (digit >= 0), number + digit, torch.minimum(number, digit))
+
+
+def _follow_sequences(places: Sequence[Place], numbers: dict[Place, Tensor]) -> None:
+    """Give all rows of a packed sequence to the sample that some of them are known to belong to."""
+    groups: dict[ReachedUse, list[tuple[Place, Tensor]]] = {}
+    for place in places:
+        use, index, _ = place
+        sequences = sequences_of(use)
+        if sequences is not None:
+            groups.setdefault(use, []).append((place, torch.tensor(sequences[index])))
+    for outputs in groups.values():
+        owners = torch.full((1 + max(int(sequence.max()) for _, sequence in outputs),), UNKNOWN)
+        for place, sequence in outputs:
+            rows = numbers.setdefault(place, torch.full_like(sequence, UNKNOWN))
+            owners[sequence[rows >= 0]] = rows[rows >= 0]
+        for place, sequence in outputs:
+            rows, owner = numbers[place], owners[sequence]
+            numbers[place] = torch.where((rows == UNKNOWN) | (rows == owner), owner, MIXED)
+
+
+def _look_with_nan(unknown: Mapping[Place, Tensor], sweeps: Sweeps, samples: int) -> None:
     """Find the samples of rows in which zeros came back, by NaN for half of the samples at a time."""
-    if not unknown:
-        return
-    samples = next(iter(possible.values())).shape[1]
-    number = torch.arange(samples)
-    for place, rows in unknown.items():
-        possible[place][rows] = True
+    every = torch.arange(samples)
+    found = {place: torch.zeros_like(rows) for place, rows in unknown.items()}
+    nobody = {place: torch.ones_like(rows, dtype=torch.bool) for place, rows in unknown.items()}
     for digit in range(max(1, (samples - 1).bit_length())):
-        for value in (0, 1):
-            fed = number // 2**digit % 2 == value
+        has_digit = every // 2**digit % 2 == 1
+        sizes = []
+        for fed in (has_digit, ~has_digit):
             try:
                 with torch.autograd.set_detect_anomaly(False):
-                    seeds = ones(torch.where(fed, torch.nan, 0.0))
-                    sizes = _sizes(list(unknown), sweeps, seeds, _UNMASKED)
+                    seeds = sweeps.ones(torch.where(fed, torch.nan, 0.0))
+                    sizes.append(_sizes(list(unknown), sweeps, seeds, _UNMASKED))
             except Exception:  # a user's function that refuses NaN
                 return
-            for place, rows in unknown.items():
-                possible[place][rows] &= sizes[place][rows].isnan()[:, None] == fed
+        for place, number in found.items():
+            with_digit, without = (rows[place].isnan() for rows in sizes)
+            value = torch.where(with_digit & without, MIXED, with_digit * 2**digit)
+            found[place] = _joined(number, value)
+            nobody[place] &= ~(with_digit | without)
+    for place, rows in unknown.items():
+        number = torch.where(nobody[place], UNKNOWN, found[place])
+        rows.copy_(torch.where(rows == UNKNOWN, number, rows))
 
 
 def _sizes(
@@ -137,9 +211,7 @@ def _sizes(
             _, index, axis = place
             cotangent = cotangents[index]
             if cotangent is not None:
-                rows = cotangent[0].movedim(axis, 0).unsqueeze(-1)
-                wide, rest = accumulation_dtype(rows.dtype), tuple(range(1, rows.dim()))
-                sizes[place] = torch.linalg.vector_norm(rows, 1, rest, dtype=wide).to("cpu", torch.float64)
+                sizes[place] = sizes_of(cotangent[0].movedim(axis, 0))
 
     sweep(sweeps.edges, seeds, sweeps.uses, visit, options)
     return sizes

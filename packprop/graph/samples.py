@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
@@ -18,11 +18,23 @@ from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.graph.readings import choices, declaration, disagreement, layouts_of, readings
-from packprop.graph.separation import ModelOutput, Separation, admitted_layouts, model_outputs, separate
+from packprop.graph.readings import choices, disagreement, layouts_of, readings
+from packprop.graph.sample_errors import elsewhere, mixed, require_samples
+from packprop.graph.separation import (
+    Fitting,
+    ModelOutput,
+    Separation,
+    admitted_layouts,
+    layouts_at,
+    model_outputs,
+    separate,
+)
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
+
+MANY = 256
+"""How many kinds of passes are remembered for a module."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,8 @@ def locate_samples(graph: Graph) -> None:
         PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
     """
     memory = _memory_of(graph)
-    locations = memory.locations.get(graph.signature)
+    reordered = any(forward.reordered for forward in graph.forwards)
+    locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None and is_dry_run():
         locations = _usual_locations(graph)
         if locations.samples > 1:
@@ -114,14 +127,29 @@ def locate_samples(graph: Graph) -> None:
     if locations is None:
         with graph.hooks.quiet():
             locations = _find_locations(graph, memory)
-        if locations.is_lasting and not any(forward.reordered for forward in graph.forwards):
-            memory.locations[graph.signature] = locations
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
     for loss, layout in zip(graph.losses, locations.sources, strict=False):  # inputs of losses come first
         loss.layout = layout
     for use, layouts in zip(graph.uses, locations.uses, strict=True):
         use.layouts = layouts
+    if locations.is_lasting and graph.signature not in memory.locations and not is_order_of_data(graph):
+        if len(memory.locations) == MANY:
+            memory.locations.clear()
+        memory.locations[graph.signature] = locations
+
+
+def is_order_of_data(graph: Graph) -> bool:
+    """Whether data may decide on the order of the samples: then they are located anew in each pass."""
+    if any(forward.reordered for forward in graph.forwards):
+        return True
+    if not graph.reorderings or graph.samples == 1:
+        return False
+    with graph.hooks.quiet():
+        layouts = layouts_at(graph, [(edge, shape) for edge, shape, _ in graph.reorderings])
+    if isinstance(layouts, int):
+        return True
+    return any(layout.axis in axes for layout, (_, _, axes) in zip(layouts, graph.reorderings, strict=True))
 
 
 def require_terms(graph: Graph) -> None:
@@ -133,7 +161,8 @@ def require_terms(graph: Graph) -> None:
     memory = _memory_of(graph)
     if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
         return
-    if require_separate_losses(graph, model_outputs(graph), graph.source_layouts):
+    lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
+    if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
         memory.separate_losses.add(graph.signature)
 
 
@@ -147,15 +176,23 @@ def copy_sample_locations(copy: nn.Module, original: nn.Module) -> None:
 def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
-    _require_samples(graph, outputs)
+    require_samples(graph, outputs)
     reading = readings(graph, outputs)[0]
     samples = reading.samples
+    if reading.in_turn:
+        raise PackpropError(
+            "A plan was asked for.",
+            "losses that take chunks of the samples in turn",
+            "a plan is made without data, and only data tell which rows of a chunk belong to which sample",
+            "let each chunk hold some positions of all samples (hidden.split(size, dim=1)), or leave the plan "
+            "and memory=... out",
+        )
     chosen = [(layouts_of(output, reading) or [Layout(None, 1)])[0] for output in outputs]
     uses = []
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         if not all(layouts):
-            raise _mixed(graph, use)
+            raise mixed(graph, use)
         uses.append([layout[0] for layout in layouts])
     return _SampleLocations(samples, chosen, uses, False)
 
@@ -206,7 +243,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     values is looked for, too.
     """
     outputs = model_outputs(graph)
-    _require_samples(graph, outputs)
+    require_samples(graph, outputs)
     first: _Candidate | None = None
     refusal: PackpropError | None = None
     contradicted = mixed_inside = False
@@ -220,17 +257,18 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         found = separate(graph, outputs, chosen, reading.samples)
         if found.fitting is None:
             if found.mixing is not None and reading.usual:
-                refusal = refusal or _mixed(graph, found.mixing)
+                refusal = refusal or mixed(graph, found.mixing)
             continue
         verdict = judge(graph, found.fitting, reading)
         if verdict.fitting is None or not (reading.usual or verdict.is_shown):
             if verdict.contradicted is not None and reading.usual:
                 contradicted |= not verdict.inside
                 mixed_inside |= verdict.inside
-                refusal = refusal or _elsewhere(graph, verdict.contradicted, reading, verdict.inside)
+                refusal = refusal or elsewhere(graph, verdict.contradicted, reading, verdict.inside)
             continue
         if verdict.mixed is not None or not reading.usual:
             _require_the_only_reading(graph, outputs, verdict.mixed, reading)
+        _require_not_in_turn(graph, outputs, reading, verdict.fitting)
         shown = None
         if examine and reading.samples > 1:
             every = graph.structure not in memory.structures
@@ -250,9 +288,10 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
             if hidden is not None:
-                raise _mixed(graph, *hidden)
-        memory.examined.add(graph.signature)
-        memory.structures.add(graph.structure)
+                raise mixed(graph, *hidden)
+        if not first.shown.on_values:  # else the next values may hide something
+            memory.examined.add(graph.signature)
+            memory.structures.add(graph.structure)
     return first.locations()
 
 
@@ -287,65 +326,32 @@ def _require_the_only_reading(
             raise PackpropError(graph.asked, where, why, instead)
 
 
-def _elsewhere(graph: Graph, use: ReachedUse, reading: Reading, inside: bool) -> PackpropError:
-    said = declaration(graph)
-    axis = f"the axis that {said} declares" if reading.axis is None else f"axis {reading.axis}"
-    if inside:
-        why = (
-            f"it mixes the {reading.samples} rows of the model's inputs along {axis}, which are no samples then"
-        )
-    else:
-        why = (
-            f"the {reading.samples} rows of the model's inputs along {axis} are not those that the loss keeps "
-            f"apart there, in an output of shape {list(use.recorded.shapes[0])}"
-        )
-    return PackpropError(
-        graph.asked,
-        graph.label(use),
-        why,
-        "say where the samples are, extend(model, sample_axis=1) if they come second; or give the layer what "
-        "it expects (batch_first=True)",
-    )
+def _each_holds_all(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
+    """Whether each loss has one row for each sample, as losses beside each other do."""
+    return all(output.samples == reading.samples for output in outputs)
 
 
-def _mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
-    place = graph.uses.index(mixing)
-    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
-    where = f"between {graph.label(mixing)}{after}"
-    if hiding is not None:
-        name = graph.name(hiding)
-        return PackpropError(
-            graph.asked,
-            where,
-            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
-            f"sample depends on the inputs of others as soon as {name!r} changes",
-            "keep the samples independent of each other, or set requires_grad=False on that parameter",
-        )
-    return PackpropError(
-        graph.asked,
-        where,
-        "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
-        f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
-        "keep the samples on one axis and independent of each other (no statistics over the batch), say where "
-        f"they are if it is elsewhere ({declaration(graph) or 'sample_axis=1'} in extend), or set "
-        "requires_grad=False on the parameters upstream",
-    )
+def _require_not_in_turn(
+    graph: Graph, outputs: Sequence[ModelOutput], reading: Reading, fitting: Fitting
+) -> None:
+    """Refuse positions as samples where losses may take the samples themselves in turn.
 
-
-def _require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
-    if not outputs:
-        raise PackpropError(
-            graph.asked,
-            "the tensor that backward() was called on",
-            "neither a recorded loss nor the output of an extended module lies between it and the parameters",
-            "extend the loss module, or compute the loss inside `with packprop.record():`",
-        )
-    if any(output.samples == 0 for output in outputs):
-        raise PackpropError(
-            graph.asked,
-            f"the model's output, of shape {list(outputs[0].shape)}",
-            "it holds no samples: the batch is empty, or the model returned a scalar that no loss made which "
-            "packprop has a rule for",
-            "pass at least one sample; let the model return what the scalar is computed from, and compute the "
-            "loss outside of it; or give the loss function that it calls a rule by packprop.register_loss",
-        )
+    A model whose positions do not interact keeps both apart, in chunks of samples and in chunks of time.
+    """
+    if reading.in_turn or reading.axis is None or reading.samples == 1 or len(outputs) == 1:
+        return
+    lead = all(layouts[0].axis in (0, None) for places in fitting.values() for layouts in places)
+    for other, chosen in choices(graph, outputs):
+        same = (other.samples, other.axis) == (reading.samples, reading.axis)
+        if not other.in_turn or (same and (lead or _each_holds_all(outputs, reading))):
+            continue
+        found = separate(graph, outputs, chosen, other.samples)
+        if found.fitting is not None and judge(graph, found.fitting, other).fitting is not None:
+            raise PackpropError(
+                graph.asked,
+                "the inputs of the losses",
+                f"they may hold {reading.samples} samples each, or some rows of {other.samples} samples that "
+                "lead the model's inputs, one loss after the other: no position meets another one",
+                "say which: extend(model, sample_axis=0) if samples lead the model's inputs, sample_axis=1 if "
+                "they come second",
+            )

@@ -25,14 +25,12 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
-from packprop.graph.rows import Seeds, Sweeps, layouts_of_rows, levels
-from packprop.graph.scattered import has_packed_sequences, scattered_layouts
+from packprop.graph.rows import Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
-from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -135,14 +133,7 @@ def separate(
     noise = [torch.randn(output.shape, generator=generator) for output in outputs]
     edges = [output.edge for output in outputs]
     largest = min(torch.finfo(output.dtype).max for output in outputs)
-    powers = _powers(samples, largest, generator)
-    if has_packed_sequences(graph) and not is_dry_run():
-        scattered = scattered_layouts(
-            graph, edges, lambda factors: by_sample(outputs, chosen, noise, factors), samples, largest
-        )
-        for (use, index), layout in scattered.items():
-            if all(site.entry.admits(layout.axis or 0) for site in use.sites):
-                fitting[use][index].append(layout)
+    powers = random_powers(samples, largest, generator)
 
     def scaled_by(exponents: Tensor) -> Sizes:
         seeds = by_sample(outputs, chosen, noise, torch.exp2(exponents))
@@ -151,18 +142,20 @@ def separate(
 
     first, second = scaled_by(powers), scaled_by(-powers)
     tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    dtypes = {output.dtype for output in outputs} | {leaf.dtype for leaf in graph.leaves()}
+    smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
     for (use, index, layout), up in first.items():
         down = second.get((use, index, layout), up)
         known = up.isfinite() & down.isfinite()
-        if bool((known & ((up - down).abs() > tolerance * torch.maximum(up, down))).any()):
+        if differ(up[known], down[known], powers[known], tolerance, smallest):
             fitting[use][index].remove(layout)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
-    if any(use.recorded.reordered for use in graph.uses):
-        noisy, ones = (
-            functools.partial(by_sample, outputs, chosen, given)
-            for given in (noise, [torch.ones(output.shape) for output in outputs])
-        )
-        reached |= _add_layouts_of_rows(fitting, edges, (noisy, ones), powers.unique(), samples, tolerance)
+    in_turn = any(layout.rows is not None for layout in chosen)
+    if in_turn or any(use.recorded.reordered for use in graph.uses):
+        ones = [torch.ones(output.shape) for output in outputs]
+        noisy, even = (functools.partial(by_sample, outputs, chosen, given) for given in (noise, ones))
+        sweeps = Sweeps(edges, noisy, even, graph.uses)
+        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_turn)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
             return Separation(None, use, False)
@@ -170,34 +163,32 @@ def separate(
 
 
 def _add_layouts_of_rows(
-    fitting: Fitting,
-    edges: Sequence[GradientEdge],
-    seeds: tuple[Seeds, Seeds],
-    exponents: Tensor,
-    samples: int,
-    tolerance: float,
+    fitting: Fitting, sweeps: Sweeps, samples: int, largest: float, tolerance: float, in_turn: bool
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
+
+    Where losses take the samples in turn, functions in front of them have some rows of some samples, in order.
 
     Returns:
         The uses that have them.
     """
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
-    if not all(use.recorded.reordered for use in unfit):
+    if not in_turn and not all(use.recorded.reordered for use in unfit):
         return set()
     places = [
         (use, index, axis)
         for use, outputs in fitting.items()
-        if use.recorded.reordered
+        if use.recorded.reordered or (in_turn and use in unfit)
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
         for axis, _ in enumerate(use.recorded.shapes[index])
         if _is_admitted(use, index, Layout(axis, samples))
     ]
-    sweeps = Sweeps(edges, list(fitting))
-    found = layouts_of_rows(places, sweeps, *seeds, exponents, samples, tolerance) if places else {}
+    found = layouts_of_rows(places, sweeps, samples, largest, tolerance) if places else {}
     for (use, index, _), layout in found.items():
-        fitting[use][index].append(layout)
+        assert layout.rows is not None
+        if use.recorded.reordered or bool((layout.rows.sample_of.diff() >= 0).all()):
+            fitting[use][index].append(layout)
     return {use for use, _, _ in found}
 
 
@@ -228,10 +219,7 @@ def sizes_of_rows(
             if cotangent is None:
                 continue
             for layout in fitting[use][index]:
-                rows = layout.to_front(cotangent, 1)[0].unsqueeze(-1)
-                rest, wide = tuple(range(1, rows.dim())), accumulation_dtype(rows.dtype)
-                sums = torch.linalg.vector_norm(rows, 1, rest, dtype=wide)  # copies nothing
-                sizes[use, index, layout] = sums.to("cpu", torch.float64)
+                sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
 
     sweep(edges, seeds, graph.uses, visit, options)
     return sizes
@@ -274,6 +262,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             RecordedUse("", [], [], [shape], no_module, reordered=reordered),
             {0: (edge.node, edge.output_nr)},
             is_end=True,
+            through=[checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses],
         )
         for place, (edge, shape) in enumerate(places)
         if layouts[place] is None
@@ -296,6 +285,8 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:
     """The ways in which an output of a use can hold the samples, as far as shape and entries say."""
+    if sequences_of(use) is not None:
+        return []  # see NOTE [Rows of samples]
     layouts = possible_layouts(use.recorded.shapes[index], samples)
     return [layout for layout in layouts if _is_admitted(use, index, layout)]
 
@@ -304,15 +295,13 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     """Whether the entries of a use allow the samples to be there in one of its outputs."""
     if layout.axis is None:
         return True
-    if any(site.entry.sequences is not None for site in use.sites):
-        return False  # where they are is found by NOTE [Scattered rows]
     axes = [site.entry.sample_axes for site in use.sites]
     return all(known is None or known[index] == layout.axis for known in axes) and all(
         site.entry.admits(layout.axis) for site in use.sites
     )
 
 
-def _powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
+def random_powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, in random order."""
     spread = levels(samples, largest)
     spread = spread[torch.arange(samples) % len(spread)]

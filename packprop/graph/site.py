@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from packprop.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.functions.entry import Entry, Samples
 from packprop.functions.fallback import pulled
+from packprop.functions.nodes import RESHAPES, name_of_node
 from packprop.recording.regions import differs
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
@@ -34,15 +36,20 @@ class Site:
         """
         place = next(number for number, entry in enumerate(entries) if entry is self.entry)
         parameter = remade[place].parameter if place < len(remade) else None
-        same = parameter is self.leaf if self.direct else parameter is not None and not parameter.is_leaf
+        if parameter is None:
+            same = False
+        elif not self.direct:
+            same = not parameter.is_leaf
+        else:  # a leaf that the function makes itself, and lets require gradients, is another one each time
+            same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
         if not same:
             raise differs("a function", "it consumed other parameters")
         return Site(remade[place], self.leaf)
 
-    @property
+    @functools.cached_property
     def direct(self) -> bool:
-        """Whether the leaf itself is the argument of the function."""
-        return self.entry.parameter is self.leaf
+        """Whether the leaf itself is the argument of the function, be it by a view of all of it."""
+        return _is_whole(self.entry.parameter, self.leaf)
 
     @property
     def has_squares(self) -> bool:
@@ -80,6 +87,32 @@ class Site:
         if structure.rows is None:
             return Dense(None)
         return Dense(_pull_back(self.entry.parameter, self.leaf, rows(structure)))
+
+
+def _is_whole(parameter: Tensor, leaf: Tensor) -> bool:
+    """Whether a parameter is a leaf, or was reshaped from it and has the same entries at the same places.
+
+    A head that is given to its loss in the shape of the classes comes back to the shape of the layer so. What
+    is said of the one is said of the other, and no gradient has to be pulled back.
+    """
+    if parameter is leaf:
+        return True
+    node = parameter.grad_fn
+    if node is None or parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
+        return False
+    while name_of_node(node) in RESHAPES:
+        above = node.next_functions[0][0]
+        if above is None:
+            return False
+        node = above
+    return getattr(node, "variable", None) is leaf
+
+
+def _is_made_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two leaves may stand for one another: they are alike, and nobody's parameters."""
+    if isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter):
+        return False
+    return tensor.is_leaf and tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def _pull_back(parameter: Tensor, leaf: Tensor, gradients: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ def checkpoints_of(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
     return list({id(use.checkpoint): use.checkpoint for use in uses if use.checkpoint is not None}.values())
 
 
+def empty_checkpoints(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
+    """Reentrant checkpoints without uses that sweeps to some uses may come through, each once."""
+    return list({id(checkpoint): checkpoint for use in uses for checkpoint in use.through}.values())
+
+
 class Watch:
     """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
 
@@ -65,6 +70,7 @@ class Watch:
         accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
         hooks: Hooks of the user that are heard in this pass, but not by what is differentiated in visits.
         unmasked: As in ``SweepOptions``, for what lies inside of reentrant checkpoints.
+        empty: Reentrant checkpoints without uses to come through, where PyTorch's own function refuses.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Watch:
         accumulate: bool = False,
         hooks: Hooks = NO_HOOKS,
         unmasked: bool = False,
+        empty: Sequence[ReentrantCheckpoint] = (),
     ) -> None:
         self._hooks = hooks
         self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
@@ -89,7 +96,7 @@ class Watch:
             for use in uses
             for index, (node, output) in use.nodes.items()
         ]
-        self._checkpoints = checkpoints_of(uses)
+        self._checkpoints = [*checkpoints_of(uses), *empty]
         for checkpoint in self._checkpoints:
             # the engine calls ``apply``: it is replaced for this node alone, and as long as the watch lasts
             checkpoint.node.apply = self._in_context(functools.partial(self._run_checkpoint, checkpoint))
@@ -151,7 +158,8 @@ class Watch:
             edges = [get_gradient_edge(value) for value in outputs]
             options = SweepOptions(needs_inputs=self._needs_inputs, unmasked=self._unmasked)
             with graph.hooks.quiet():
-                gradients = sweep(edges, seeds, graph.uses, visit, options, leaves)
+                empty = [] if graph.uses else graph.checkpoints
+                gradients = sweep(edges, seeds, graph.uses, visit, options, leaves, empty)
         graph.drop_checkpoint_uses()
         return rerun.gradients(dict(zip(map(id, leaves), gradients, strict=True)))
 
@@ -223,6 +231,7 @@ def sweep(
     visit: Visit,
     options: SweepOptions = ONE_COLUMN,
     leaves: Sequence[Tensor] = (),
+    empty: Sequence[ReentrantCheckpoint] = (),
 ) -> Sequence[Tensor | None]:
     """Pull one column (or many) back from ``outputs`` to every use that it reaches.
 
@@ -233,6 +242,7 @@ def sweep(
         visit: Called as ``visit(use, cotangents)``; cotangents have a leading axis of columns.
         options: How the sweep goes.
         leaves: Tensors whose gradients are returned.
+        empty: Reentrant checkpoints without uses that a sweep to the leaves may come through.
     """
     batched, create_graph = options.batched, options.create_graph
     with opened((use.recorded.source for use in uses), create_graph, options.needs_inputs):
@@ -246,7 +256,8 @@ def sweep(
         above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
         wanted = [*(edge for _, _, edge in ends), *above_checkpoints, *map(get_gradient_edge, leaves)]
         gradients: Sequence[Tensor | None]
-        watch = Watch(watched, visit, options.needs_inputs, unmasked=options.unmasked)
+        empty = [*empty, *empty_checkpoints(uses)]
+        watch = Watch(watched, visit, options.needs_inputs, unmasked=options.unmasked, empty=empty)
         unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
         complete = False
         with torch.set_grad_enabled(create_graph), unmasking:

@@ -97,6 +97,8 @@ class _Terms:
         self._joins_above: dict[Node, int] = {}
         self._spoilt = 0
         self._suspects: list[Node] = []
+        self._strange = False
+        """Whether there are leaves that are neither inputs of a recorded call nor known to be parameters."""
         self.free: set[Node] = set()
         """Nodes that are computed from parameters alone, and that nothing meets but sums."""
 
@@ -127,8 +129,8 @@ class _Terms:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a parameter enters anything but terms that no sample enters."""
-        return not self._parametric <= self.free
+        """Whether a parameter enters anything but terms that no sample enters, or a loss something unknown."""
+        return not self._parametric <= self.free or bool(self._strange and self._losses)
 
     def edges(self, graph: Graph) -> list[GradientEdge]:
         """Where terms are added to the rest of the loss; a root that is such a term is one itself."""
@@ -159,6 +161,8 @@ class _Terms:
                 self._data.add(node)
             elif isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
                 self._parametric.add(node)
+            else:
+                self._strange = True
         else:
             self._sort_function(node)
 

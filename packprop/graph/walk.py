@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.errors import PackpropError
+from packprop.functions.nodes import WITHOUT_DERIVATIVE
+from packprop.functions.operands import options_of
 from packprop.graph.checkpoint_uses import uses_inside
 from packprop.graph.completeness import (
     adopt_missing,
@@ -21,6 +24,7 @@ from packprop.graph.completeness import (
     find_missing,
     reached_without_loss,
     require_alive,
+    require_derivatives,
     require_unsharded,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
@@ -30,7 +34,7 @@ from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, upstream_of
-from packprop.recording.marks import LOSS, MIXES, OUTPUT, USE, RecordedUse, marks_of
+from packprop.recording.marks import LOSS, MIXES, OUTPUT, REORDERS, TRANSFORMED, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
 
 
@@ -43,8 +47,10 @@ class _Trail:
         neighbours: The upstream neighbours of each node, over uses.
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
+        options: What they take beside tensors, and along which axes they put rows in another order.
         consumed: Leaves that are met outside of all uses, and the nodes that consume them.
         of_interest: Nodes that hooks may be on.
+        cut: Nodes that have no derivative.
         checkpoint_places: For each reentrant checkpoint, how many uses were met before it.
     """
 
@@ -52,8 +58,10 @@ class _Trail:
     neighbours: dict[Node, list[Node]] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    options: list[Any] = field(default_factory=list)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     of_interest: list[Node] = field(default_factory=list)
+    cut: list[Node] = field(default_factory=list)
     checkpoint_places: list[int] = field(default_factory=list)
 
 
@@ -77,6 +85,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
     graph.uses = list(trail.uses.values())
     require_alive(graph)
     _find_sites(graph, wanted, trail)
+    require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
     find_after_loss(graph, trail.order, trail.neighbours)
     if graph.missing or (trail.consumed and graph.losses):
@@ -88,10 +97,13 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
         graph.label(use) for use in graph.uses if any(node in without_loss for node in use.anchors)
     ]
     _mark_ends(trail)
+    empty = [checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses]
+    for use in trail.uses.values():
+        use.through = empty
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
     require_unsharded(graph.modules, graph.hooks)
-    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail.names)
+    graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
     return graph
 
 
@@ -105,6 +117,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             continue
         name, marks = node.name(), marks_of(node)
         trail.names.append(name)
+        trail.options += options_of(node)
         if is_of_interest(name, marks):
             trail.of_interest.append(node)
         if LOSS in marks:
@@ -113,11 +126,19 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
         if OUTPUT in marks:
             forward, output, shape = marks[OUTPUT]
             graph.outputs.append((GradientEdge(node, output), forward, shape))
+        if TRANSFORMED in marks:
+            graph.transformed.append(marks[TRANSFORMED])
+        if REORDERS in marks:
+            output, shape, axes = marks[REORDERS]
+            graph.reorderings.append((GradientEdge(node, output), shape, axes))
+            trail.options.append(axes)
         if is_reentrant(node):
             graph.checkpoints.append(
                 ReentrantCheckpoint(node, lambda inside: walk(inside, [None] * len(inside), wanted))
             )
             trail.checkpoint_places.append(len(trail.uses))
+        if name == WITHOUT_DERIVATIVE:
+            trail.cut.append(node)
         if MIXES in marks:
             graph.mixers.append(marks[MIXES].name)
         if USE not in marks:
@@ -164,7 +185,7 @@ def _look_inside(graph: Graph, trail: _Trail) -> None:
 
 
 def _mark_ends(trail: _Trail) -> None:
-    """Mark the uses that have no other use upstream; checkpoints, whose uses have no nodes, are left out."""
+    """Mark the uses that have no other use upstream; those in checkpoints have no nodes, and are left out."""
     use_upstream: dict[Node, bool] = {}
     anchors = {node for use in trail.uses.values() for node in use.anchors}
     for node in trail.order:
@@ -224,10 +245,11 @@ def _structure(graph: Graph, names: list[str]) -> int:
     return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
-def _signature(graph: Graph, names: list[str]) -> int:
-    """A number that is equal for passes of equal structure and shapes."""
-    uses = tuple((use.recorded.name, tuple(use.recorded.shapes)) for use in graph.uses)
+def _signature(graph: Graph, trail: _Trail) -> int:
+    """A number that is equal for passes of equal structure, shapes and options."""
+    uses = tuple((use.recorded.name, tuple(use.recorded.shapes), use.recorded.options) for use in graph.uses)
     losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
     input_shapes = tuple((*forward.sizes, *forward.axes) for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
-    return hash((tuple(names), uses, losses, input_shapes, open_paths, bool(graph.without_loss)))
+    named = tuple(trail.names), tuple(trail.options)
+    return hash((named, uses, losses, input_shapes, open_paths, bool(graph.without_loss)))

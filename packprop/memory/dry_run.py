@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.samples import check_graph, copy_sample_locations
+from packprop.graph.samples import check_graph, copy_sample_locations, is_order_of_data
 from packprop.graph.walk import walk
 from packprop.memory.line import Line, forms_gradients, line_of
 from packprop.memory.peaks import Peak, PeakRecorder
@@ -36,6 +37,7 @@ from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shape
 from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.tensors.dry import TensorSpec, dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
+from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.repeated import counting_repeated
 from packprop.types import Extension
 
@@ -90,7 +92,7 @@ class DryRun:
         if step.gradients and not step.freed:
             kept = peaks.saved_alive()
             again = [forward, *self._before_results]
-            if any(call.reordered for call in graph.forwards):  # then samples are located anew in each step
+            if is_order_of_data(graph):  # then samples are located anew in each step
                 again.append(locating)
             parts += [part.beside("results", kept) for part in again]
         peak = max(parts, key=lambda part: part.size)
@@ -175,9 +177,11 @@ class DryRun:
     def _save(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Save the results of a leaf as the real pass does, and delete them where a hook will."""
         for extension, values in results.items():
-            value = map_tensors(
-                lambda t: t.to(leaf.dtype).contiguous(), extension.finish(values, graph.samples)
-            )
+            dtype = extension.dtype_of(leaf.dtype)
+            if not self._step.gradients:  # a batch of a data set: what is merged is rounded at the end
+                dtype = accumulation_dtype(leaf.dtype)
+            value = map_tensors(methodcaller("to", dtype), extension.finish(values, graph.samples))
+            value = map_tensors(Tensor.contiguous, value)
             if value is not None:
                 self._peaks.own_result(value)
                 setattr(leaf, extension.savefield, value)

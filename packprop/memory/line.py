@@ -9,6 +9,7 @@ from torch import Tensor
 
 from packprop.algebra.structures import Outer, Quadratic
 from packprop.graph.graph import Graph, ReachedUse
+from packprop.tensors.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Line:
 
 def line_of(graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int) -> Line:
     """The line about a leaf whose statistics are taken of this structure, in chunks of so many samples."""
-    size, in_chunk = leaf.numel() * leaf.element_size(), min(samples, graph.samples)
+    size, in_chunk = leaf.numel() * accumulation_dtype(leaf.dtype).itemsize, min(samples, graph.samples)
     return Line(
         graph.name(leaf),
         " + ".join(use.recorded.name for use in uses),

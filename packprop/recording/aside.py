@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packprop.functions.composites import body_of
+from packprop.functions.composites import body_of, has_parts
 from packprop.tensors.nesting import tensors_in
 
 _PLAIN = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
@@ -106,10 +106,12 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     return all(isinstance(mode, OwnMode) for mode in _modes_in_force())
 
 
-def can_look_inside(arguments: Any) -> bool:
+def can_look_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether nobody else, no other mode and no class of the arguments, takes a composite function over."""
-    return all(isinstance(mode, OwnMode) for mode in _modes_in_force()) and all(
-        type(tensor).__torch_function__ in _PLAIN for tensor in tensors_in(arguments)
+    return (
+        has_parts(kwargs)
+        and all(isinstance(mode, OwnMode) for mode in _modes_in_force())
+        and all(type(tensor).__torch_function__ in _PLAIN for tensor in tensors_in((args, kwargs)))
     )
 
 

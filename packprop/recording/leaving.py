@@ -15,6 +15,9 @@ from packprop.recording.marks import (
     CHOSEN,
     LOSS,
     MIXES,
+    OUTPUT,
+    REORDERS,
+    TRANSFORMED,
     USE,
     ForwardCall,
     Mixer,
@@ -23,6 +26,7 @@ from packprop.recording.marks import (
     edge_of,
     marks_of,
 )
+from packprop.recording.transforms import node_under_transforms
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.state import version
 
@@ -36,10 +40,28 @@ def leave_use(use: RecordedUse, outputs: list[Tensor]) -> None:
         node.register_prehook(use.release)
 
 
+def mark_output(forward: ForwardCall, tensor: Tensor, depends_on_samples: bool) -> None:
+    """Mark what the outermost call returned, or that it ran inside a transform of ``torch.func``."""
+    if tensor.grad_fn is not None:
+        if depends_on_samples:
+            marks_of(tensor.grad_fn)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
+    elif (node := node_under_transforms(tensor)) is not None:
+        marks_of(node)[TRANSFORMED] = forward
+
+
 def mark_chosen(part: Any) -> None:
     """Mark a part of a parameter that data chose: it belongs to samples although none enters it."""
     if isinstance(part, Tensor) and part.grad_fn is not None:
         marks_of(part.grad_fn)[CHOSEN] = True
+
+
+def mark_reordering(forward: ForwardCall, out: Any, axes: frozenset[int] | None) -> None:
+    """Mark what differentiable rows were put in another order in, along some axes, or ``None`` for any."""
+    for tensor in tensors_in(out):
+        if tensor.grad_fn is not None and axes is None:
+            forward.reordered = True
+        elif tensor.grad_fn is not None and axes:
+            marks_of(tensor.grad_fn)[REORDERS] = tensor.output_nr, tensor.shape, axes
 
 
 def mark_mixing(forward: ForwardCall, out: Any) -> None:

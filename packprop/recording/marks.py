@@ -16,12 +16,13 @@ from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
 from packprop.functions.registry import entries_of
 from packprop.recording.axes import SampleAxis
+from packprop.recording.evidence import Evidence
 from packprop.recording.inputs import InputSource
-from packprop.recording.witnesses import Evidence
 from packprop.tensors.hooks import dictionary_of
 
-USE, LOSS, OUTPUT, MIXES, HOOKS, HOOKED, CHOSEN = (
-    f"packprop.{mark}" for mark in ("use", "loss", "output", "mixes", "hooks", "hooked", "chosen")
+USE, LOSS, OUTPUT, TRANSFORMED, REORDERS, MIXES, HOOKS, HOOKED, CHOSEN = (
+    f"packprop.{mark}"
+    for mark in ("use", "loss", "output", "transformed", "reorders", "mixes", "hooks", "hooked", "chosen")
 )
 """Keys of the marks in the ``metadata`` of a node."""
 
@@ -45,7 +46,7 @@ class ForwardCall:
         declared: What was declared, if anything was.
         inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
-        reordered: Whether data may have decided the order of rows.
+        reordered: Whether data may have decided the order of rows along any axis.
         arguments: What went in, tensors without their data.
         made: The tensors that came up while it was recorded, as far as they are still there.
     """
@@ -105,6 +106,7 @@ class RecordedUse:
         held: Whether the inputs are kept although a backward pass frees the graph.
         evidence: What changed inputs of the call have changed here.
         reordered: Whether its inputs come from a function that takes rows out of their order.
+        options: Axes, equations and other integers and texts that it was given.
     """
 
     name: str
@@ -116,6 +118,7 @@ class RecordedUse:
     held: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     reordered: bool = False
+    options: Any = None
 
     @property
     def entries(self) -> list[Entry] | None:

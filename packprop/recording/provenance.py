@@ -10,12 +10,14 @@ A function that takes one of each kind is where a parameter meets the samples: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from packprop.functions.traits import EXPANSIONS, REORDERINGS, takes_by_index
+from packprop.functions.reorderings import REORDERINGS, axes_reordered
+from packprop.functions.traits import EXPANSIONS
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import USE, marks_of, nodes_above
 from packprop.tensors.nesting import tensors_in
@@ -28,7 +30,7 @@ class TensorSet:
         self.references: dict[int, weakref.ref[Tensor]] = {}
         """By identity: ``sort`` looks here without a call, because it is asked for every argument."""
 
-    def __contains__(self, tensor: Tensor) -> bool:
+    def __contains__(self, tensor: object) -> bool:
         reference = self.references.get(id(tensor))
         return reference is not None and reference() is tensor
 
@@ -63,9 +65,13 @@ class Provenance:
     """Which tensors of a forward pass depend on the samples, and which are made of parameters alone."""
 
     def __init__(self) -> None:
+        self.sizes: Sequence[torch.Size] = ()
+        """Shapes of the inputs of the call that is recorded, which may still get more."""
         self.from_samples, self.from_parameters = TensorSet(), TensorSet()
         self.reordered = TensorSet()
         """Those that depend on the samples through a function that takes rows out of their order."""
+        self.counted = TensorSet()
+        """Indices that count rows from the first one on."""
 
     def alive(self) -> Iterator[Tensor]:
         """All of these tensors that are still there."""
@@ -92,21 +98,43 @@ class Provenance:
                 samples.append(tensor)
         return samples, parameters, constants
 
+    def may_hold_samples(self, shape: Iterable[int]) -> bool:
+        """Whether an axis has room for the samples, which are on the leading axis of some input."""
+        leading = {size[0] for size in self.sizes if len(size)}
+        return not leading or any(extent % samples == 0 for extent in shape for samples in leading if samples)
+
     def note_order(
-        self, function: Callable[..., Any] | None, args: Any, samples: Iterable[Tensor], out: Any
+        self,
+        function: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        samples: Iterable[Tensor],
+        out: Any,
     ) -> bool:
-        """Note what was made of samples, if rows are in another order in it; say whether they were before."""
+        """Note what was made of samples, if it may be in another order; say whether they were before."""
         before = bool(self.reordered.references) and any(tensor in self.reordered for tensor in samples)
-        if before or (function in REORDERINGS and takes_by_index(function, args)):
+        if before or (function in REORDERINGS and self._reorders_samples(function, args, kwargs, out)):
             self.reordered.add_all(out)
         return before
+
+    def _reorders_samples(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> bool:
+        axes = axes_reordered(function, args, kwargs, self.counted)
+        made = next(tensors_in(out), None)
+        if axes is None or made is None:
+            return True
+        extents = {extent for size in self.sizes for extent in size[:2] if extent > 1}
+        taken, last = args[0].shape, max(axes, default=0)  # lists of rows stand for one axis, or for several
+        rows = [*taken[min(axes, default=0) : last + 1], *(made.shape[axis] for axis in axes)] if axes else []
+        return any(each % extent == 0 for each in rows for extent in extents) or bool(axes and not extents)
 
     def follow(self, args: tuple[Any, ...], out: Tensor) -> None:
         """Sort what was made of the arguments, which is no use of them."""
         samples, parameters, _ = self.sort(tensors_in(args))
         if samples:
             self.from_samples.add(out)
-            self.note_order(None, args, samples, out)
+            self.note_order(None, args, {}, samples, out)
         elif parameters:
             self.from_parameters.add(out)
 

@@ -20,9 +20,10 @@ from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from packprop.functions.composites import COMPOSITES
-from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of
+from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of, plain_options
 from packprop.functions.losses.description import LOSSES
 from packprop.functions.registry import RULES, can_wait, entries_of
+from packprop.functions.reorderings import REORDERINGS, axes_reordered
 from packprop.functions.traits import (
     CONSTANTS,
     EXPANSIONS,
@@ -30,28 +31,32 @@ from packprop.functions.traits import (
     MAY_DRAW,
     METADATA,
     MIXERS,
-    REORDERINGS,
     SEPARATE,
     UNUSUAL,
     is_one_index,
 )
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside, is_running
 from packprop.recording.axes import AXIS, SampleAxis, axes_of
-from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs, without_inputs
-from packprop.recording.leaving import leave_use, mark_chosen, mark_mixing, record_loss
+from packprop.recording.inputs import without_inputs
+from packprop.recording.leaving import (
+    leave_use,
+    mark_chosen,
+    mark_mixing,
+    mark_output,
+    mark_reordering,
+    record_loss,
+)
 from packprop.recording.marks import (
     EXTENDED,
-    OUTPUT,
     ForwardCall,
     RecordedUse,
     edge_of,
     graph_is_kept,
-    marks_of,
     note_hooks,
 )
 from packprop.recording.provenance import Expansions, Provenance, Sorted
-from packprop.recording.regions import region_under
-from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_checkpoint, is_counted
+from packprop.recording.regions import input_source, region_under
+from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_counted
 from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
@@ -95,6 +100,7 @@ class Recorder(OwnMode):
         """Begin an outermost call."""
         reference = weakref.ref(module) if module is not None else (lambda: None)
         self.forward = ForwardCall(reference, made=self._provenance.alive)
+        self._provenance.sizes = self.forward.sizes
         self._witnesses, self._looks = Witnesses(module), False
 
     @property
@@ -164,7 +170,10 @@ class Recorder(OwnMode):
             if id(tensor) in own:
                 continue
             self._provenance.from_samples.add(tensor)
-            if id(tensor) not in inside:
+            if id(tensor) in inside:
+                forward.reordered = True
+                self._provenance.reordered.add(tensor)
+            else:
                 forward.sizes.append(tensor.shape)
                 forward.axes.append(axes.get(id(tensor)))
             if not is_loss:
@@ -189,8 +198,7 @@ class Recorder(OwnMode):
         self._witnesses.finish()
         self._looks = False
         for tensor in tensors_in(outputs):
-            if tensor.grad_fn is not None and tensor in self._provenance.from_samples:
-                marks_of(tensor.grad_fn)[OUTPUT] = (self.forward, tensor.output_nr, tensor.shape)
+            mark_output(self.forward, tensor, tensor in self._provenance.from_samples)
 
     def __torch_function__(
         self,
@@ -212,7 +220,7 @@ class Recorder(OwnMode):
             return out
         if func in METADATA:
             return func(*args, **kwargs)
-        if func in COMPOSITES and can_look_inside((args, kwargs)):
+        if func in COMPOSITES and can_look_inside(args, kwargs):
             return self.look_inside(func, args, kwargs)
         hooks = hooks_in_force()
         if hooks is not None:
@@ -242,7 +250,7 @@ class Recorder(OwnMode):
             if samples:
                 self._provenance.from_samples.add_all(out)
                 if unusual or self._provenance.reordered.references:
-                    self._provenance.note_order(func, args, samples, out)
+                    self._provenance.note_order(func, args, kwargs, samples, out)
             elif parameters:
                 self._provenance.from_parameters.add_all(out)
         return out
@@ -262,9 +270,12 @@ class Recorder(OwnMode):
         elif func is Tensor.__setitem__:
             if samples:
                 self._provenance.from_samples.add(args[0])
-                self._provenance.note_order(func, args, samples, args[0])
+                self._provenance.note_order(func, args, kwargs, samples, args[0])
+                mark_reordering(self.forward, args[0], axes_reordered(func, args, kwargs))
             elif parameters:
                 self._provenance.from_parameters.add(args[0])
+        elif func is torch.arange:
+            self._provenance.counted.add_all(out if len(args) == 1 else ())
         elif not samples:
             if parameters:
                 self._expansions.note(func, args, out)
@@ -275,8 +286,8 @@ class Recorder(OwnMode):
         elif func in MIXERS:
             if MIXERS[func](*args, **kwargs):
                 mark_mixing(self.forward, out)
-        elif func in REORDERINGS and (len(samples) > 1 or func is not Tensor.__getitem__):
-            self.forward.reordered = True
+        elif func in REORDERINGS:
+            mark_reordering(self.forward, out, axes_reordered(func, args, kwargs, self._provenance.counted))
         return False
 
     def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,7 +310,9 @@ class Recorder(OwnMode):
         if func is Tensor.__getitem__:
             alone = tensors[0] not in self._provenance.from_samples and is_one_index(args[1])
             return tensors[:1] if alone else tensors
-        if func not in LIKE_ANOTHER or (func in EXPANSIONS and self._may_hold_samples(tensors[-1].shape)):
+        if func not in LIKE_ANOTHER or (
+            func in EXPANSIONS and self._provenance.may_hold_samples(tensors[-1].shape)
+        ):
             return tensors
         return tensors[:1]
 
@@ -309,12 +322,7 @@ class Recorder(OwnMode):
         Others count as samples: what a parameter meets there can be told apart by samples.
         """
         alone = len(samples) == 1 and samples[0] is args[0] and not out.requires_grad
-        return alone and not self._may_hold_samples(out.shape)
-
-    def _may_hold_samples(self, shape: torch.Size) -> bool:
-        """Whether an axis has room for the samples, which are on the leading axis of some input of the call."""
-        leading = {size[0] for size in self.forward.sizes if len(size)}
-        return not leading or any(extent % samples == 0 for extent in shape for samples in leading if samples)
+        return alone and not self._provenance.may_hold_samples(out.shape)
 
     def _record(
         self,
@@ -327,9 +335,9 @@ class Recorder(OwnMode):
         """Call a function that consumes parameters, and leave a use on the nodes that it makes."""
         samples, parameters, constants = arguments
         name, in_place = _name_and_kind(func)
-        origins = (
-            [_changed_with(each) if each is args[0] else each for each in samples] if in_place else samples
-        )
+        origins = [each for each in samples if func not in LIKE_ANOTHER or each is args[0]]
+        if in_place:
+            origins = [_changed_with(each) if each is args[0] else each for each in origins]
         edges = [edge_of(tensor) for tensor in origins if tensor.requires_grad]
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
@@ -346,7 +354,7 @@ class Recorder(OwnMode):
         for tensor in results:
             self._provenance.from_samples.add(tensor)
         reordered = func in REORDERINGS or bool(self._provenance.reordered.references)
-        reordered = reordered and self._provenance.note_order(func, args, samples, out)
+        reordered = reordered and self._provenance.note_order(func, args, kwargs, samples, out)
         if func in LOSSES:
             record_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
@@ -357,7 +365,7 @@ class Recorder(OwnMode):
         if outputs:
             shapes = [tensor.shape for tensor in outputs]
             call = Call(func, inputs, kwargs, tuple(parameters), shapes[0], self._expansions.source, state)
-            source = None if hooks is None else _input_source(call, in_place, hooks)
+            source = None if hooks is None else input_source(call, in_place, hooks)
             made: list[Entry] | Call = call
             if source is not None:
                 made = without_inputs(entries_of(call), source)
@@ -366,8 +374,9 @@ class Recorder(OwnMode):
             else:
                 others = (*samples, *constants)
                 call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
+            options = plain_options((args, tuple(kwargs.values())))
             use = RecordedUse(
-                name, made, edges, shapes, self.forward, source, evidence=evidence, reordered=reordered
+                name, made, edges, shapes, self.forward, source, False, evidence, reordered, options
             )
             leave_use(use, outputs)
         return out
@@ -387,11 +396,3 @@ def _changed_with(tensor: Tensor) -> Tensor:
     """
     base = tensor._base
     return tensor if base is None else base
-
-
-def _input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:
-    """Where a use shall find its inputs, if the hooks on saved tensors do not let it hold them."""
-    if not is_checkpoint(hooks):
-        return OffloadedInputs(call, in_place)
-    region = region_under(hooks)
-    return None if region is None else region.inputs_of_last_call(CallTemplate.of(call, in_place))

@@ -33,6 +33,13 @@ NAME = "CheckpointFunctionBackward"
 """Name of that node."""
 
 
+OTHER_KIND = (
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); a model of Hugging Face: "
+    "gradient_checkpointing_enable({'use_reentrant': False})"
+)
+"""What to do where this kind does not work, in messages."""
+
+
 @dataclass(frozen=True)
 class Rerun:
     """A checkpoint's function that was run again.
@@ -70,7 +77,7 @@ def refused(why: str) -> PackpropError:
         "A quantity beyond the gradient was asked for.",
         "a part of the model inside torch.utils.checkpoint",
         why,
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        OTHER_KIND,
     )
 
 

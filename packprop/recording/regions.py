@@ -26,9 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from packprop.errors import PackpropError
 from packprop.functions.composites import COMPOSITES
-from packprop.functions.entry import Entry, name_of
+from packprop.functions.entry import Call, Entry, name_of
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside
-from packprop.recording.inputs import CallTemplate, InputSource
+from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs
 from packprop.recording.provenance import Expansions
 from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
 
@@ -233,6 +233,14 @@ def region_under(hooks: Hooks) -> Region | None:
     return region
 
 
+def input_source(call: Call, in_place: bool, hooks: Hooks) -> InputSource | None:
+    """Where a use shall find its inputs, if the hooks on saved tensors do not let it hold them."""
+    if not is_checkpoint(hooks):
+        return OffloadedInputs(call, in_place)
+    region = region_under(hooks)
+    return None if region is None else region.inputs_of_last_call(CallTemplate.of(call, in_place))
+
+
 class Replay(OwnMode):
     """Sees the torch functions of a region that is run again, and collects the inputs of its uses."""
 
@@ -271,7 +279,7 @@ class Replay(OwnMode):
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func in COMPOSITES and can_look_inside((args, kwargs)):
+        if func in COMPOSITES and can_look_inside(args, kwargs):
             return self.look_inside(func, args, kwargs)
         region = self._region
         recorded = self._nesting.outermost is not None or not region.has_recordings

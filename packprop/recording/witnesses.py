@@ -9,16 +9,16 @@ which half of the rows along an axis are others (*witnesses*), and a third time 
 whose inputs are such copies. Where its output differs, there are the rows that were changed: a layout of the
 samples at this output is right only if all rows of unchanged samples are what they were.
 
-This is done for the axes that were declared; without a declaration for axis 0 and axis 1 of inputs that have
-as many entries on both, which no shape can tell apart. (Where they differ, positions are still taken for
-samples if they lead the loss's input, or are mixed before the first parameter. To look there, too, would make
-the first call of nearly every model on sequences take more memory than the ones after it.) It is done in the
-first call of a module with inputs of given shapes; what was seen is kept by the number of the use in the
-call. An input is copied when the first function takes it that could have the samples on another axis than the
-leading one: a linear layer on ``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen
-where a function fails on copies, changes tensors that are no copies, or is the user's own, inside a
-checkpoint, which would have to see the same functions when it runs again, nor behind more functions than
-``LONGEST``; nothing is concluded there.
+This is done for the axes that were declared; without a declaration for axis 0, and axis 1 of inputs with three
+axes. What copies would show is known without any where the first parameters meet the inputs as they are: a
+layer keeps some axes, and mixes others. Where no two axes of an input are equally long, no plan counts copies:
+small inputs of modules alone are copied (``CHEAP``), until a use has taken them. It is done in the first call
+of a module with inputs of given shapes; what was seen is kept by the number of the use in the call. An input is
+copied when the first function takes it that could have the samples on another axis than the leading one: a
+linear layer on ``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen where a function
+fails on copies, changes tensors that are no copies, or is the user's own, inside a checkpoint, which would have
+to see the same functions when it runs again, nor behind more functions than ``LONGEST``; nothing is concluded
+there.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ from torch import Tensor, nn
 
 from packprop.functions.entry import is_in_place
 from packprop.functions.traits import MIXERS, leads_with_samples
+from packprop.recording.direct import DirectInputs
+from packprop.recording.evidence import Change, Evidence, Touched
 from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint
 from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
+from packprop.tensors.precision import is_for_storage
 from packprop.tensors.random import RandomStates, random_numbers_from, random_states
 
 MOST = 12
 """The most kinds of witnesses in one call: 3 different extents, 2 axes, 2 halves."""
+
+
+CHEAP = 2**14
+"""Bytes of an input up to which it is copied although no two of its axes are equally long."""
 
 
 LONGEST = 64
@@ -49,63 +56,6 @@ LONGEST = 64
 
 MANY = 256
 """How many kinds of inputs are remembered for a module."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Which rows of the inputs were changed.
-
-    Args:
-        axis: Along which axis; ``None`` along the axes that were declared.
-        extent: How many rows there are: it was done to every input that has as many along the axis.
-        second: Whether it is the second half.
-    """
-
-    axis: int | None
-    extent: int
-    second: bool
-
-    def rows(self) -> Tensor:
-        """The rows that were changed ``[extent]``."""
-        first = torch.arange(self.extent) < self.extent // 2
-        return ~first if self.second else first
-
-
-@dataclass(frozen=True)
-class Touched:
-    """Where a tensor differs from its witness.
-
-    Args:
-        shape: Its shape.
-        rows: For each axis that may hold the samples, which of its rows differ.
-    """
-
-    shape: torch.Size
-    rows: dict[int, Tensor | list[bool]]
-
-    def settle(self) -> None:
-        """Keep no tensors: what is kept for a module's later calls takes none of the device's memory."""
-        for axis, rows in self.rows.items():
-            self.rows[axis] = rows.tolist() if isinstance(rows, Tensor) else rows
-
-    def at(self, axis: int) -> Tensor:
-        """The rows along one axis that differ, on the CPU."""
-        return torch.as_tensor(self.rows[axis], dtype=torch.bool, device="cpu")
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What changed inputs have changed at one use.
-
-    Args:
-        change: Which rows of the inputs were others.
-        inputs: Where its inputs differ.
-        outputs: Where its outputs differ, by their numbers among those that need gradients.
-    """
-
-    change: Change
-    inputs: list[Touched]
-    outputs: dict[int, Touched]
 
 
 _Seen = dict[Any, list[list[Evidence]]]
@@ -148,6 +98,9 @@ class Witnesses:
         self._seen: list[list[Evidence]] = []
         self._uses = 0
         self._followed = 0
+        self._direct = DirectInputs()
+        self._briefly = True
+        """Whether copies go when a use has taken them: no two axes of an input are equally long."""
 
     @property
     def are_there(self) -> bool:
@@ -161,16 +114,25 @@ class Witnesses:
             inputs: The inputs that nothing was computed for yet, each with its declared axis.
             declared: Whether axes were declared.
         """
+        inputs = list(inputs)
         pairs = [(tensor, axis) for tensor, axis in inputs if _may_be_copied(tensor)]
         if not declared:
-            pairs = [(tensor, axis) for tensor, axis in pairs if _is_ambiguous(tensor)]
+            for tensor, _ in inputs:
+                self._direct.add(tensor, _may_be_copied(tensor))
+            unclear = [(tensor, axis) for tensor, axis in pairs if _is_ambiguous(tensor)]
+            self._briefly &= not unclear
+            others = [(tensor, axis) for tensor, axis in pairs if _is_cheap(tensor)]
+            pairs = unclear if unclear or self._module is None else others
+        else:
+            self._briefly = False
         self._key += tuple((tensor.shape, tensor.dtype, axis, declared) for tensor, axis in pairs)
         if self._module is not None:
             self._known = _seen_of(self._module).get((self._key, self._module.training))
             if self._known is not None:
                 return
         for tensor, own in pairs:
-            self._waiting[id(tensor)] = weakref.ref(tensor), [own] if declared else [0, 1], declared
+            axes: list[int | None] = [0, 1] if tensor.dim() > 2 or _is_ambiguous(tensor) else [0]
+            self._waiting[id(tensor)] = weakref.ref(tensor), [own] if declared else axes, declared
 
     def _take_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make copies of the inputs that a function will be given; whether it has arguments with copies."""
@@ -179,6 +141,8 @@ class Witnesses:
             self.drop()
             return False
         tensors = tensors_of_call(args, kwargs)
+        if self._briefly and self._direct.is_known(function, args):
+            return False
         for tensor in tensors if self._waiting and not leads_with_samples(function, args) else ():
             reference, axes, declared = self._waiting.pop(id(tensor), (None, [], False))
             for axis in axes if reference is not None and reference() is tensor else ():
@@ -201,19 +165,23 @@ class Witnesses:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Evidence]]:
         """Call a function that consumes parameters: the next use; what is known, or seen, of it."""
+        found: list[Evidence] = []
         if self._known is not None:
             out, number = function(*args, **kwargs), self._uses
             self._uses += 1
-            return out, self._known[number] if number < len(self._known) else []
-        found: list[Evidence] = []
-        if self.are_there and self._take_up(function, args, kwargs):
-            state = random_states()
-            out = function(*args, **kwargs)
-            found = self._see(function, args, kwargs, out, state)
+            found = self._known[number] if number < len(self._known) else []
         else:
-            out = function(*args, **kwargs)
-        self._seen.append(found)
-        return out, found
+            if self.are_there and self._take_up(function, args, kwargs):
+                state = random_states()
+                out = function(*args, **kwargs)
+                found = self._see(function, args, kwargs, out, state)
+                if self._briefly:
+                    for tensor in tensors_of_call(args, kwargs):
+                        self._copies.pop(id(tensor), None)
+            else:
+                out = function(*args, **kwargs)
+            self._seen.append(found)
+        return out, found or self._direct.evidence(function, args, out)
 
     def _copy(self, tensor: Tensor, axis: int, change: Change) -> None:
         """Make a copy of an input, in which some rows are their neighbours' rows, and other numbers."""
@@ -366,6 +334,11 @@ def _is_ambiguous(tensor: Tensor) -> bool:
     return tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]
 
 
+def _is_cheap(tensor: Tensor) -> bool:
+    """Whether copies are so small that no plan need count them; an input of one axis may hold offsets."""
+    return tensor.dim() > 1 and tensor.numel() * tensor.element_size() <= CHEAP
+
+
 def _may_be_copied(tensor: Tensor) -> bool:
     """Whether a tensor is plain data that nothing was computed for."""
     return type(tensor) is Tensor and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested
@@ -381,10 +354,13 @@ def _touched(tensor: Tensor, other: Tensor, extent: int) -> Touched:
     with torch.no_grad():
         tensor, other = tensor.detach(), other.detach()
         if tensor.is_floating_point() or tensor.is_complex():
+            epsilon = torch.finfo(tensor.dtype).eps
+            if is_for_storage(tensor.dtype):
+                tensor, other = tensor.float(), other.float()
             apart = (tensor - other).abs()
             scale = torch.maximum(tensor.abs(), other.abs()).nan_to_num(0.0, 0.0, 0.0)
             scale = scale.amax() if scale.numel() else scale.sum()
-            differs = apart > torch.finfo(apart.dtype).eps ** 0.75 * scale
+            differs = apart > epsilon**0.75 * scale
         else:
             differs = tensor != other
         axes = [axis for axis, size in enumerate(tensor.shape) if size and size % extent == 0]

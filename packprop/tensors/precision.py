@@ -13,6 +13,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
+def is_for_storage(dtype: torch.dtype) -> bool:
+    """Whether PyTorch keeps numbers in this precision, but does not add them: floating point of eight bits."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
     """A precision with twice the digits; ``None`` where the device has no such precision."""
     return torch.float64 if dtype == torch.float32 and device != "mps" else None

@@ -38,6 +38,19 @@ def test_kronecker_products() -> None:
 
 
 @installed
+def test_products_with_vectors_of_a_lower_precision() -> None:
+    """Factors of a model in bfloat16 are in float32; its gradient is not, nor is the product with it."""
+    from backpack.utils import kroneckers
+
+    factors = [a @ a.T for a in (torch.randn(2, 2), torch.randn(3, 3))]
+    dense, gradient = torch.kron(*factors), torch.randn(6, 1).bfloat16()
+    found = kroneckers.apply_kfac_mat_prod(factors, gradient)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (dense @ gradient.to(dense)).bfloat16())
+    assert kroneckers.apply_inv_kfac_mat_prod(factors, gradient, 0.1).dtype == torch.bfloat16
+
+
+@installed
 def test_vectors_and_lists() -> None:
     from backpack.utils.convert_parameters import vector_to_parameter_list
     from backpack.utils.subsampling import subsample

@@ -128,7 +128,7 @@ def test_looking_for_what_is_missing_finds_nothing() -> None:
     with pytest.raises(ModuleNotFoundError):
         looking.find_spec("backpack.nothing.more")
     with pytest.raises(ModuleNotFoundError, match="rules for functions"):
-        import backpack.core.derivatives.linear  # noqa: F401
+        import backpack.core.derivatives.linear  # noqa: F401  # refused before it has a name
 
 
 @installed

@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions, operators, products
 from packprop.compat import hessianfree
 from packprop.errors import PackpropError
+from tests.cases.models.wrapping import Apply
 
 FEATURES = 6
 
@@ -173,3 +174,25 @@ def test_zeros_without_data_confuse_pytorch() -> None:
     node = torch.sgn(gradient)
     with pytest.raises(RuntimeError, match="ZeroTensors"):
         torch.autograd.grad(node.sum(), x)
+
+
+@pytest.mark.parametrize("extents", [(3, 3, 3), (2, 2, 2), (3, 4, 4)])
+def test_a_group_norm_of_equal_extents(extents: tuple[int, int, int]) -> None:
+    """PyTorch's second derivative of it for many columns at once is wrong there, without an error."""
+    samples, positions, channels = extents
+    torch.manual_seed(0)
+    model = Apply(
+        lambda m, x: m.last(m.norm(m.table(x).permute(0, 2, 1))),
+        table=nn.Embedding(5, channels),
+        norm=nn.GroupNorm(1, channels),
+        last=nn.Conv1d(channels, 2, 1),
+    ).double()
+    x, y = torch.randint(5, (samples, positions)), torch.randn(samples, 2, positions).double()
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())
+    with packprop.backpack(extensions.DiagHessian()):
+        loss(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        (slope,) = torch.autograd.grad(loss(model(x), y), parameter, create_graph=True)
+        rows = [torch.autograd.grad(g, parameter, retain_graph=True)[0].flatten() for g in slope.flatten()]
+        torch.testing.assert_close(parameter.diag_h.flatten(), torch.stack(rows).diagonal(), msg=name)

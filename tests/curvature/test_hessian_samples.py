@@ -121,3 +121,22 @@ def test_whatever_is_made_of_the_loss(name: str) -> None:
             packprop.backpack(extensions.BatchDiagHessian()),
         ):
             root.backward()
+
+
+@pytest.mark.parametrize("targets", [[1, 0, 2], [0, 1, 2], [1, 0, 0, 0, 0, 0, 2], [2, 1, 2, 1]])
+@pytest.mark.parametrize("root", [lambda loss: (loss + 9).sqrt(), torch.exp], ids=["root", "exponential"])
+def test_samples_that_the_loss_ignores_hide_no_others(root: Any, targets: list[int]) -> None:
+    """Any two samples may be those that a function of the batch's loss couples."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3)).double())
+    x, y = torch.randn(len(targets), 4).double(), torch.tensor(targets)
+
+    def value() -> Tensor:
+        with packprop.record():
+            return root(nn.functional.cross_entropy(model(x), y, ignore_index=0, reduction="sum"))
+
+    loss = value()
+    with packprop.backpack(extensions.DiagHessian()):
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.diag_h.flatten(), diagonal_of(value, parameter), name)

@@ -167,7 +167,7 @@ def test_every_parameter_that_is_read_is_noticed(make: Any) -> None:
                 try:
                     found = getattr(p, field)(v)
                 except PackpropError as error:
-                    assert "changed in place" in error.why  # noqa: PT017
+                    assert "changed in place" in error.why  # noqa: PT017  # the other right way
                 else:
                     assert_near(found, right, "product")
             changed.data.copy_(before)

@@ -57,3 +57,13 @@ def test_a_larger_batch_of_a_data_set_is_planned_anew(monkeypatch: Any) -> None:
     expected = packprop.compute(model, loss, (inputs, targets), [asked], progress=False)
     for name, value in expected[asked].items():
         torch.testing.assert_close(found[asked][name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_side_by_side_are_merged_before_they_are_rounded(dtype: torch.dtype) -> None:
+    """Those of the batches so far take four bytes an entry, until they are handed over."""
+    model, (x, y), loss = network().to(dtype), data(), nn.CrossEntropyLoss()
+    entries = sum(p.numel() for p in model.parameters())
+    batch, asked = (x.to(dtype), y), [extensions.BatchGrad()]
+    assert packprop.plan(model, loss, batch, asked, gradients=False).results == 4 * 64 * entries
+    assert packprop.plan(model, loss, batch, asked).results == dtype.itemsize * 64 * entries

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+import packprop
 from packprop import extensions
 from tests.cases import Case
 from tests.dataset.small import EXACT, SIZE, SPLIT_CASES, compute, part, small
 from tests.references.oracle import Oracle
-from tests.references.running import assert_all_near, assert_near
+from tests.references.running import as_tensors, assert_all_near, assert_near
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -89,3 +90,23 @@ def test_a_batch_without_terms_counts_for_nothing() -> None:
     nothing = compute(model, nn.CrossEntropyLoss(), parts[1:2], extensions.BatchGrad())
     assert torch.tensor(nothing.loss).isnan()
     assert nothing["grad_batch"]["0.weight"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype: torch.dtype) -> None:
+    """Values have the precision that a pass gives them, and are merged in at least that of float32."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype), nn.CrossEntropyLoss()
+    x, y = torch.randn(512, 3, dtype=dtype), torch.randint(2, (512,))
+    asked = [extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance(), extensions.KFLR()]
+    found = packprop.compute(model, loss, (x, y), asked, batch_size=1, progress=False)
+    once = packprop.extend(model)(x)
+    with packprop.backpack(*asked):
+        packprop.extend(loss)(once, y).backward()
+    for extension in asked:
+        for name, value in found[extension].items():
+            expected = as_tensors(getattr(model.get_parameter(name), extension.savefield))
+            for mine, other in zip(as_tensors(value), expected, strict=True):
+                assert mine.dtype == other.dtype
+                assert_near(mine, other, f"{extension.name} of {name}", 0.02)
+    assert found.loss == pytest.approx(float(loss(once.double(), y)), rel=torch.finfo(dtype).eps)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import packprop
 from packprop import extensions
@@ -79,12 +79,9 @@ def backward(found: Problem, rows: list[Row], factor: Any = 1.0) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_models_in_low_precision(dtype: torch.dtype, reduction: str) -> None:
-    """Results have the parameters' precision, and its accuracy."""
+    """Results have the accuracy of the parameters' precision; their own is in ``test_low_precision.py``."""
     low = problem(dtype, dtype, reduction)
     backward(low, ROWS)
-    for row in ROWS:
-        for value in results(low, row.attribute).values():
-            assert all(tensor.dtype == dtype for tensor in as_tensors(value))
     compare(low, Oracle(problem(torch.float64, dtype, reduction)), LOW[dtype])
 
 
@@ -143,7 +140,8 @@ def test_sums_are_accumulated_in_single_precision(dtype: torch.dtype, name: str,
     with packprop.backpack(extension):
         loss(model(x), y).backward()
     value = getattr(model.weight, extension.savefield)
-    assert torch.equal(value.abs(), torch.full_like(value, expected))
+    rounding = 1e-3 if "GGN" in name else 0.0  # of the root of the loss's Hessian, which is sqrt(2)
+    torch.testing.assert_close(value.abs(), torch.full_like(value, expected), rtol=rounding, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -220,22 +218,38 @@ def test_a_scalers_factor_is_carried(row: Row, mixed: bool) -> None:
             torch.testing.assert_close(mine, other * scale**degree, rtol=1e-5, atol=1e-5 * scale**degree)
 
 
+def small_gradients(size: float, factor: float, loss_scale: float = 1.0) -> nn.Linear:
+    """A model in float16 whose samples have gradients of ``2 * size**2`` in each entry, times ``factor``."""
+    model = packprop.extend(nn.Linear(4, 1, bias=False).half())
+    nn.init.constant_(model.weight, 0.0)
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    x, y = torch.full((8, 4), size).half(), torch.full((8, 1), size).half()
+    asked = extensions.BatchGrad(), extensions.SumGradSquared()
+    with packprop.backpack(*asked, loss_scale=loss_scale):
+        (loss(model(x), y) * factor).backward()
+    return model
+
+
+def test_squares_are_there_that_half_precision_cannot_hold() -> None:
+    """Squares of small gradients underflow in float16, and not in what they are handed over in."""
+    exact = 8 * (2 * 2.0**-16) ** 2
+    found = small_gradients(2.0**-8, 1.0).weight.sum_grad_squared
+    assert torch.equal(found, torch.full((1, 4), exact))
+
+
 def test_a_scaler_saves_what_half_precision_would_lose() -> None:
-    """Squares of small gradients underflow in float16; those of scaled gradients do not."""
+    """What is below float16 on its way through the model is lost, but not under a scaler's factor.
 
-    def run(factor: float) -> Tensor:
-        model = packprop.extend(nn.Linear(4, 1, bias=False).half())
-        nn.init.constant_(model.weight, 0.0)
-        loss = packprop.extend(nn.MSELoss(reduction="sum"))
-        x, y = torch.full((8, 4), 2.0**-8).half(), torch.full((8, 1), 2.0**-8).half()
-        with packprop.backpack(extensions.SumGradSquared()):
-            (loss(model(x), y) * factor).backward()
-        return model.weight.sum_grad_squared.double()
-
-    assert torch.equal(run(1.0), torch.zeros(1, 4, dtype=torch.float64))
-    factor = 2.0**10
-    exact = 8 * (2 * 2.0**-16 * factor) ** 2
-    assert torch.equal(run(factor), torch.full((1, 4), exact, dtype=torch.float64))
+    That is taken off in the precision that values are added up in, where they do not underflow.
+    """
+    weight, scale, size = 2.0**-16, 2.0**16, 2.0**-12  # the weight that samples of a large mean have
+    assert not small_gradients(size, weight).weight.sum_grad_squared.any()
+    exact = 8 * (2 * size**2) ** 2
+    scaled = small_gradients(size, weight * scale).weight
+    assert torch.equal(scaled.sum_grad_squared, torch.full((1, 4), exact))
+    meant = small_gradients(size, weight * scale, loss_scale=scale).weight
+    assert torch.equal(meant.sum_grad_squared, torch.full((1, 4), exact * weight**2))
+    assert not meant.grad_batch.any()  # it has the parameters' precision
 
 
 def test_more_terms_than_half_precision_can_count() -> None:

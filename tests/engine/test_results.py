@@ -89,7 +89,7 @@ def test_results_belong_to_the_user(row: Row) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_row
 def test_precision_is_kept(row: Row, dtype: torch.dtype) -> None:
-    """Results have the parameter's precision."""
+    """Results have the parameter's precision; in a lower one than float32 only gradients side by side have."""
     case = BY_NAME["linear-deep"]
     exact, rounded = case.problem(SIZE), case.problem(SIZE, "mean", dtype)
     if dtype == torch.bfloat16:  # the same numbers in both
@@ -101,7 +101,8 @@ def test_precision_is_kept(row: Row, dtype: torch.dtype) -> None:
     for name, value in results(rounded, row.attribute).items():
         expected = as_tensors(results(exact, row.attribute)[name])
         for tensor, reference in zip(as_tensors(value), expected, strict=True):
-            assert tensor.dtype == dtype
+            low = dtype == torch.bfloat16 and row.name not in ("BatchGrad", "SqrtGGNExact", "SqrtGGNMC")
+            assert tensor.dtype == (torch.float32 if low else dtype)
             assert tensor.device == rounded.parameters[name].device
             if not row.sampled:  # another precision draws other numbers
                 assert_near(tensor, reference, name, tolerance)
@@ -118,7 +119,7 @@ def test_sums_over_many_samples_in_low_precision() -> None:
     with packprop.backpack(extensions.SumGradSquared(), extensions.DiagGGNExact()):
         loss_function(model(x), y).backward()
     assert model.weight.sum_grad_squared.item() == 4 * 4096
-    assert model.weight.diag_ggn_exact.item() == 2 * 4096
+    assert model.weight.diag_ggn_exact.item() == pytest.approx(2 * 4096, rel=1e-3)  # sqrt(2) was rounded
 
 
 def test_variance_of_equal_samples_is_zero_and_never_negative() -> None:

@@ -13,6 +13,8 @@ import packprop
 from packprop import extensions, kronecker
 from packprop.algebra import factors
 from packprop.errors import PackpropError, PackpropWarning
+from packprop.extensions.averaged import BOTEV_MARTENS, CHEN
+from packprop.tensors.nesting import tensors_in
 from tests.references.running import assert_near
 
 SIZE = 10
@@ -61,12 +63,17 @@ def kfac(**options: Any) -> Any:
     return extensions.KFAC(generator=torch.Generator().manual_seed(0), **options)
 
 
+def ekfac(**options: Any) -> Any:
+    return extensions.EKFAC(fisher="exact", **options)
+
+
 @pytest.mark.usefixtures("small")
 def test_the_error_names_the_parameter_and_the_option() -> None:
     named = r"parameter '(positions|head\.weight|head\.bias)'.*1[12] rows"
-    with pytest.raises(PackpropError, match=named) as caught:
-        blocks(kflr())
-    assert "otherwise='diagonal'" in str(caught.value)
+    for make in (kflr, ekfac):
+        with pytest.raises(PackpropError, match=named) as caught:
+            blocks(make())
+        assert "otherwise='diagonal'" in str(caught.value)
 
 
 @pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
@@ -86,6 +93,76 @@ def test_a_large_factor_is_its_diagonal(make: Any, approximation: Any, monkeypat
             else:
                 assert_near(factor, reference, name)
     assert vectors == 4
+
+
+def columns_of(block: kronecker.Eigen) -> Tensor:
+    """Eigenvectors in rows, in the order of the parameter."""
+    whole = [vectors.diag() if vectors.dim() == 1 else vectors for vectors in block.vectors]
+    if len(whole) == 1:
+        return whole[0].mT
+    pairs = torch.einsum("ab,cd->bdac", *whole).flatten(0, 1)
+    pairs = pairs if block.order is None else block.order.to_parameter(pairs)
+    return pairs.reshape(len(pairs), -1)
+
+
+class Grouped(nn.Module):
+    """A convolution in groups with 12 outputs, one with 18 patches, a map of shared positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.grouped, self.wide = nn.Conv1d(2, 12, 2, groups=2), nn.Conv1d(12, 3, 2)
+        self.shared, self.head = nn.Linear(2, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.shared(torch.tanh(self.wide(torch.tanh(self.grouped(x))))))
+        out: Tensor = self.head(h.sum(1))
+        return out
+
+
+def corrected(model: nn.Module, given: Tensor, target: Tensor, **options: Any) -> dict[str, tuple[Any, Tensor]]:
+    """What EKFAC saves on each parameter, and the exact block from a square root."""
+    packprop.extend(model)
+    loss = packprop.extend(nn.CrossEntropyLoss())
+    asked = ekfac(**options), extensions.SqrtGGNExact()
+    value = loss(model(given), target)
+    with packprop.backpack(*asked):
+        value.backward()
+    found = {}
+    for name, p in model.named_parameters():
+        root = p.sqrt_ggn_exact.flatten(2)
+        found[name] = getattr(p, "ekfac", None), torch.einsum("vnp,vnq->pq", root, root)
+    return found
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+@pytest.mark.parametrize("make", [Words, Grouped])
+def test_the_eigenvectors_of_a_large_factor_are_unit_vectors(make: Any, approximation: Any) -> None:
+    """Eigenvalues are what the block itself has on its diagonal in the basis: never less than a diagonal."""
+    given, target = batch() if make is Words else (torch.randn(6, 2, 4).double(), torch.randint(4, (6,)))
+    options = {"approximation": approximation, "otherwise": "diagonal"}
+    vectors = 0
+    for name, (found, block) in corrected(make().double(), given, target, **options).items():
+        for basis in found.vectors:
+            assert basis.dim() == (1 if len(basis) > SIZE else 2)
+            vectors += basis.dim() == 1
+            assert basis.dim() == 2 or torch.equal(basis, torch.ones_like(basis))
+        rows = columns_of(found)
+        assert_near(found.values.flatten(), ((rows @ block) * rows).sum(1), f"eigenvalues of {name}")
+        assert_near(kronecker.trace(found), block.trace(), f"trace of {name}")
+    assert vectors == (4 if make is Words else 6)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_has_no_eigenvectors_is_skipped() -> None:
+    with pytest.warns(PackpropWarning, match="no ekfac for") as caught:
+        found = blocks(ekfac(otherwise="skip"))
+    (warning,) = caught
+    for name in ("positions", "head.weight", "head.bias"):
+        assert found[name] is None
+        assert repr(name) in str(warning.message)
+    assert all(found[name] is not None for name in ("hidden.weight", "hidden.bias", "words.weight"))
 
 
 def test_the_inputs_of_a_table_have_no_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +198,49 @@ def test_what_is_skipped_is_named_once() -> None:
     assert all(found[name] is not None for name in ("hidden.weight", "hidden.bias", "words.weight"))
 
 
+def hbp(backprop: str, ea: str = BOTEV_MARTENS) -> Any:
+    return lambda **options: extensions.HBP(
+        backprop_strategy=backprop, loss_hessian_strategy="exact", ea_strategy=ea, **options
+    )
+
+
+AVERAGED = {
+    "KFRA": extensions.KFRA,
+    "HBP": hbp("average"),
+    "averages": hbp("average", CHEN),
+    "columns": hbp("sqrt"),
+}
+
+
+def of_chain(extension: Any) -> dict[str, Any]:
+    """What is saved on a chain whose first layer has 12 inputs."""
+    torch.manual_seed(0)
+    layers = nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
+    model, loss = packprop.extend(nn.Sequential(*layers).double()), packprop.extend(nn.CrossEntropyLoss())
+    value = loss(model(torch.randn(6, 12).double()), torch.randint(3, (6,)))
+    with packprop.backpack(extension):
+        value.backward()
+    return {name: getattr(p, extension.savefield, None) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_large_inputs_of_averaged_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = AVERAGED[name]
+    whole = of_chain(make())
+    monkeypatch.setattr(factors, "LARGEST_FACTOR", SIZE)
+    with pytest.raises(PackpropError, match=r"parameter '0\.weight'.*12 rows") as caught:
+        of_chain(make())
+    assert "otherwise='diagonal'" in str(caught.value)
+    found = of_chain(make(otherwise="diagonal"))
+    for parameter, block in found.items():
+        for place, (factor, reference) in enumerate(zip(block, whole[parameter], strict=True)):
+            large = parameter == "0.weight" and place == 1
+            assert_near(factor, reference.diagonal() if large else reference, parameter)
+    with pytest.warns(PackpropWarning, match=r"'0\.weight'"):
+        skipped = of_chain(make(otherwise="skip"))
+    assert [name for name, block in skipped.items() if block is None] == ["0.weight"]
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("otherwise", ["diagonal", "skip"])
 def test_batches_merge(otherwise: Any) -> None:
@@ -140,11 +260,12 @@ def test_batches_merge(otherwise: Any) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_plan_counts_diagonals() -> None:
+@pytest.mark.parametrize("make", [kflr, ekfac])
+def test_a_plan_counts_diagonals(make: Any) -> None:
     loss = nn.CrossEntropyLoss()
-    planned = packprop.plan(Words(), loss, batch(), [kflr(otherwise="diagonal")])
-    saved = blocks(kflr(otherwise="diagonal"))
-    assert planned.results == sum(4 * factor.numel() for block in saved.values() for factor in block)
+    planned = packprop.plan(Words(), loss, batch(), [make(otherwise="diagonal")])
+    saved = blocks(make(otherwise="diagonal"))
+    assert planned.results == sum(4 * tensor.numel() for tensor in tensors_in([*saved.values()]))
 
 
 DIAGONAL = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)

@@ -41,6 +41,11 @@ BENT = [
     pytest.param(lambda f, y: each(f, y).std(), "Std", id="deviation"),
     pytest.param(lambda f, y: ((each(f, y) - each(f, y).mean()) ** 2).mean(), "Pow", id="variance"),
     pytest.param(lambda f, y: each(f, y).max(), "Max", id="maximum"),
+    pytest.param(
+        lambda f, y: F.cross_entropy(f, y.argmax(1), reduction="none").max() + mean(f, y),
+        "Max",
+        id="maximum-beside-another",
+    ),
     pytest.param(lambda f, y: each(f, y).norm(), "Norm", id="norm"),
     pytest.param(lambda f, y: (each(f, y) / each(f, y).sum() * y[:, 0]).sum(), "Div", id="shares"),
     pytest.param(lambda f, y: mean(f, y) + f.mean() ** 2, "Pow", id="mean-beside-the-loss"),

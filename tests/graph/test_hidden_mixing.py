@@ -256,3 +256,38 @@ def test_any_sample_is_fed_once_without_any_other(samples: int) -> None:
     some = parts(samples, every=False)
     assert torch.equal(some[0], ~some[1])
     assert all(bool(half.any()) for half in some)
+
+
+class Vanishing(nn.Module):
+    """Layers behind which nothing is left of a cotangent in single precision."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.layers, self.mixes = nn.ModuleList(nn.Linear(4, 4) for _ in range(16)), mixes
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.mul_(1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.mixes and place == 6:
+                x = x - x.mean(0)
+        return x
+
+
+@pytest.mark.parametrize("samples", [2, 3, 60])
+def test_cotangents_too_small_for_the_precision(samples: int) -> None:
+    """What rounding leaves of them says nothing about the samples; mixing among them is found all the same."""
+    torch.manual_seed(0)
+    x, y = torch.randn(samples, 4), torch.randn(samples, 4)
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    model = packprop.extend(Vanishing(mixes=False))
+    with packprop.backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+        loss(model(x), y).backward()
+    last = model.layers[-1]
+    torch.testing.assert_close(last.bias.grad_batch, 2 * (model(x) - y).detach())
+    assert model.layers[0].weight.grad_batch.shape == (samples, 4, 4)
+    mixing = packprop.extend(Vanishing(mixes=True))
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        loss(mixing(x), y).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,15 +75,11 @@ def first_and_head() -> dict[str, nn.Module]:
     return {"first": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
 
 
-UNSEEN = pytest.mark.xfail(reason="inputs whose first two axes differ are not copied: NOTE [Witnesses]")
-
-
 @pytest.mark.parametrize(
     ("times", "size", "axis"),
     [
         *((times, size, 1) for times, size in [(2, 4), (4, 8), (3, 6), (4, 4), (6, 3)]),
-        *((times, size, 0) for times, size in [(4, 4), (6, 3)]),
-        *(pytest.param(times, size, 0, marks=UNSEEN) for times, size in [(2, 4), (4, 8), (3, 6)]),
+        *((times, size, 0) for times, size in [(2, 4), (4, 8), (3, 6), (4, 4), (6, 3)]),
     ],
 )
 def test_chunks_of_a_time_first_batch_are_no_samples(times: int, size: int, axis: int) -> None:
@@ -100,12 +97,28 @@ def test_chunks_of_a_time_first_batch_are_no_samples(times: int, size: int, axis
         check(double(model), torch.randn(times, size, 3).double())
 
 
+@pytest.mark.parametrize(("times", "size"), [(1, 4), (2, 4), (4, 8), (3, 6), (4, 4), (6, 3), (5, 3)])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_time_first_recurrence(kind: Any, times: int, size: int) -> None:
+    """As many time steps as divide the number of samples: nothing but the layer says which axis is which."""
+    model = double(Apply(lambda m, x: m.head(m.layer(x)[0][-1]), layer=kind(3, 2), head=nn.Linear(2, 2)))
+    x, y = torch.randn(times, size, 3).double(), torch.randn(size, 2).double()
+    loss = nn.MSELoss(reduction="sum")
+    rows = [
+        torch.autograd.grad(loss(model(x[:, n : n + 1]), y[n : n + 1]), model.layer.weight_hh_l0)[0]
+        for n in range(size)
+    ]
+    packprop.extend(model), packprop.extend(loss)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    assert_near(model.layer.weight_hh_l0.grad_batch, torch.stack(rows), "rows")
+
+
 @pytest.mark.parametrize(
     ("size", "times", "declared"),
     [
         *((size, times, True) for size, times in [(3, 6), (3, 4), (4, 4)]),
-        *((size, times, False) for size, times in [(3, 6), (4, 4)]),
-        pytest.param(3, 4, False, marks=UNSEEN),
+        *((size, times, False) for size, times in [(3, 6), (3, 4), (4, 4)]),
     ],
 )
 def test_positions_that_lead_the_loss_input(size: int, times: int, declared: bool) -> None:
@@ -149,7 +162,7 @@ def test_attention_over_the_batch_as_the_first_function(size: int) -> None:
     assert "sample_axis" in caught.value.instead
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(5, marks=UNSEEN)])
+@pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("scan", [lambda x: x.cumsum(0), lambda x: x.softmax(0)], ids=["cumsum", "softmax"])
 def test_time_that_is_mixed_before_the_first_parameter(scan: Callable[[Tensor], Tensor], size: int) -> None:
     """Either a time-first batch, or statistics of a batch: only the user knows."""
@@ -166,3 +179,51 @@ def test_time_that_is_mixed_before_the_first_parameter(scan: Callable[[Tensor], 
         with packprop.backpack(extensions.BatchGrad()):
             loss.backward()
         assert len(model.head.weight.grad_batch) == x.shape[axis]
+
+
+def test_first_states_and_layers() -> None:
+    """Layers of a recurrence that divide the number of samples are none, nor those of its first states."""
+    layer = nn.GRU(3, 2, 2)
+    model = double(Apply(lambda m, x, h: m.head(m.layer(x, h)[0][-1]), layer=layer, head=nn.Linear(2, 2)))
+    x, h, y = (torch.randn(*shape).double() for shape in [(3, 4, 3), (2, 4, 2), (4, 2)])
+    loss = nn.MSELoss(reduction="sum")
+    rows = [
+        torch.autograd.grad(loss(model(x[:, n : n + 1], h[:, n : n + 1]), y[n : n + 1]), layer.weight_hh_l0)[0]
+        for n in range(4)
+    ]
+    packprop.extend(model), packprop.extend(loss)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x, h), y).backward()
+    assert_near(layer.weight_hh_l0.grad_batch, torch.stack(rows), "rows")
+
+
+def test_a_recurrence_that_is_given_what_another_module_made() -> None:
+    """It says itself where its samples are, whatever axis the first module has them on."""
+    first, second = nn.Linear(3, 3).double(), nn.GRU(3, 2).double()
+    x, y = torch.randn(4, 2, 3).double(), torch.randn(4, 2).double()
+    loss = nn.MSELoss(reduction="sum")
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = second(first(x).transpose(0, 1))[0][-1]
+        return out
+
+    rows = [torch.autograd.grad(loss(forward(x[n : n + 1]), y[n : n + 1]), first.weight)[0] for n in range(4)]
+    for module in (first, second, loss):
+        packprop.extend(module)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(forward(x), y).backward()
+    assert_near(first.weight.grad_batch, torch.stack(rows), "rows")
+
+
+def test_a_recurrent_function_with_keywords() -> None:
+    layer = nn.LSTM(3, 2).double()
+    x, y = torch.randn(3, 4, 3).double(), torch.randn(4, 2).double()
+    state = torch.zeros(1, 4, 2).double()
+    options = {"num_layers": 1, "dropout": 0.0, "train": True, "bidirectional": False, "batch_first": False}
+    packprop.extend(layer)
+    with packprop.record(x):
+        out = torch.lstm(x, (state, state), layer._flat_weights, has_biases=True, **options)[0][-1]
+        loss = nn.functional.mse_loss(out, y)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert layer.weight_hh_l0.grad_batch.shape == (4, 8, 2)

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from packprop import PackpropError, extensions
+from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import name_of
 from packprop.functions.losses.description import LOSSES
 from packprop.functions.nodes import is_wrong_in_second_order
@@ -79,7 +80,11 @@ def plain(name: str) -> str:
 
 
 # Every function that has a rule, by name; operators are seen under the name of their function.
-KNOWN = dict.fromkeys(plain(name_of(function)) for function in RULES if not name_of(function).endswith("__"))
+KNOWN = dict.fromkeys(  # a composite function is seen as the functions that it is made of
+    plain(name_of(function))
+    for function in RULES
+    if not name_of(function).endswith("__") and function not in COMPOSITES
+)
 
 
 @dataclass

@@ -31,6 +31,7 @@ PRIVATE = {
     "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
     "_grouped_mm": {"functions/rules/grouped.py"},
+    "_functorch": {"recording/transforms.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
     "_subclasses": {"memory/dry_run.py"},
     "_python_dispatch": {"memory/live.py"},

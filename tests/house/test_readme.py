@@ -103,6 +103,28 @@ def test_every_extension_is_listed_with_its_attribute() -> None:
     assert listed == expected
 
 
+def test_the_page_on_low_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its example runs, and its table has every extension with the precision that its values have."""
+    page = (ROOT / "docs/guide/precision.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, flags=re.DOTALL)
+    assert blocks
+    for code, shown in blocks:
+        exec(compile(code, "precision.md", "exec"), {})
+        assert capfd.readouterr().out == shown
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")] for line in page.splitlines() if line.startswith("| `")
+    ]
+    listed = {name: (attribute, precision) for _, name, attribute, _, precision, _ in rows}
+    expected = {}
+    for name in {*extensions.__all__} - {"Extension", "Row"}:
+        kind = getattr(extensions, name)
+        precision = "that of the parameter" if kind.rounded else "float32"
+        if issubclass(kind, (extensions.HMP, extensions.GGNMP, extensions.PCHMP)):
+            precision = "that of the vectors"
+        expected[name] = (kind.savefield, precision)
+    assert listed == expected
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         if target not in {"docs/benchmarks.md", "docs/design.md"}:  # written elsewhere

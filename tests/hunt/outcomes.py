@@ -123,7 +123,7 @@ def _outcome(
         reason = re.sub(r"\d+", "#", f"{type(error).__name__}: {error}".split("\n")[0][:110])
         return Outcome(quantity, "crashed", reason, traceback.format_exc()), None
     try:
-        if mixing and quantity != "hessian":
+        if mixing in ("model", "loss") and quantity != "hessian":
             raise Wrong(f"answered, but the {mixing} mixes samples")
         _right(seen, plain, truth, mixing)
     except Wrong as wrong:
@@ -258,7 +258,7 @@ def _right(seen: Seen, plain: Seen, truth: Truth, mixing: str) -> None:
     for field_, values in seen.values.items():
         for name, value in values.items():
             gradient = plain.state["gradient"][name]
-            if value is None and gradient is not None and gradient.abs().max() > 0:
+            if value is None and gradient is not None and gradient.abs().max() > 0 and name in truth.reached:
                 raise Wrong(f"{field_} is missing", name)
         saved = {name: value for name, value in values.items() if value is not None}
         if field_ == "kflr":

@@ -142,13 +142,18 @@ class Truth:
 
     @cached_property
     def mixing(self) -> str:
-        """How samples are mixed: by the model, by the loss, or not at all."""
+        """How samples are mixed: by the model, by the loss, or not at all.
+
+        The model may mix them at other parameters alone; then the numbers of its own are right, too.
+        """
         first, second = self.made, build(self.program, checkpoints=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.program.seed + 1)
             move(second.model, 0.5, gates=True)
-            if any(_model_mixes(made) for made in (first, second)):
+            if _model_mixes(first):
                 return "model"
+            if _model_mixes(second):
+                return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
 
     @cached_property
@@ -170,15 +175,25 @@ class Truth:
                     own = (axis, first.space["POSITIONS_FIRST"], count) == tuple(vars(reading).values())
                     if own or reading.samples == 1:
                         continue
-                    if not any(_model_mixes(made, reading) for made in (first, second)):
+                    if not any(_model_mixes(made, reading, alone=False) for made in (first, second)):
                         return True
         return False
+
+    @cached_property
+    def reached(self) -> set[str]:
+        """Names of the parameters that the model's output depends on; a penalty may reach others."""
+        made = build(self.program)
+        made.model(made.inputs).sum().backward()
+        return {name for name, parameter in made.model.named_parameters() if parameter.grad is not None}
 
     @cached_property
     def inconsistent(self) -> bool:
         """Whether shares do not make up the loss: a mistake of the grammar, not of packprop."""
         made, problem = self.made, self.oracle.problem
-        shares = sum(problem.term(problem.output(n), n) for n in range(problem.size))
+        try:
+            shares = sum(problem.term(problem.output(n), n) for n in range(problem.size))
+        except ValueError:  # a sample alone is none of the model's inputs
+            return True
         whole = problem.total()
         if self.program.regularised:
             whole = whole - 0.1 * sum((p**2).sum() for p in made.model.parameters())
@@ -256,7 +271,8 @@ def _others(made: Instance) -> Tensor:
     return made.space["data"]()[0]
 
 
-def _model_mixes(made: Instance, reading: Reading | None = None) -> bool:
+def _model_mixes(made: Instance, reading: Reading | None = None, alone: bool = True) -> bool:
+    """Whether a reading mixes samples; ``alone``: also if it does so in batches of one alone."""
     reading = reading or made.reading
     count, axis = reading.samples, reading.axis
     if count == 1:
@@ -265,10 +281,13 @@ def _model_mixes(made: Instance, reading: Reading | None = None) -> bool:
     with torch.no_grad():
         try:
             together = rows_of(made.model(made.inputs), reading)
-            alone = [rows_of(made.model(made.one(n, axis)), reading, 1)[0] for n in range(count)]
-        except (RuntimeError, ValueError, IndexError):  # as in a batch normalisation of one sample
+        except (RuntimeError, ValueError, IndexError):
             return True
-        if any(_differ(alone[n], together[n]) for n in range(count)):
+        try:
+            single = [rows_of(made.model(made.one(n, axis)), reading, 1)[0] for n in range(count * alone)]
+        except (RuntimeError, ValueError, IndexError):  # as in a normalisation of one entry
+            single = []
+        if any(_differ(row, together[n]) for n, row in enumerate(single)):
             return True
         for m in range(count):
             changed = made.inputs.clone()

@@ -18,7 +18,7 @@ from packprop.errors import BadInput
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
-from tests.references.running import ROWS, Row, as_tensors, assert_all_near
+from tests.references.running import BY_ATTRIBUTE, ROWS, Row, as_tensors, assert_all_near
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -39,6 +39,17 @@ def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
         assert peak <= budget * 1.01
         found = asked_with(row, plan)
         assert_all_near(found, expected, row.attribute, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["grad_batch", "diag_ggn_exact_batch", "kflr"])
+def test_the_smallest_budget_is_kept_in_low_precision(name: str) -> None:
+    """There results, and what is formed for a chunk, are larger than the parameters by a factor."""
+    (x, y), loss, row = data(), nn.CrossEntropyLoss(), BY_ATTRIBUTE[name]
+    batch, model = (x.bfloat16(), y), network().bfloat16()
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, loss, batch, [row(torch.Generator())], memory=1)
+    plan = packprop.plan(model, loss, batch, [row(torch.Generator())], memory=caught.value.floor)
+    assert measured(model, batch, row(torch.Generator()), memory=plan) <= caught.value.floor * 1.01
 
 
 def asked_with(row: Row, memory: packprop.Plan | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from packprop.tensors.nesting import tensors_in
 from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem
-from tests.references.running import ROWS, Row, backward, forward, make_all, rows_for
+from tests.references.running import HESSIANS, ROWS, Row, backward, forward, make_all, rows_for
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -32,6 +32,18 @@ def test_the_peak_is_what_was_predicted(row: Row) -> None:
     plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
     assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
     assert sum(plan.parts.values()) == pytest.approx(plan.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *HESSIANS], ids=lambda row: row.name)
+def test_the_peak_in_low_precision(row: Row, dtype: torch.dtype) -> None:
+    """Sums, norms and statistics take four bytes an entry there, gradients side by side take two."""
+    model, (x, y) = network().to(dtype), data()
+    batch, asked = (x.to(dtype), y), row(torch.Generator())
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
+    assert measured(model, batch, asked, memory=plan) == pytest.approx(plan.peak, rel=0.05)
+    saved = [tensor for p in model.parameters() for tensor in tensors_in(getattr(p, row.attribute))]
+    assert plan.results == sum(tensor.numel() * tensor.element_size() for tensor in saved)
 
 
 @pytest.mark.parametrize("given", ["plan", "budget"])

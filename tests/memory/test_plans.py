@@ -135,3 +135,17 @@ def test_a_plan_is_not_good_for_other_options_or_another_fan_in() -> None:
     plan = packprop.plan(narrow, loss, batch, [extensions.BatchGrad()], memory="8MiB")
     with pytest.raises(BadInput, match=r"'weight' \[6, 5000\] torch.float32; planned was \[6, 5\]"):
         step(wide, (torch.randn(4, 5000), batch[1]), extensions.BatchGrad(), memory=plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [extensions.SumGradSquared, extensions.KFLR], ids=lambda make: make.__name__)
+def test_chunks_in_low_precision_hold_no_more_bytes(make: Any, dtype: torch.dtype) -> None:
+    """What is formed for a chunk of samples is formed in float32 there, too: as many samples fit."""
+    found = []
+    for each in (torch.float32, dtype):
+        layers = nn.Linear(512, 512), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 512, 4)
+        model, x = nn.Sequential(*layers).to(each), torch.randn(64, 3, 512, dtype=each)
+        plan = packprop.plan(model, nn.CrossEntropyLoss(), (x, torch.randint(4, (64,))), [make()])
+        found.append([(line.parameter, line.samples, line.bytes) for line in plan.lines])
+    assert found[0] == found[1]
+    assert any(samples < 64 for _, samples, _ in found[0])

@@ -221,3 +221,51 @@ def test_selective_checkpointing_is_refused() -> None:
     loss = packprop.extend(nn.CrossEntropyLoss())(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(PackpropError, match="selective"), packprop.backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+class Block(nn.Module):
+    """Positions get biases: of a table, as those of the block before, or of zeros that require gradients."""
+
+    def __init__(self, table: bool) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(4, 4), nn.Embedding(5, 4) if table else None
+
+    def forward(self, h: Tensor, biases: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.table is not None:
+            biases = self.table(torch.arange(5))[None]
+        elif biases is None:
+            biases = torch.zeros(1, 5, 4, dtype=h.dtype)
+            biases.requires_grad = self.training
+        return torch.tanh(self.inner(h) + biases), biases
+
+
+class Encoder(nn.Module):
+    """Two blocks that share biases, and one with zeros of its own, as T5 does where it is checkpointed."""
+
+    def __init__(self, wrap: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.blocks, self.wrap = nn.ModuleList(map(Block, [True, False, False])), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, biases = self.first(x)[:, None].expand(-1, 5, -1), None
+        for place, block in enumerate(self.blocks):
+            h, biases = self.wrap(block, h, None if place == 2 else biases)
+        return self.last(h.mean(1))
+
+
+def test_biases_that_a_checkpoint_makes_itself() -> None:
+    """A leaf that is made anew in each run is nobody's parameter; reentrant checkpoints hide the table."""
+
+    def go(wrap: Callable[..., Any]) -> dict[Any, Any]:
+        torch.manual_seed(0)
+        model = packprop.extend(Encoder(wrap).double())
+        loss = packprop.extend(nn.CrossEntropyLoss())
+        root = loss(model(torch.randn(4, 3).double()), torch.tensor([0, 1, 1, 0]))
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            root.backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(partial(checkpoint, use_reentrant=False)), go(lambda block, *given: block(*given)))
+    with pytest.raises(PackpropError, match=r"gradient_checkpointing_enable\(\{'use_reentrant': False"):
+        go(partial(checkpoint, use_reentrant=True))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.errors import PackpropError
 from tests.references.refusals import batch, check, each_row, network, refused, untouched
 from tests.references.running import FIRST_ORDER, SECOND_ORDER, Row
 
@@ -115,6 +116,55 @@ def test_a_frozen_model_whose_inputs_are_differentiated() -> None:
         packprop.extend(nn.CrossEntropyLoss())(model(x), y).backward()
     (expected,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
     torch.testing.assert_close(x.grad, expected)
+
+
+def ensemble(model: nn.Module) -> tuple[dict[str, Tensor], Tensor]:
+    """Stacked parameters of three members, and what they make of a batch together."""
+    members = [network() for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(members)  # type: ignore[arg-type]  # any sequence does
+
+    def call(own: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, (own, buffers), (x,))
+        return out
+
+    x, _ = batch()
+    return parameters, torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
+
+
+@each_row
+def test_an_ensemble_by_vmap(row: Row) -> None:
+    """An extended model inside a transform is refused by name, with gradients untouched."""
+    model = packprop.extend(network())
+    parameters, outs = ensemble(model)
+    loss = packprop.extend(nn.CrossEntropyLoss())
+    root = torch.stack([loss(out, batch()[1]) for out in outs]).sum()
+    with pytest.raises(PackpropError, match="vmap") as refusal, packprop.backpack(row()):
+        root.backward()
+    assert "Sequential" in refusal.value.where
+    assert all(p.grad is None for p in parameters.values())
+
+
+def test_an_ensemble_by_vmap_of_a_model_that_is_not_extended() -> None:
+    """Nothing shows the transform, but a loss was recorded, and no use of what it is differentiated in."""
+    with packprop.record():
+        parameters, outs = ensemble(network())
+        root = torch.stack([F.cross_entropy(out, batch()[1]) for out in outs]).sum()
+    with pytest.warns(packprop.PackpropWarning, match="vmap"), packprop.backpack(extensions.BatchGrad()):
+        root.backward()
+    assert all(p.grad is not None for p in parameters.values())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_teacher_inside_a_transform() -> None:
+    """What needs no gradient may run wherever it likes."""
+    teacher, model = packprop.extend(network()), packprop.extend(network())
+    x, _ = batch()
+    with torch.no_grad():
+        targets = torch.vmap(teacher)(x)
+    slopes = torch.func.grad(lambda x: teacher(x).sum())(x)
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.MSELoss())(model(x), targets + slopes.detach().mean()).backward()
+    assert all(hasattr(p, "grad_batch") for p in model.parameters())
 
 
 def test_a_part_of_the_forward_pass_under_disable() -> None:

@@ -76,6 +76,27 @@ def refusal(model: nn.Module, x: Tensor, *asked: Any, **options: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("first", [True, False], ids=["above-layers", "between-layers"])
+def test_a_checkpoint_without_parameters(first: bool) -> None:
+    """Sweeps come through it, and its node has its own backward pass again afterwards."""
+
+    def go(wrap: Wrap) -> dict[str, Any]:
+        torch.manual_seed(0)
+        lower, upper = nn.Linear(5, 4).double(), nn.Linear(4, 3).double()
+        model = packprop.extend(nn.ModuleList([lower, upper]))
+        x = torch.randn(4, 5, dtype=torch.float64)
+        with packprop.record(x):
+            h = lower(x)
+            h = wrap(lambda h: F.layer_norm(h.sin(), (4,)), h)
+            out = upper(h) if first else wrap(torch.tanh, upper(h))
+        loss = packprop.extend(nn.CrossEntropyLoss())(out, torch.tensor([0, 1, 2, 0]))
+        with packprop.backpack(*(row(generator()) for row in ROWS)):
+            loss.backward()
+        return {(n, r.attribute): getattr(p, r.attribute) for n, p in model.named_parameters() for r in ROWS}
+
+    assert_equal(go(WAYS["reentrant"]), go(plain))
+
+
 def test_differentiating_a_reentrant_checkpoint_twice_is_refused() -> None:
     model = Net(WAYS["reentrant"])
     message = refusal(model, torch.randn(3, 6), extensions.Variance(), create_graph=True)

@@ -34,13 +34,12 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
         p = log_p.exp()
-        flat = p.detach().reshape(-1, classes)
-        finite = flat.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
-        flat = torch.where(finite, flat, 1.0 / classes)
-        targets = torch.multinomial(flat, draws, replacement=True, generator=generator)
-        index = targets.T.reshape(draws, *p.shape[:-1], 1)
-        one_hot = p.new_zeros(draws, *p.shape).scatter_(-1, index, 1.0)
-        return (p - one_hot) * strength[..., None]
+        index = _drawn_classes(p.detach().reshape(-1, classes), draws, generator)
+        index = index.T.reshape(draws, *p.shape[:-1], 1)
+        columns = p.expand(draws, *p.shape).scatter_add(-1, index, p.new_full((), -1.0).expand(index.shape))
+        if columns.requires_grad or strength.requires_grad:
+            return columns * strength[..., None]
+        return columns.mul_(strength[..., None])  # as large as the logits, which may be all that fits
 
     def reflected(t: int, start: int, stop: int) -> Tensor:
         log_p_t = log_p[:, t].to(accumulation_dtype(log_p.dtype))
@@ -57,6 +56,13 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
 
     every_class = Root(classes, entrywise, draw)
     return every_class if classes == 1 else Root(classes - 1, reflected, draw, every_class)
+
+
+def _drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    """Classes drawn with the probabilities in each row ``[k, c]``: ``[k, m]``."""
+    finite = p.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
+    p = torch.where(finite, p, 1.0 / p.shape[-1])
+    return torch.multinomial(p, draws, replacement=True, generator=generator)
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:

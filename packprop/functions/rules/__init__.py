@@ -5,9 +5,10 @@ from packprop.functions.rules import (
     convolution,
     elementwise,
     grouped,
+    heads,
     lookup,
     normalisation,
     recurrent,
 )
 
-__all__ = ["affine", "convolution", "elementwise", "grouped", "lookup", "normalisation", "recurrent"]
+__all__ = ["affine", "convolution", "elementwise", "grouped", "heads", "lookup", "normalisation", "recurrent"]

@@ -54,7 +54,8 @@ def _of_sequences(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
+    *,
     batch_sizes: Tensor | None = None,
 ) -> list[Entry] | None:
     states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
@@ -87,19 +88,9 @@ def _of_sequences(
 
 
 def _of_packed_sequences(
-    call: Call,
-    data: Tensor,
-    batch_sizes: Tensor,
-    hx: Any,
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
+    call: Call, data: Tensor, batch_sizes: Tensor, *others: Any, **named: Any
 ) -> list[Entry] | None:
-    options = has_biases, num_layers, dropout, train, bidirectional
-    return _of_sequences(call, data, hx, params, *options, batch_first=False, batch_sizes=batch_sizes)
+    return _of_sequences(call, data, *others, **named, batch_sizes=batch_sizes)
 
 
 @register_use(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)

@@ -1,0 +1,80 @@
+"""Errors about the samples of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from packprop.errors import PackpropError
+from packprop.graph.evidence import Reading
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.readings import declaration
+from packprop.graph.separation import ModelOutput
+
+
+def elsewhere(graph: Graph, use: ReachedUse, reading: Reading, inside: bool) -> PackpropError:
+    """The samples are not where they are taken to be: at a use, or ``inside`` of it."""
+    said = declaration(graph)
+    axis = f"the axis that {said} declares" if reading.axis is None else f"axis {reading.axis}"
+    if inside:
+        why = (
+            f"it mixes the {reading.samples} rows of the model's inputs along {axis}, which are no samples then"
+        )
+    else:
+        why = (
+            f"the {reading.samples} rows of the model's inputs along {axis} are not those that the loss keeps "
+            f"apart there, in an output of shape {list(use.recorded.shapes[0])}"
+        )
+    return PackpropError(
+        graph.asked,
+        graph.label(use),
+        why,
+        "say where the samples are, extend(model, sample_axis=1) if they come second; or give the layer what "
+        "it expects (batch_first=True)",
+    )
+
+
+def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
+    """The samples are mixed below a use; ``hiding``: the leaf whose present values hide it."""
+    place = graph.uses.index(mixing)
+    after = f" and {graph.label(graph.uses[place - 1])}" if place else " and the loss"
+    where = f"between {graph.label(mixing)}{after}"
+    if hiding is not None:
+        name = graph.name(hiding)
+        return PackpropError(
+            graph.asked,
+            where,
+            f"the samples are mixed there, and only the present values of {name!r} hide it: the loss of one "
+            f"sample depends on the inputs of others as soon as {name!r} changes",
+            "keep the samples independent of each other, or set requires_grad=False on that parameter",
+        )
+    return PackpropError(
+        graph.asked,
+        where,
+        "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
+        f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
+        "keep the samples on one axis and independent of each other (no statistics over the batch), say where "
+        f"they are if it is elsewhere ({declaration(graph) or 'sample_axis=1'} in extend), or set "
+        "requires_grad=False on the parameters upstream",
+    )
+
+
+def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
+    """Raise if there is nowhere to feed samples in."""
+    if not outputs:
+        raise PackpropError(
+            graph.asked,
+            "the tensor that backward() was called on",
+            "neither a recorded loss nor the output of an extended module lies between it and the parameters",
+            "extend the loss module, or compute the loss inside `with packprop.record():`",
+        )
+    if any(output.samples == 0 for output in outputs):
+        raise PackpropError(
+            graph.asked,
+            f"the model's output, of shape {list(outputs[0].shape)}",
+            "it holds no samples: the batch is empty, or the model returned a scalar that no loss made which "
+            "packprop has a rule for",
+            "pass at least one sample; let the model return what the scalar is computed from, and compute the "
+            "loss outside of it; or give the loss function that it calls a rule by packprop.register_loss",
+        )

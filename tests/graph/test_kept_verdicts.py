@@ -1,0 +1,154 @@
+"""What one pass has shown holds for the next one of the same functions, shapes and options alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from tests.cases.models.wrapping import Apply
+from tests.graph.one_by_one import double
+
+
+def loss_of(f: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(f, y, reduction="none").sum(1)
+
+
+def rows_shifted(h: Tensor, shift: int) -> Tensor:
+    return torch.cat([h[place : place + 1] for place in [(n + shift) % len(h) for n in range(len(h))]])
+
+
+BETWEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "roll": lambda h, k: h + h.roll(k, 0),
+    "softmax": lambda h, k: h.softmax(1 - k),
+    "cumsum": lambda h, k: h.cumsum(1 - k),
+    "norm": lambda h, k: h / h.norm(dim=1 - k, keepdim=True),
+    "mean": lambda h, k: h - h.mean(1 - k, keepdim=True),
+    "flip": lambda h, k: h + h.flip(1 - k),
+    "slices": lambda h, k: h + rows_shifted(h, k),
+    "equation": lambda h, k: h + torch.einsum(["ij,jk->ik", "ji,jk->ik"][k], h, h.detach()),
+    "gather": lambda h, k: h + h.gather(1 - k, torch.tensor([[1, 0, 0]] * 3)),
+    "index": lambda h, k: h + [h[:, [1, 0, 2]], h[[1, 0, 2]]][k],
+    "sort": lambda h, k: h.sort(1 - k)[0],
+    "assignment": lambda h, k: assigned(h, k),
+}
+
+
+def assigned(h: Tensor, place: int) -> Tensor:
+    out = h.clone()
+    out[:, 0] = h.roll(place, 0)[:, 0]
+    return out
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_options_of_functions(name: str) -> None:
+    """Functions of the same names and shapes along the samples' axis, in their order and out of it."""
+    torch.manual_seed(0)
+    model: Any = double(
+        Apply(
+            lambda m, x: m.head(BETWEEN[name](m.first(x).tanh(), m.option)),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(3, 3).double(), torch.randn(3, 2).double()
+    for option in (0, 1, 0):
+        model.option = option
+        if option:
+            with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+                loss(model(x), y).backward()
+        else:
+            with packprop.backpack(extensions.BatchGrad()):
+                loss(model(x), y).backward()
+
+
+BEHIND: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "power": lambda each, k: each.sum() ** (1.0 + k),
+    "norm": lambda each, k: each.norm(1.0 + k),
+    "some": lambda each, k: each[torch.arange(4) <= 2 * k].sum().exp(),
+    "pairs": lambda each, k: (each * each[torch.arange(4).roll(k)]).sum(),
+    "selected": lambda each, k: (each * each.index_select(0, torch.arange(4).roll(k))).sum(),
+    "gathered": lambda each, k: (each * each.gather(0, torch.arange(4).roll(k))).sum(),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_options_of_what_is_made_of_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Linear(3, 2).double())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+
+    def value(option: int) -> Tensor:
+        with packprop.record():
+            return BEHIND[name](loss_of(model(x), y), option)
+
+    for option in (0, 1, 0):
+        root = value(option)
+        if option:
+            with pytest.raises(PackpropError, match="mix"), packprop.backpack(extensions.BatchGrad()):
+                root.backward()
+        else:
+            with packprop.backpack(extensions.BatchGrad()):
+                root.backward()
+
+
+def test_a_gate_that_hides_what_a_buffer_lets_through() -> None:
+    """Values that keep samples apart today are looked at again tomorrow, parameters among them."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gamma = nn.Linear(3, 2), nn.Parameter(torch.ones(()))
+            self.register_buffer("open", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            out: Tensor = h + self.open * (self.gamma * h.mean(0).expand_as(h))
+            return out
+
+    model = packprop.extend(Gated().double())
+    loss = packprop.extend(nn.MSELoss())
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    with torch.no_grad():
+        model.open.fill_(1.0)
+        model.gamma.fill_(0.0)
+    with pytest.raises(PackpropError, match="gamma"), packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+
+
+def test_products_of_two_losses() -> None:
+    """Each is linear in itself, and their product curves: the Hessian has what one does to the other."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    x, y, z = torch.randn(3, 3).double(), torch.randn(3, 2).double(), torch.randn(3, 2).double()
+
+    def value() -> Tensor:
+        with packprop.record():
+            out: Tensor = (loss_of(model(x), y) * loss_of(model(x), z)).sum()
+            return out
+
+    root = value()
+    with packprop.backpack(extensions.DiagHessian()):
+        root.backward()
+    for name, parameter in model.named_parameters():
+        (slope,) = torch.autograd.grad(value(), parameter, create_graph=True)
+        rows = [
+            torch.autograd.grad(each, parameter, retain_graph=True)[0].flatten() for each in slope.flatten()
+        ]
+        torch.testing.assert_close(parameter.diag_h.flatten(), torch.stack(rows).diagonal(), msg=name)
+    root = value()
+    with (
+        pytest.raises(PackpropError, match="not linear in the loss"),
+        packprop.backpack(extensions.DiagGGNExact()),
+    ):
+        root.backward()

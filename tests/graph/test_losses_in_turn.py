@@ -1,0 +1,194 @@
+"""A head that is taken in chunks: several losses, each over some tokens of some samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import packprop
+from packprop import PackpropError, extensions
+from packprop.algebra.kronecker import Eigen
+from packprop.tensors.nesting import tensors_in
+from tests.references.running import ROWS, Row, assert_near
+
+SAMPLES, TOKENS, WIDTH, WORDS = 3, 4, 5, 6
+IGNORED = -100
+
+
+class Chunked(nn.Module):
+    """Tokens, running sums over positions, and a head whose loss is taken in chunks and added up.
+
+    Args:
+        by: What a chunk is: ``"all"`` tokens at once, some ``"tokens"`` of the flattened batch, some
+            ``"times"`` of all samples, or some ``"samples"``.
+        size: Of a chunk.
+        checkpointed: Whether each chunk is in a checkpoint.
+        mixes: Whether positions meet.
+    """
+
+    def __init__(self, by: str, size: int = 1, checkpointed: bool = False, mixes: bool = True) -> None:
+        super().__init__()
+        self.by, self.size, self.checkpointed, self.mixes = by, size, checkpointed, mixes
+        self.embed, self.body = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.by == "all":
+            return (x.flatten(0, 1),)
+        if self.by == "tokens":
+            return x.flatten(0, 1).split(self.size)
+        return x.split(self.size, 1 if self.by == "times" else 0)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, self.head.weight, self.head.bias)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.body(self.embed(tokens)).tanh()
+        if self.mixes:
+            hidden = hidden.cumsum(1).tanh()
+        total = hidden.new_zeros(())
+        for some, words in zip(self.chunks(hidden), self.chunks(targets), strict=True):
+            if self.checkpointed:
+                total = total + checkpoint(self.loss_of, some, words, use_reentrant=False)
+            else:
+                total = total + self.loss_of(some, words)
+        return total / (targets != IGNORED).sum()
+
+
+def data(samples: int = SAMPLES, positions: int = TOKENS) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(WORDS, (2, samples, positions))
+    targets[0, 1] = IGNORED
+    return tokens, targets
+
+
+def built(*args: object, **options: object) -> Chunked:
+    torch.manual_seed(1)
+    return Chunked(*args, **options).double()  # type: ignore[arg-type]
+
+
+def found(model: nn.Module, asked: packprop.extensions.Extension, *batch: Tensor) -> dict[str, list[Tensor]]:
+    """What an extension gives; of an eigendecomposition its values."""
+    loss = packprop.extend(model)(*batch)
+    with packprop.backpack(asked):
+        loss.backward()
+    values = {name: getattr(p, asked.savefield) for name, p in model.named_parameters()}
+    return {
+        name: list(tensors_in(value.values if isinstance(value, Eigen) else value))
+        for name, value in values.items()
+    }
+
+
+def by_loop(model: Chunked, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Gradients of single samples by plain autograd, one after the other."""
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    counted = (targets != IGNORED).sum()
+    for sample in range(len(tokens)):
+        own = tokens[sample : sample + 1], targets[sample : sample + 1]
+        with packprop.disable():
+            loss = model(*own) * (own[1] != IGNORED).sum() / counted
+        for name, row in zip(rows, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            rows[name].append(row)
+    return {name: torch.stack(each) for name, each in rows.items()}
+
+
+def ways() -> Iterator[tuple[str, int]]:
+    yield from product(["tokens"], [1, 3, 5, TOKENS, 8])
+    yield from product(["times"], [1, 3])
+    yield from product(["samples"], [1, 2])
+
+
+exact = pytest.mark.parametrize("row", [row for row in ROWS if not row.sampled], ids=lambda row: row.name)
+each_way = pytest.mark.parametrize(("by", "size"), ways(), ids=lambda value: str(value))
+checkpoints = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+
+
+@checkpoints
+@each_way
+def test_gradients_of_single_samples(by: str, size: int, checkpointed: bool) -> None:
+    model, batch = built(by, size, checkpointed), data()
+    expected = by_loop(built("all"), *batch)
+    norms = found(model, extensions.BatchL2Grad(), *batch)
+    for name, (rows,) in found(model, extensions.BatchGrad(), *batch).items():
+        assert_near(rows, expected[name], name)
+        assert_near(norms[name][0], expected[name].flatten(1).square().sum(1), name)
+
+
+@exact
+@checkpoints
+@pytest.mark.parametrize(("by", "size"), [("tokens", 5), ("times", 3), ("samples", 2)])
+def test_chunks_are_the_loss_over_all_tokens(row: Row, by: str, size: int, checkpointed: bool) -> None:
+    batch = data()
+    expected, mine = found(built("all"), row(), *batch), found(built(by, size, checkpointed), row(), *batch)
+    for name, wanted in expected.items():
+        for part, value in zip(mine[name], wanted, strict=True):
+            if row.attribute.startswith("sqrt"):  # columns stand in the order of the losses: compare S^T S
+                part, value = (each.flatten(2).flatten(0, 1) for each in (part, value))
+                part, value = part.T @ part, value.T @ value
+            assert_near(part, value, name)
+
+
+@pytest.mark.parametrize(("by", "size"), [("tokens", 5), ("times", 3)])
+def test_draws_are_right_in_expectation(by: str, size: int) -> None:
+    batch, many = data(), torch.Generator().manual_seed(0)
+    expected = found(built("all"), extensions.DiagGGNExact(), *batch)
+    model = built(by, size)
+    mine = found(model, extensions.DiagGGNMC(mc_samples=4000, generator=many), *batch)
+    factors = found(model, extensions.KFAC(mc_samples=4000, generator=many), *batch)
+    exactly = found(built("all"), extensions.KFLR(), *batch)
+    for name in expected:
+        assert_near(mine[name][0], expected[name][0], name, 0.1)
+        for factor, wanted in zip(factors[name], exactly[name], strict=True):
+            assert_near(factor, wanted, name, 0.1)
+
+
+@pytest.mark.parametrize("declared", [None, 0])
+@checkpoints
+@pytest.mark.parametrize("mixes", [False, True], ids=["apart", "mixing"])
+@pytest.mark.parametrize(("samples", "positions"), [(2, 2), (2, 4), (3, 2), (4, 4), (4, 3)])
+def test_no_position_is_taken_for_a_sample(
+    samples: int, positions: int, mixes: bool, checkpointed: bool, declared: int | None
+) -> None:
+    """Where nothing tells chunks of samples from chunks of time, it has to be said which they are."""
+    batch = data(samples, positions)
+    expected = by_loop(built("all", mixes=mixes), *batch)
+    for by, size in product(["tokens", "samples", "times"], [1, 2, positions, 2 * positions]):
+        model = packprop.extend(built(by, size, checkpointed, mixes), sample_axis=declared)
+        told = mixes or by == "times" or declared == 0
+        with nullcontext() if told else suppress(PackpropError):
+            for name, (rows,) in found(model, extensions.BatchGrad(), *batch).items():
+                assert_near(rows, expected[name], name)
+
+
+def test_what_may_be_either_is_asked_for() -> None:
+    with pytest.raises(PackpropError, match=r"sample_axis=0.*sample_axis=1"):
+        found(built("samples", 1, mixes=False), extensions.BatchGrad(), *data())
+
+
+def test_samples_that_are_mixed_are_refused() -> None:
+    """Rows of one sample behind another one's are no rows of samples in turn."""
+    model = built("tokens", 5)
+    forward = model.body.forward
+    model.body.forward = lambda x: forward(x + x.roll(1, 0))  # type: ignore[method-assign]
+    with pytest.raises(PackpropError, match="mixed"):
+        found(model, extensions.BatchGrad(), *data())
+
+
+@pytest.mark.parametrize(("by", "size"), [("tokens", 5), ("times", 3)])
+def test_a_plan_for_chunks_of_tokens_is_refused(by: str, size: int) -> None:
+    """Chunks of time hold all samples, which a plan can count on."""
+    model, asked = packprop.extend(built(by, size)), extensions.BatchL2Grad()
+    batch = data()
+    if by == "times":
+        assert packprop.plan(model, None, batch, [asked]).peak > 0
+    else:
+        with pytest.raises(PackpropError, match=r"only data tell[^$]*dim=1"):
+            packprop.plan(model, None, batch, [asked])

@@ -1,0 +1,93 @@
+"""Functions by which data decide on the order of rows: what was seen is kept where samples stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from packprop.graph import samples
+from tests.cases.models.wrapping import Apply
+from tests.graph.one_by_one import check, double
+
+BESIDE_THE_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one position of each sample": lambda h, x: h[torch.arange(len(h)), x[..., 0].argmax(1)],
+    "the same from the end": lambda h, x: h[torch.arange(4, device=h.device), -1 - x[..., 0].argmax(1)],
+    "positions of all samples": lambda h, x: h[:, torch.randperm(6)].sum(1),
+    "features": lambda h, x: h[..., torch.randperm(3)].sum(1),
+    "positions in another order": lambda h, x: (
+        h.gather(1, x.argsort(1)[:, :, :1].expand(-1, -1, 3)).cumsum(1).sum(1)
+    ),
+    "the largest": lambda h, x: h.topk(2, 1)[0].sum(1),
+    "sorted": lambda h, x: h.sort(-1)[0].sum(1),
+    "sorted from the end": lambda h, x: h.sort(dim=1, descending=True)[0].cumsum(1).mean(1),
+    "selected": lambda h, x: h.index_select(1, torch.randperm(6)[:2]).sum(1),
+    "added to positions": lambda h, x: (
+        torch.zeros_like(h).index_add(1, torch.randint(6, (6,)), h).square().sum(1)
+    ),
+    "along one axis": lambda h, x: torch.take_along_dim(h, x.argsort(1), 1)[:, 0],
+    "samples on the second axis": lambda h, x: h.transpose(0, 1)[torch.randperm(6)[:3]].sum(0),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_SAMPLES)
+def test_samples_that_stay_in_order_are_located_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other indices in the next pass change nothing about the samples."""
+    model = double(
+        Apply(
+            lambda m, x: m.head(BESIDE_THE_SAMPLES[name](torch.tanh(m.first(x)), x)),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    check(model, torch.randn(4, 6, 3).double(), seed=0)
+    located = samples._find_locations
+    calls: list[Any] = []
+    monkeypatch.setattr(samples, "_find_locations", lambda *given: calls.append(given) or located(*given))
+    check(model, torch.randn(4, 6, 3).double(), seed=1)
+    assert not calls
+
+
+AMONG_THE_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "taken": lambda h, order: h[order],
+    "taken behind another index": lambda h, order: h[:, :3][order, :],
+    "selected": lambda h, order: h.index_select(0, order),
+    "gathered": lambda h, order: h.gather(0, order[:, None].expand_as(h)),
+    "assigned": lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
+    "rows assigned": lambda h, order: assigned(h, order),
+    "padded and taken": lambda h, order: torch.take_along_dim(h, order[:, None], 0),
+}
+
+
+def assigned(h: Tensor, order: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    out[order.argsort()] = h
+    return out
+
+
+@pytest.mark.parametrize("name", AMONG_THE_SAMPLES)
+def test_an_order_that_was_right_once(name: str) -> None:
+    """An index that leaves the samples in order today may put them in another one tomorrow."""
+    model = double(
+        Apply(
+            lambda m, x: m.head(AMONG_THE_SAMPLES[name](torch.tanh(m.first(x)), m.order)),
+            first=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        )
+    )
+    loss = packprop.extend(nn.MSELoss())
+    packprop.extend(model)
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    model.order = torch.arange(4)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()
+    assert model.first.weight.grad_batch.shape[0] == 4
+    model.order = torch.tensor([2, 0, 3, 1])
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        loss(model(x), y).backward()

@@ -30,6 +30,10 @@ BATCHED_ENTRIES = 2**23
 """So many entries of all outputs of uses may be taken at once in columns by double backward."""
 
 
+LARGEST_COLUMNS = 2**26
+"""So many entries of all outputs of uses may be taken at once in columns of the entries of a parameter."""
+
+
 BY_DOUBLE_BACKWARD = "columns by double backward"
 """The kind of work, for estimates of time."""
 
@@ -103,8 +107,10 @@ def parameter_diagonals(
     with differentiating_twice(f"parameter {graph.name(leaves[0])!r}"), torch.enable_grad():
         gradients = _sample_gradients(graph, leaves) if per_sample else _whole_gradients(graph, leaves)
     expect(BY_DOUBLE_BACKWARD, sum(gradient.numel() for gradient in gradients))
+    held = sum(shape.numel() for use in graph.uses for shape in use.recorded.shapes)
+    at_once = max(1, LARGEST_COLUMNS // max(1, held))
     for leaf, gradient in zip(leaves, gradients, strict=True):
-        yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph)
+        yield leaf, diagonals(f"parameter {graph.name(leaf)!r}", leaf, gradient, create_graph, at_once)
 
 
 def _whole_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -134,14 +140,16 @@ def _sample_gradients(graph: Graph, leaves: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def diagonals(where: str, leaf: Tensor, gradient: Tensor, create_graph: bool) -> Tensor:
-    """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf."""
+def diagonals(
+    where: str, leaf: Tensor, gradient: Tensor, create_graph: bool, at_once: int | None = None
+) -> Tensor:
+    """The diagonal of the derivative of each gradient ``[n, *p]`` in the leaf, so many columns at once."""
     entries, samples = leaf.numel(), gradient.shape[0]
     if not gradient.requires_grad:
         return torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
     with torch.enable_grad():
         flat = gradient.reshape(samples * entries)
-    step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries)))
+    step = max(1, min(flat.numel(), BATCHED_ENTRIES // max(1, 16 * entries), at_once or flat.numel()))
     pieces, done = [], 0
     for start in chunk_starts(flat.numel(), step):
         stop = min(flat.numel(), start + step)

@@ -48,6 +48,11 @@ class Verdict(NamedTuple):
     is_shown: bool = False
     mixed: ReachedUse | None = None
 
+    @property
+    def is_explained(self) -> bool:
+        """Whether nothing that was seen speaks against it."""
+        return self.fitting is not None and self.mixed is None
+
 
 def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
     """Compare layouts that keep the samples apart with what changed inputs have changed.
@@ -76,7 +81,11 @@ def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
             ]
             if not any(_is_touched(where) for _, where in touched):
                 continue
-            explaining = [layout for layout in kept[use][place] if _explains(layout, touched)]
+            explaining = [
+                layout
+                for layout in kept[use][place]
+                if (layout.rows is not None and use.recorded.reordered) or _explains(layout, touched)
+            ]  # changed inputs may be sent elsewhere: rows that data reorder are told by the graph alone
             if explaining:
                 kept[use][place], seen = explaining, True
             elif _explaining(shape, touched, reading.samples):
@@ -100,10 +109,14 @@ def _is_touched(where: Touched) -> bool:
 
 def _explains(layout: Layout, touched: Sequence[tuple[Tensor, Touched]]) -> bool:
     """Whether by this layout nothing of unchanged samples was touched."""
-    if layout.axis is None or layout.rows is not None:
-        return True  # changed inputs may be sent elsewhere: rows in any order are told by the graph alone
+    if layout.axis is None:
+        return True
     of_row = layout.sample_of(torch.device("cpu"))
-    return not any(bool((where.at(layout.axis) & ~changed[of_row]).any()) for changed, where in touched)
+    return not any(
+        bool((where.at(layout.axis) & ~changed[of_row]).any())
+        for changed, where in touched
+        if layout.axis in where.rows
+    )
 
 
 def _explaining(shape: torch.Size, touched: Sequence[tuple[Tensor, Touched]], samples: int) -> list[Layout]:

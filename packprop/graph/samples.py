@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
@@ -12,17 +11,16 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
+from packprop.graph.ambiguity import is_explained_later, require_not_in_turn, require_the_only_reading
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
 from packprop.graph.evidence import Reading, judge
-from packprop.graph.graph import WHOLE, Graph, ReachedUse
+from packprop.graph.graph import WHOLE, Graph
 from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.readings import choices, disagreement, layouts_of, readings
 from packprop.graph.sample_errors import elsewhere, mixed, require_samples
 from packprop.graph.separation import (
-    Fitting,
-    ModelOutput,
     Separation,
     admitted_layouts,
     layouts_at,
@@ -248,13 +246,14 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     refusal: PackpropError | None = None
     contradicted = mixed_inside = False
     examine = graph.signature not in memory.examined
-    for reading, chosen in choices(graph, outputs):
+    tried = list(choices(graph, outputs))
+    for number, (reading, chosen) in enumerate(tried, 1):
         if first is not None and (reading.samples == 1 or reading.axis != first.reading.axis):
             break
         leads = all(layout.axis == 0 and layout.parts == 1 for layout in chosen)
         if not (reading.usual or reading.axis == 0 or contradicted or (mixed_inside and leads)):
             continue  # nothing speaks against the leading axis but that samples are mixed
-        found = separate(graph, outputs, chosen, reading.samples)
+        found = separate(graph, outputs, chosen, reading.samples, in_parts=reading.axis is None)
         if found.fitting is None:
             if found.mixing is not None and reading.usual:
                 refusal = refusal or mixed(graph, found.mixing)
@@ -266,9 +265,12 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
                 mixed_inside |= verdict.inside
                 refusal = refusal or elsewhere(graph, verdict.contradicted, reading, verdict.inside)
             continue
-        if verdict.mixed is not None or not reading.usual:
-            _require_the_only_reading(graph, outputs, verdict.mixed, reading)
-        _require_not_in_turn(graph, outputs, reading, verdict.fitting)
+        if verdict.mixed is not None and reading.axis is None:
+            if is_explained_later(graph, outputs, reading, tried[number:]):
+                continue
+        elif verdict.mixed is not None or not reading.usual or reading.axis == 1:
+            require_the_only_reading(graph, outputs, verdict.mixed, reading)
+        require_not_in_turn(graph, outputs, reading, verdict.fitting)
         shown = None
         if examine and reading.samples > 1:
             every = graph.structure not in memory.structures
@@ -293,65 +295,3 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
             memory.examined.add(graph.signature)
             memory.structures.add(graph.structure)
     return first.locations()
-
-
-def _require_the_only_reading(
-    graph: Graph, outputs: Sequence[ModelOutput], mixed: ReachedUse | None, reading: Reading
-) -> None:
-    """Refuse a reading that is not the usual one if another axis is as good.
-
-    So where inputs are mixed along the samples' axis before any parameter. What is made of inputs alone is a
-    constant, however it mixes them; but it may as well mix positions.
-    """
-    if reading.axis is None or any(output.loss.sample_axis is not None for output in outputs):
-        return  # it was declared, or the loss knows
-    for other, chosen in choices(graph, outputs):
-        if other.axis == reading.axis or other.samples == 1:
-            continue
-        found = separate(graph, outputs, chosen, other.samples)
-        if found.fitting is not None and judge(graph, found.fitting, other).is_shown:
-            if mixed is not None:
-                where = f"the inputs of {graph.label(mixed)}"
-                why = (
-                    f"they are mixed along axis {reading.axis} of the model's inputs before any parameter "
-                    f"comes in, and not along axis {other.axis}: either may hold the samples"
-                )
-            else:
-                where = "the inputs of the model and of the loss"
-                why = (
-                    "the leading axis of one is not that of the other, and no position meets another one: axis "
-                    f"{reading.axis} or axis {other.axis} of the model's inputs may hold the samples"
-                )
-            instead = f"say which: extend(model, sample_axis={reading.axis}) or sample_axis={other.axis}"
-            raise PackpropError(graph.asked, where, why, instead)
-
-
-def _each_holds_all(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
-    """Whether each loss has one row for each sample, as losses beside each other do."""
-    return all(output.samples == reading.samples for output in outputs)
-
-
-def _require_not_in_turn(
-    graph: Graph, outputs: Sequence[ModelOutput], reading: Reading, fitting: Fitting
-) -> None:
-    """Refuse positions as samples where losses may take the samples themselves in turn.
-
-    A model whose positions do not interact keeps both apart, in chunks of samples and in chunks of time.
-    """
-    if reading.in_turn or reading.axis is None or reading.samples == 1 or len(outputs) == 1:
-        return
-    lead = all(layouts[0].axis in (0, None) for places in fitting.values() for layouts in places)
-    for other, chosen in choices(graph, outputs):
-        same = (other.samples, other.axis) == (reading.samples, reading.axis)
-        if not other.in_turn or (same and (lead or _each_holds_all(outputs, reading))):
-            continue
-        found = separate(graph, outputs, chosen, other.samples)
-        if found.fitting is not None and judge(graph, found.fitting, other).fitting is not None:
-            raise PackpropError(
-                graph.asked,
-                "the inputs of the losses",
-                f"they may hold {reading.samples} samples each, or some rows of {other.samples} samples that "
-                "lead the model's inputs, one loss after the other: no position meets another one",
-                "say which: extend(model, sample_axis=0) if samples lead the model's inputs, sample_axis=1 if "
-                "they come second",
-            )

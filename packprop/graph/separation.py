@@ -113,7 +113,7 @@ Sizes = dict[tuple[ReachedUse, int, Layout], Tensor]
 
 
 def separate(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int, in_parts: bool = False
 ) -> Separation:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
@@ -122,6 +122,8 @@ def separate(
         outputs: The model's outputs, where samples are fed in.
         chosen: Where each of them holds the samples.
         samples: Number of samples.
+        in_parts: Whether functions may take some rows of some samples, in order, where no axis holds them all:
+            one sample at a time, say.
     """
     if samples == 1:
         return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
@@ -150,12 +152,12 @@ def separate(
         if differ(up[known], down[known], powers[known], tolerance, smallest):
             fitting[use][index].remove(layout)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
-    in_turn = any(layout.rows is not None for layout in chosen)
-    if in_turn or any(use.recorded.reordered for use in graph.uses):
+    in_parts |= any(layout.rows is not None for layout in chosen)
+    if in_parts or any(use.recorded.reordered for use in graph.uses):
         ones = [torch.ones(output.shape) for output in outputs]
         noisy, even = (functools.partial(by_sample, outputs, chosen, given) for given in (noise, ones))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
-        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_turn)
+        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_parts)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
             return Separation(None, use, False)
@@ -163,22 +165,23 @@ def separate(
 
 
 def _add_layouts_of_rows(
-    fitting: Fitting, sweeps: Sweeps, samples: int, largest: float, tolerance: float, in_turn: bool
+    fitting: Fitting, sweeps: Sweeps, samples: int, largest: float, tolerance: float, in_parts: bool
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
-    Where losses take the samples in turn, functions in front of them have some rows of some samples, in order.
+    Where losses take the samples in turn, functions in front of them have some rows of some samples, in order:
+    they are taken ``in_parts``.
 
     Returns:
         The uses that have them.
     """
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
-    if not in_turn and not all(use.recorded.reordered for use in unfit):
+    if not in_parts and not all(use.recorded.reordered for use in unfit):
         return set()
     places = [
         (use, index, axis)
         for use, outputs in fitting.items()
-        if use.recorded.reordered or (in_turn and use in unfit)
+        if use.recorded.reordered or (in_parts and use in unfit)
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
         for axis, _ in enumerate(use.recorded.shapes[index])

@@ -24,11 +24,12 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Reading:
-    """Where samples may be seen: an axis of the inputs, whether positions lead the loss input, how many."""
+    """Where samples may be seen: an axis of the inputs, their place in the loss input, how many there are."""
 
     axis: int
     positions_first: bool
     samples: int
+    last: bool = False
 
 
 @dataclass
@@ -129,7 +130,10 @@ class Truth:
         """Why the program itself is of no use; empty where it runs."""
         try:
             with torch.random.fork_rng(devices=[]):
-                whole = self.made.whole(self.made.model(self.made.inputs))
+                written = build(self.program)
+                written.whole(written.model(written.inputs)).backward()
+                f = self.made.model(self.made.inputs)
+                whole = self.made.whole(f)
                 slopes = torch.autograd.grad(whole, list(self.made.model.parameters()), allow_unused=True)
         except Exception as error:
             return f"{type(error).__name__}: {str(error)[:90]}"
@@ -138,21 +142,24 @@ class Truth:
             return "not finite"
         if not any(slope is not None and slope.abs().max() > 0 for slope in slopes):
             return "nothing has a gradient"
+        if "F.binary_cross_entropy(" in self.program.text and bool((f * (1 - f) < 1e-3).any()):
+            return "probabilities to which PyTorch's second derivative adds 1e-12"
         return "" if whole.abs() < 1e6 else "too large"
 
     @cached_property
     def mixing(self) -> str:
         """How samples are mixed: by the model, by the loss, or not at all.
 
-        The model may mix them at other parameters alone; then the numbers of its own are right, too.
+        The model may mix them at other parameters alone, or with other data, as a sort does whose order the
+        samples have already; then the numbers of its own are right, too.
         """
         first, second = self.made, build(self.program, checkpoints=False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.program.seed + 1)
             move(second.model, 0.5, gates=True)
-            if _model_mixes(first):
+            if _model_mixes(first, others=False):
                 return "model"
-            if _model_mixes(second):
+            if _model_mixes(first) or _model_mixes(second):
                 return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
 
@@ -163,17 +170,18 @@ class Truth:
         Samples that are separate and lead both inputs and loss inputs are never ambiguous.
         """
         first, second = self.made, build(self.program, checkpoints=False)
-        axis, count = first.space["INPUT_AXIS"], first.space["N"]
+        axis = first.space["INPUT_AXIS"]
+        if axis == 1 and first.space["N"] == 1 and "h.roll(" in _before_parameters(self.program):
+            return True  # what is made of inputs alone is a constant: positions may as well be samples
         if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):
             return False
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.program.seed + 1)
             move(second.model, 0.5, gates=True)
             for other in {0, 1}:
-                for positions_first in (False, True):
-                    reading = Reading(other, positions_first, first.inputs.shape[other])
-                    own = (axis, first.space["POSITIONS_FIRST"], count) == tuple(vars(reading).values())
-                    if own or reading.samples == 1:
+                for positions_first, last in ((False, False), (True, False), (False, True)):
+                    reading = Reading(other, positions_first, first.inputs.shape[other], last)
+                    if reading == first.reading or reading.samples == 1:
                         continue
                     if not any(_model_mixes(made, reading, alone=False) for made in (first, second)):
                         return True
@@ -261,9 +269,16 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
     """Loss inputs by sample ``[n, ...]``."""
     count = samples or reading.samples
-    if reading.positions_first:
+    if reading.last:
+        f = f.movedim(-1, 0)
+    elif reading.positions_first:
         f = f.reshape(-1, count, f.shape[-1]).transpose(0, 1)
     return f.reshape(count, -1)
+
+
+def _before_parameters(program: Program) -> str:
+    """What a program makes of its inputs alone."""
+    return program.text.split("h = x\n")[-1].split("self.")[0]
 
 
 def _others(made: Instance) -> Tensor:
@@ -271,8 +286,17 @@ def _others(made: Instance) -> Tensor:
     return made.space["data"]()[0]
 
 
-def _model_mixes(made: Instance, reading: Reading | None = None, alone: bool = True) -> bool:
-    """Whether a reading mixes samples; ``alone``: also if it does so in batches of one alone."""
+def _model_mixes(
+    made: Instance, reading: Reading | None = None, alone: bool = True, others: bool = True
+) -> bool:
+    """Whether a reading mixes samples.
+
+    Args:
+        made: The program.
+        reading: Where the samples are taken to be; where the program means them to be if not given.
+        alone: Whether it counts that samples in batches of their own come out differently.
+        others: Whether it counts that they do with other samples beside them, where no derivative says so.
+    """
     reading = reading or made.reading
     count, axis = reading.samples, reading.axis
     if count == 1:
@@ -289,7 +313,8 @@ def _model_mixes(made: Instance, reading: Reading | None = None, alone: bool = T
             single = []
         if any(_differ(row, together[n]) for n, row in enumerate(single)):
             return True
-        for m in range(count):
+        by_derivatives = made.inputs.is_floating_point() or bool(single)
+        for m in range(count * (others or not by_derivatives)):
             changed = made.inputs.clone()
             changed.narrow(axis, m, 1).copy_(new.narrow(axis, m, 1))
             kept = [n for n in range(count) if n != m]

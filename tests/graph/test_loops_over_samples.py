@@ -1,0 +1,108 @@
+"""Models that take their inputs apart: one sample at a time, or one step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+
+
+class Loop(nn.Module):
+    """Layers that see one entry of the leading axis at a time."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(positions, 4))
+        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.stack([self.layer(entry * self.scale).tanh() for entry in x.unbind(0)])
+        return self.head(h).reshape(-1, 2)
+
+
+def problem(positions: int) -> tuple[Loop, Tensor, Tensor]:
+    torch.manual_seed(positions)
+    return Loop(positions).double(), torch.randn(3, positions, 4).double(), torch.randint(2, (3, positions))
+
+
+def observe(model: nn.Module, x: Tensor, y: Tensor, *asked: Any, **options: Any) -> None:
+    packprop.extend(model, **options)
+    loss = packprop.extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y.flatten())
+    with packprop.backpack(*asked):
+        loss.backward()
+
+
+@pytest.mark.parametrize("positions", [3, 5], ids=["as-many-positions", "more-positions"])
+def test_samples_and_steps_look_alike(positions: int) -> None:
+    """A loop over samples and one over steps of all samples are the same program."""
+    model, x, y = problem(positions)
+    with pytest.raises(PackpropError, match=r"axis 0 or axis 1.*may hold the samples\n.*say which"):
+        observe(model, x, y, extensions.BatchGrad())
+
+
+@pytest.mark.parametrize("positions", [3, 5], ids=["as-many-positions", "more-positions"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["samples", "steps"])
+def test_what_was_declared_is_taken(positions: int, axis: int) -> None:
+    if axis == 1:  # the parameter belongs to positions: here to samples
+        positions = 3
+    model, x, y = problem(positions)
+    targets = y.movedim(axis, 0)
+
+    def term(n: int) -> Tensor:
+        out = model(x).view(3, positions, 2).movedim(axis, 0)
+        return F.cross_entropy(out[n], targets[n], reduction="sum")
+
+    rows = {
+        name: torch.stack([torch.autograd.grad(term(n), parameter)[0] for n in range(x.shape[axis])])
+        for name, parameter in model.named_parameters()
+    }
+    observe(model, x, y, extensions.BatchGrad(), extensions.Variance(), sample_axis=axis)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_batch, rows[name])
+        torch.testing.assert_close(parameter.variance, rows[name].var(0, unbiased=False))
+
+
+def test_the_curvature_of_samples_one_at_a_time() -> None:
+    found = []
+    for declared in (True, False):
+        model, x, y = problem(5)
+        if not declared:  # the same layers on all samples at once
+            model.forward = lambda x, own=model: own.head(own.layer(x * own.scale).tanh()).reshape(-1, 2)
+        asked = extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.BatchDiagGGNExact()
+        observe(model, x, y, *asked, **(dict(sample_axis=0) if declared else {}))
+        found.append([getattr(p, each.savefield) for p in model.parameters() for each in asked])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_steps_that_meet_are_no_samples() -> None:
+    """Where steps meet nothing need be said."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.GRUCell(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, states = x.new_zeros(x.shape[1], 3), []
+            for step in x.unbind(0):
+                h = self.cell(step, h)
+                states.append(h)
+            return self.head(torch.stack(states)).reshape(-1, 2)
+
+    torch.manual_seed(0)
+    model, x, y = Recurrent().double(), torch.randn(5, 3, 4).double(), torch.randint(2, (5, 3))
+    rows = [
+        torch.autograd.grad(
+            F.cross_entropy(model(x[:, n : n + 1]), y[:, n], reduction="sum"), model.head.weight
+        )
+        for n in range(3)
+    ]
+    observe(model, x, y, extensions.BatchGrad())
+    torch.testing.assert_close(model.head.weight.grad_batch, torch.stack([row for (row,) in rows]))

@@ -218,10 +218,11 @@ def sizes_of_rows(
     sizes: Sizes = {}
 
     def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
-        for index, cotangent in enumerate(cotangents):
+        for index, layouts in enumerate(fitting.get(use, ())):  # none for others in checkpoints on the way
+            cotangent = cotangents[index]
             if cotangent is None:
                 continue
-            for layout in fitting[use][index]:
+            for layout in layouts:
                 sizes[use, index, layout] = sizes_of(layout.to_front(cotangent, 1)[0])
 
     sweep(edges, seeds, graph.uses, visit, options)
@@ -265,7 +266,7 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             RecordedUse("", [], [], [shape], no_module, reordered=reordered),
             {0: (edge.node, edge.output_nr)},
             is_end=True,
-            through=[checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses],
+            through=graph.checkpoints,
         )
         for place, (edge, shape) in enumerate(places)
         if layouts[place] is None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -91,3 +92,27 @@ def test_an_order_that_was_right_once(name: str) -> None:
     model.order = torch.tensor([2, 0, 3, 1])
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_a_reordering_above_a_checkpoint_with_parameters(reentrant: bool) -> None:
+    """Where it holds the samples is looked for through the checkpoint."""
+
+    def go(through: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = double(
+            Apply(
+                lambda m, x: m.head(through(m.inner, m.first(x).sort(-1)[0].relu())),
+                first=nn.Linear(3, 3),
+                inner=nn.Linear(3, 4),
+                head=nn.Linear(4, 2),
+            )
+        )
+        packprop.extend(model)
+        loss = packprop.extend(nn.MSELoss())(model(torch.randn(4, 3).double()), torch.ones(4, 2).double())
+        with packprop.backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+        return [value for p in model.parameters() for value in (p.grad_batch, p.diag_ggn_exact)]
+
+    found = go(lambda module, h: checkpoint(module, h, use_reentrant=reentrant))
+    torch.testing.assert_close(found, go(lambda module, h: module(h)))

@@ -12,10 +12,11 @@ as many samples as there are ways to choose k / 2 of k (Sperner 1928), 4 sweeps 
 128. At other shapes of a structure that was looked at, two random halves are enough. What is left are functions
 that take some entries and no others by their values, such as a maximum over an axis.
 
-If NaN comes back in another sample's row, values keep the samples apart, and are looked at in every pass. Where
-it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for one
-sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a derivative in
-it.
+If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
+Where it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for
+one sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a
+derivative in it. That costs several times the pass: it is done in the first one, again when a buffer or a
+frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
 """
 
 from __future__ import annotations
@@ -51,6 +52,52 @@ class Dependence:
     fitting: Fitting
     on_values: bool
     is_conclusive: bool
+
+
+@dataclass
+class Look:
+    """When a pass whose samples values keep apart is looked at for mixing that parameters hide.
+
+    Args:
+        constants: Buffers and frozen parameters: their identities, versions and places in memory.
+        passes: How many passes there were since they changed.
+        due: After how many it is looked again.
+    """
+
+    constants: list[tuple[int, int, int]]
+    passes: int = 1
+    due: int = 2
+
+    @classmethod
+    def at(cls, graph: Graph) -> Look:
+        """The graph has been looked at."""
+        return cls(_constants(graph))
+
+    def is_due(self, graph: Graph) -> bool:
+        """Whether the next pass has to be looked at; it counts as a pass."""
+        constants = _constants(graph)
+        if constants != self.constants:
+            self.constants, self.passes, self.due = constants, 1, 2
+            return True
+        self.passes += 1
+        if self.passes < self.due:
+            return False
+        self.due *= 2
+        return True
+
+
+def _constants(graph: Graph) -> list[tuple[int, int, int]]:
+    tensors = [
+        tensor
+        for module in graph.modules
+        for tensor in (*module.buffers(), *module.parameters())
+        if not tensor.requires_grad
+    ]
+    return [
+        (id(tensor), tensor._version, tensor.data_ptr())
+        for tensor in tensors
+        if tensor.layout is torch.strided and not tensor.is_inference()
+    ]
 
 
 def parts(samples: int, every: bool) -> list[Tensor]:

@@ -15,7 +15,7 @@ from packprop.graph.ambiguity import is_explained_later, require_not_in_turn, re
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
 from packprop.graph.evidence import Reading, judge
 from packprop.graph.graph import WHOLE, Graph
-from packprop.graph.hidden_mixing import Dependence, dependence, find_hidden
+from packprop.graph.hidden_mixing import Dependence, Look, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.readings import choices, disagreement, layouts_of, readings
@@ -58,13 +58,15 @@ class _Memory:
 
     Args:
         locations: Where the samples are, by the signature of the pass, where this holds for all values.
-        examined: Signatures of passes that were looked at for mixing that values hide.
+        examined: Signatures of passes that were looked at for mixing that values hide: there is none.
+        looks: By signature, when passes whose values keep the samples apart are looked at again.
         structures: Structures that were looked at so, at some shapes, for any two samples.
         separate_losses: Signatures of passes whose losses are sums over samples for all values.
     """
 
     locations: dict[int, _SampleLocations] = field(default_factory=dict)
     examined: set[int] = field(default_factory=set)
+    looks: dict[int, Look] = field(default_factory=dict)
     structures: set[int] = field(default_factory=set)
     separate_losses: set[int] = field(default_factory=set)
 
@@ -245,7 +247,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     first: _Candidate | None = None
     refusal: PackpropError | None = None
     contradicted = mixed_inside = False
-    examine = graph.signature not in memory.examined
+    look = memory.looks.get(graph.signature)
+    examine = graph.signature not in memory.examined and (look is None or look.is_due(graph))
     tried = list(choices(graph, outputs))
     for number, (reading, chosen) in enumerate(tried, 1):
         if first is not None and (reading.samples == 1 or reading.axis != first.reading.axis):
@@ -290,8 +293,11 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
             if hidden is not None:
+                memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
                 raise mixed(graph, *hidden)
-        if not first.shown.on_values:  # else the next values may hide something
+            if look is None:
+                memory.looks[graph.signature] = Look.at(graph)
+        else:
             memory.examined.add(graph.signature)
             memory.structures.add(graph.structure)
     return first.locations()

@@ -136,6 +136,44 @@ def test_a_trainable_matrix_of_zeros_over_samples() -> None:
     refused(double(model), torch.randn(4, 3).double(), "over.weight")
 
 
+def test_a_trainable_gate_behind_one_in_a_buffer() -> None:
+    """Of two closed gates the buffer's hides the other: looked at anew when it opens, and in each pass then."""
+
+    class Two(Gated):
+        def __init__(self) -> None:
+            super().__init__(lambda h: self.gate * h.mean(0).expand_as(h))
+            self.gate = nn.Parameter(torch.zeros(()))
+
+    model = double(Two())
+    x = torch.randn(4, 3).double()
+    for _ in range(3):
+        check(model, x)
+    model.k.fill_(1.0)
+    for _ in range(3):
+        refused(model, x, "'gate'")
+    model.k.fill_(0.0)
+    check(model, x)
+
+
+def test_what_parameters_hide_is_looked_for_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the 1st, 2nd, 4th, 8th pass, and after a change of a buffer or a frozen parameter."""
+    looks: list[int] = []
+    find = located.find_hidden
+    monkeypatch.setattr(located, "find_hidden", lambda *given: looks.append(number) or find(*given))
+    model = Gated(lambda h: h.mean(0))
+    model.head.requires_grad_(False)
+    packprop.extend(model)
+    loss = packprop.extend(nn.MSELoss())
+    for number in range(1, 17):
+        if number == 11:
+            model.k.zero_()
+        if number == 13:
+            model.head.bias.data = torch.ones(2)
+        with packprop.backpack(extensions.BatchGrad()):
+            loss(model(torch.randn(4, 3)), torch.zeros(4, 2)).backward()
+    assert looks == [1, 2, 4, 8, 11, 12, 13, 14, 16]
+
+
 def kept(model: nn.Module) -> int:
     """For how many kinds of passes the places of the samples are known."""
     return len(located._KNOWN[model].locations)

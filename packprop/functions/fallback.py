@@ -1,8 +1,7 @@
-"""Any function: evaluated again by itself, and pulled back once for each sample."""
+"""Any function: evaluated again by itself, and pulled back for each sample."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,19 +11,22 @@ from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
 from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place
+from packprop.functions.pulling import pulled
+from packprop.functions.vectorised import Copied, gradients_of_copies
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.random import random_numbers_from
-from packprop.tensors.repeated import Products, of_columns, one_by_one
+from packprop.tensors.repeated import Products, one_by_one
 
 
 def fallback(call: Call, parameter: Tensor) -> Entry:
-    """The entry for a function without a rule: evaluate it again by itself, pull back once for each sample.
+    """The entry for a function without a rule: evaluate it again by itself, pull back for each sample.
 
-    Exact wherever the samples are separate in the outputs; costs one vector-Jacobian product of the
-    function for each sample and column.
+    Exact wherever the samples are separate in the outputs. Where the function takes its samples on the axis of
+    its outputs, all of them are pulled back at once, see NOTE [A parameter for each sample]; else it costs one
+    vector-Jacobian product of the function for each sample and column.
     """
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
@@ -47,6 +49,12 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         input_nodes = {tensor.grad_fn for tensor in tensors_in((args, kwargs))}
         cotangents = _from_outside(outputs, cotangents, input_nodes)
+        if not (differentiable or is_in_place(call.function) or call.random_state is not None):
+            chosen = _sample_numbers(samples, layouts[0].samples)
+            copied = Copied(call.function, (args, kwargs), weight, call.parameters)
+            rows = gradients_of_copies(copied, outputs, cotangents, layouts, chosen)
+            if rows is not None:
+                return Dense(rows.to(accumulation_dtype(rows.dtype)))
         return pulled_samplewise(outputs, weight, cotangents, layouts, samples)
 
     return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()))
@@ -135,47 +143,6 @@ def _sample_numbers(samples: Samples, count: int) -> Sequence[int]:
     if isinstance(samples, slice):
         return range(count)[samples]
     return range(len(samples)) if is_dry_run() else samples.tolist()
-
-
-def pulled(outputs: Sequence[Any], parameter: Tensor, columns: Sequence[Tensor]) -> Tensor:
-    """Vector-Jacobian products of every column ``[v, *y]`` with a parameter, ``[v, *p]``.
-
-    # NOTE [Autograd in rules]
-    This is the one place where a rule calls autograd: PyTorch itself differentiates what has no rule.
-    """
-    differentiable = torch.is_grad_enabled()
-
-    def pull(vectors: Sequence[Tensor], batched: bool) -> Products:
-        (product,) = torch.autograd.grad(
-            outputs,
-            parameter,
-            [_for_output(vector, output) for vector, output in zip(vectors, outputs, strict=True)],
-            is_grads_batched=batched,
-            retain_graph=True,
-            create_graph=differentiable,
-            allow_unused=True,
-        )
-        if product is not None:
-            return [product.to_dense() if product.is_sparse else product]
-        lead = vectors[0].shape[:1] if batched else ()
-        return [parameter.new_zeros((*lead, *parameter.shape))]
-
-    try:
-        batched = functools.partial(pull, batched=True)
-        (product,) = batched(columns) if differentiable else of_columns(batched, columns)
-        assert product is not None
-        return product
-    except RuntimeError:  # a user's own function without a batching rule
-        pass
-    pieces = one_by_one(
-        len(columns[0]), lambda place: pull([column[place] for column in columns], batched=False)
-    )
-    return torch.stack([piece for (piece,) in pieces if piece is not None])
-
-
-def _for_output(vector: Tensor, output: Any) -> Tensor:
-    """A vector as autograd takes it: complex where the output is."""
-    return vector.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else vector
 
 
 def _of_sample(sample: int, cotangent: Tensor, layout: Layout) -> Tensor:

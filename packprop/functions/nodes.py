@@ -49,6 +49,10 @@ PIECEWISE = _names(
 """Linear in all inputs together wherever they are differentiable."""
 
 
+DISTANCES = _names("Std StdMean Norm LinalgVectorNorm Renorm Dist")
+"""Linear by parts for few entries, or for one order: the deviation of two numbers is their distance."""
+
+
 CONVOLUTIONS = _names(
     "Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution MiopenConvolution"
 )

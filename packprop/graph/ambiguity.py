@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from packprop.errors import PackpropError
-from packprop.graph.evidence import Reading, judge
-from packprop.graph.graph import Graph, ReachedUse
+from packprop.graph.evidence import Reading, Verdict, judge
+from packprop.graph.graph import Graph
 from packprop.graph.readings import choices
 from packprop.graph.separation import Fitting, ModelOutput, separate
 from packprop.tensors.layout import Layout
 
 
 def require_the_only_reading(
-    graph: Graph, outputs: Sequence[ModelOutput], mixed: ReachedUse | None, reading: Reading
+    graph: Graph, outputs: Sequence[ModelOutput], verdict: Verdict, reading: Reading
 ) -> None:
     """Refuse a reading that is not the usual one if another axis is as good.
 
     So where inputs are mixed along the samples' axis before any parameter. What is made of inputs alone is a
     constant, however it mixes them; but it may as well mix positions.
+
+    Args:
+        graph: What the pass goes through.
+        outputs: The model's outputs.
+        verdict: What changed inputs have shown of the reading.
+        reading: The reading.
     """
+    mixed = verdict.mixed
     if reading.axis is None or any(output.loss.sample_axis is not None for output in outputs):
         return  # it was declared, or the loss knows
     for other, chosen in choices(graph, outputs):
@@ -27,7 +34,8 @@ def require_the_only_reading(
             continue
         found = separate(graph, outputs, chosen, other.samples)
         if found.fitting is not None:
-            is_as_good = judge(graph, found.fitting, other).is_shown
+            others = judge(graph, found.fitting, other)
+            is_as_good = others.is_shown or (mixed is None and not verdict.is_shown and others.is_explained)
         else:  # a loop over samples and one over steps look alike
             fitting = separate(graph, outputs, chosen, other.samples, in_parts=True).fitting
             is_as_good = fitting is not None and judge(graph, fitting, other).is_explained

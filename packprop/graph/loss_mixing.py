@@ -11,9 +11,10 @@ linear in it gives a sum of terms. So are the places where paths meet the model 
 [Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
 see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks: functions that are linear by parts (an absolute value, a maximum) and
-make one number are refused if what they are given depends on more than one sample. A loss that is not twice
-differentiable, or couples samples by kinks on many numbers at once, is not seen through.
+Second derivatives are blind to kinks: functions that are linear by parts (an absolute value, a maximum, the
+deviation of two numbers) and make one number are refused if what they are given depends on more than one
+sample. A loss that is not twice differentiable, or couples samples by kinks on many numbers at once, is not
+seen through.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.errors import PackpropError
 from packprop.functions.losses import LOSSES
 from packprop.functions.losses.description import without_classes
-from packprop.functions.nodes import PIECEWISE, name_of_node
+from packprop.functions.nodes import DISTANCES, PIECEWISE, name_of_node
 from packprop.functions.operands import is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
@@ -130,7 +131,8 @@ class _Part:
         """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
-            kinked = name_of_node(node) in PIECEWISE and torch.Size(made_by(node)[0].shape).numel() == 1
+            one_number = torch.Size(made_by(node)[0].shape).numel() == 1
+            kinked = one_number and name_of_node(node) in PIECEWISE | DISTANCES
             given = [node.next_functions[place] for place in places if kinked]
             if any(self._joins_samples(GradientEdge(above, output)) for above, output in given if above):
                 raise self._mixed([node])

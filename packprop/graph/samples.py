@@ -271,8 +271,11 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         if verdict.mixed is not None and reading.axis is None:
             if is_explained_later(graph, outputs, reading, tried[number:]):
                 continue
+        elif verdict.mixed is not None and reading.axis == 1:
+            refusal = refusal or elsewhere(graph, verdict.mixed, reading, inside=False)
+            continue
         elif verdict.mixed is not None or not reading.usual or reading.axis == 1:
-            require_the_only_reading(graph, outputs, verdict.mixed, reading)
+            require_the_only_reading(graph, outputs, verdict, reading)
         require_not_in_turn(graph, outputs, reading, verdict.fitting)
         shown = None
         if examine and reading.samples > 1:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from packprop.algebra.structures import Dense, Outer, Structure, rows, with_squares
 from packprop.functions.entry import Entry, Samples
-from packprop.functions.fallback import pulled
 from packprop.functions.nodes import RESHAPES, name_of_node
+from packprop.functions.pulling import pulled
 from packprop.recording.regions import differs
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype

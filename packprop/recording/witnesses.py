@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.functions.entry import is_in_place
-from packprop.functions.traits import MIXERS, leads_with_samples
+from packprop.functions.traits import EXPANSIONS, LIKE_ANOTHER, MIXERS, leads_with_samples
 from packprop.recording.direct import DirectInputs
 from packprop.recording.evidence import Change, Evidence, Touched
 from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint
@@ -175,7 +175,7 @@ class Witnesses:
                 state = random_states()
                 out = function(*args, **kwargs)
                 found = self._see(function, args, kwargs, out, state)
-                if self._briefly:
+                if self._briefly and function not in LIKE_ANOTHER:
                     for tensor in tensors_of_call(args, kwargs):
                         self._copies.pop(id(tensor), None)
             else:
@@ -249,8 +249,9 @@ class Witnesses:
         out: Any,
         state: RandomStates | None,
     ) -> list[Evidence]:
-        """What witnesses show of a use."""
+        """What witnesses show of a use; one that takes the shape of a tensor has the samples where that has."""
         found, made = [], list(tensors_in(out))
+        like = tensors_of_call(args, kwargs)[-1] if function in EXPANSIONS & LIKE_ANOTHER else None
         for change, others in self._again(function, args, kwargs, state):
             inputs = [
                 _touched(tensor, copy, change.extent)
@@ -263,6 +264,8 @@ class Witnesses:
                 for place, (tensor, other) in enumerate(pairs)
                 if other.shape == tensor.shape
             }
+            if like is not None and like.shape == made[0].shape:
+                places = dict(enumerate(inputs))
             found.append(Evidence(change, inputs, places))
         return found
 
@@ -319,7 +322,7 @@ class Witnesses:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether a function can be called again without changing anything but copies."""
-        if function in MIXERS or "out" in kwargs:
+        if function in MIXERS or kwargs.get("out") is not None:
             return False
         if inspect.isfunction(function) and not (function.__module__ or "").startswith("torch"):
             return False

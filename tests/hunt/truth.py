@@ -8,11 +8,14 @@ differences show.
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -129,7 +132,8 @@ class Truth:
     def invalid(self) -> str:
         """Why the program itself is of no use; empty where it runs."""
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
                 written = build(self.program)
                 written.whole(written.model(written.inputs)).backward()
                 f = self.made.model(self.made.inputs)
@@ -138,6 +142,8 @@ class Truth:
         except Exception as error:
             return f"{type(error).__name__}: {str(error)[:90]}"
         finite = all(slope.isfinite().all() for slope in slopes if slope is not None) and whole.isfinite()
+        if any("None of the inputs have requires_grad" in str(each.message) for each in said):
+            return "PyTorch leaves a reentrant checkpoint out of the graph"
         if not finite:
             return "not finite"
         if not any(slope is not None and slope.abs().max() > 0 for slope in slopes):
@@ -171,7 +177,7 @@ class Truth:
         """
         first, second = self.made, build(self.program, checkpoints=False)
         axis = first.space["INPUT_AXIS"]
-        if axis == 1 and first.space["N"] == 1 and "h.roll(" in _before_parameters(self.program):
+        if axis == 1 and first.space["N"] == 1 and _inputs_mix(self.program, first):
             return True  # what is made of inputs alone is a constant: positions may as well be samples
         if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):
             return False
@@ -276,9 +282,19 @@ def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
     return f.reshape(count, -1)
 
 
-def _before_parameters(program: Program) -> str:
-    """What a program makes of its inputs alone."""
-    return program.text.split("h = x\n")[-1].split("self.")[0]
+def _inputs_mix(program: Program, made: Instance) -> bool:
+    """Whether a program mixes the leading axis of its inputs before any parameter comes in."""
+    lines = program.text.split("        h = x\n")[-1].split("self.")[0].rpartition("\n")[0]
+
+    def prepared(x: Tensor) -> Tensor:
+        space = {"torch": torch, "F": F, "n": made.reading.samples, "h": x}
+        exec(textwrap.dedent(lines), space)
+        return space["h"]
+
+    changed = made.inputs.clone()
+    changed[:1] = _others(made)[:1]
+    before, after = prepared(made.inputs), prepared(changed)
+    return before.shape == after.shape and _differ(before[1:], after[1:])
 
 
 def _others(made: Instance) -> Tensor:

@@ -20,10 +20,17 @@ import torch
 from torch import Tensor
 
 from packprop.functions.pulling import pulled
-from packprop.tensors.dry import is_dry_run
+from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.repeated import Products, one_by_one
+
+Made = tuple[list[Tensor], Tensor]
+"""Outputs of all samples, and gradients of their copies ``[v, n, *p]``."""
+
+
+OfOne = Callable[..., list[Tensor]]
+"""From a copy of the parameter, and inputs without the axis of samples, to outputs without it."""
 
 
 class Copied(NamedTuple):
@@ -109,15 +116,16 @@ def gradients_of_copies(
     of_one = copied.of_one(given, axis, [number for number, _, _, _ in reached])
     inputs = [of_chosen(tensor) for tensor in given]
     arrived = [of_chosen(cotangent, axis + 1) for _, _, cotangent, _ in reached]
-    try:
-        again, rows = _all_at_once(of_one, weight, inputs, arrived, axis)
-    except Exception:  # vmap does not know the function
-        try:
-            again, rows = _one_after_another(of_one, weight, inputs, arrived, axis)
-        except Exception:  # the function does not take one sample
-            return None
-    if is_dry_run():
-        return rows
+    key = _key_of(copied, axis)
+    made = None
+    for way in _KNOWN.get(key, (_all_at_once, _one_after_another)):
+        made = _tried(way, of_one, weight, inputs, arrived, axis)
+        if made is not None:
+            break
+    _remember(key, () if made is None else (way,))
+    if made is None:
+        return None
+    again, rows = made
     total = pulled(
         [output for _, output, _, _ in reached],
         weight,
@@ -126,17 +134,42 @@ def gradients_of_copies(
     pairs = [(made, of_chosen(output)) for made, (_, output, _, _) in zip(again, reached, strict=True)]
     far = [_is_far(made, output, output.detach().abs().amax()) for made, output in pairs]
     far.append(_is_far(rows.sum(1), total, rows.abs().sum(1).amax()))
-    return None if bool(torch.stack(far).any()) else rows
+    if has_fault(torch.stack(far).any()):
+        _remember(key, ())
+        return None
+    return rows
 
 
-OfOne = Callable[..., list[Tensor]]
-"""From a copy of the parameter, and inputs without the axis of samples, to outputs without it."""
+MANY = 256
+"""For how many kinds of calls it is remembered what could be done."""
+
+
+_KNOWN: dict[Any, tuple[Callable[..., Made], ...]] = {}
+"""What could be done for a function and shapes of its arguments: attempts in vain take memory and time."""
+
+
+def _key_of(copied: Copied, axis: int) -> Any:
+    return copied.function, axis, tuple(tensor.shape for tensor in tensors_in(copied.arguments))
+
+
+def _remember(key: Any, ways: tuple[Callable[..., Made], ...]) -> None:
+    if len(_KNOWN) == MANY:
+        _KNOWN.clear()
+    _KNOWN[key] = ways
+
+
+def _tried(make: Callable[..., Made], *given: Any) -> Made | None:
+    """What is made, or nothing: ``vmap`` may not know the function, the function may not take one sample."""
+    try:
+        return make(*given)
+    except Exception:
+        return None
 
 
 def _all_at_once(
     of_one: OfOne, weight: Tensor, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], axis: int
-) -> tuple[list[Tensor], Tensor]:
-    """Outputs of all samples, and gradients of their copies ``[v, n, *p]``."""
+) -> Made:
+    """All samples by one call."""
     copies = weight.detach().expand(inputs[0].shape[axis], *weight.shape).requires_grad_(True)
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("error")  # so vmap says that it would call a function one by one
@@ -146,8 +179,8 @@ def _all_at_once(
 
 def _one_after_another(
     of_one: OfOne, weight: Tensor, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], axis: int
-) -> tuple[list[Tensor], Tensor]:
-    """The same, sample by sample."""
+) -> Made:
+    """Sample by sample."""
     outputs: list[list[Tensor]] = []
 
     def gradient(place: int) -> Products:

@@ -33,6 +33,7 @@ from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import Fitting, ModelOutput, by_sample, sizes_of_rows
 from packprop.graph.sweep import SweepOptions, Visit, sweep
 from packprop.tensors.layout import Layout
+from packprop.tensors.state import version
 
 _UNMASKED = SweepOptions(needs_inputs=False, unmasked=True)
 _DIFFERENTIABLE = SweepOptions(needs_inputs=False, create_graph=True)
@@ -94,9 +95,9 @@ def _constants(graph: Graph) -> list[tuple[int, int, int]]:
         if not tensor.requires_grad
     ]
     return [
-        (id(tensor), tensor._version, tensor.data_ptr())
+        (id(tensor), version(tensor), tensor.data_ptr())
         for tensor in tensors
-        if tensor.layout is torch.strided and not tensor.is_inference()
+        if tensor.layout is torch.strided
     ]
 
 

@@ -40,6 +40,18 @@ class Gated(nn.Module):
         return torch.tanh(torch.einsum("ni,oi,oi->no", x, self.weight, self.weight.exp()))
 
 
+class Bags(nn.Module):
+    """A function without a rule that ``vmap`` does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(7, 6, mode="max"), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.words(x))
+        return out
+
+
 @pytest.mark.parametrize("make", [Attention, Gated])
 @pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.BatchDiagHessian])
 def test_columns_of_the_hessian_repeat_themselves(
@@ -142,12 +154,12 @@ def test_a_plan_runs_as_many_operations_for_many_columns_as_for_few(
 
 
 def test_a_plan_runs_few_samples_of_a_function_without_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fallback pulls each sample back by itself; without data two of them stand for all."""
+    """Each sample is pulled back by itself; without data two of them stand for all."""
 
     def planned(samples: int) -> tuple[int, int]:
         torch.manual_seed(0)
-        batch = torch.randn(samples, 6), torch.randint(3, (samples,))
-        return planned_operations(Gated(), batch, extensions.BatchDiagGGNExact(), monkeypatch)
+        batch = torch.randint(7, (samples, 4)), torch.randint(3, (samples,))
+        return planned_operations(Bags(), batch, extensions.BatchDiagGGNExact(), monkeypatch)
 
     (_, few), (peak, many) = planned(4), planned(40)
     assert many <= few + 2 * 36  # memory is taken for each

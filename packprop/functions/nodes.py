@@ -6,6 +6,7 @@ elementwise, which costs time but is always right.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,11 +19,12 @@ Kind = Literal["linear", "elementwise", "nonlinear"]
 """How a node curves: not at all, entry by entry, or in any other way."""
 
 
-def _names(text: str) -> frozenset[str]:
+def names_of_nodes(text: str) -> frozenset[str]:
+    """Names of nodes without what they all end in."""
     return frozenset(text.split())
 
 
-LINEAR = _names(
+LINEAR = names_of_nodes(
     """
     Add Sub Rsub Neg Sum Mean View UnsafeView ReshapeAlias Permute Transpose T Expand Slice Select Cat Stack
     Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Squeeze Unsqueeze Index IndexSelect Gather
@@ -38,7 +40,7 @@ LINEAR = _names(
 """Linear in all inputs together."""
 
 
-PIECEWISE = _names(
+PIECEWISE = names_of_nodes(
     """
     Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax Maximum
     Minimum Fmax Fmin Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D
@@ -49,22 +51,18 @@ PIECEWISE = _names(
 """Linear in all inputs together wherever they are differentiable."""
 
 
-DISTANCES = _names("Std StdMean Norm LinalgVectorNorm Renorm Dist")
-"""Linear by parts for few entries, or for one order: the deviation of two numbers is their distance."""
-
-
-CONVOLUTIONS = _names(
+CONVOLUTIONS = names_of_nodes(
     "Convolution ConvolutionOverrideable CudnnConvolution MkldnnConvolution MiopenConvolution"
 )
 
 
-PRODUCTS = CONVOLUTIONS | _names(
+PRODUCTS = CONVOLUTIONS | names_of_nodes(
     "Mul Mm Bmm Addmm Addbmm Baddbmm Addmv Addr Mv Dot Addcmul Trilinear Linear Lerp PreluKernel"
 )
 """Linear in each input, with the others fixed."""
 
 
-ELEMENTWISE = _names(
+ELEMENTWISE = names_of_nodes(
     """
     Sigmoid Tanh Gelu Silu Softplus Elu Celu Mish LogSigmoid Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt
     Sin Cos Tan Sinh Cosh Asin Acos Atan Asinh Acosh Atanh Erf Erfc Erfinv Pow Reciprocal Hardswish Logit
@@ -74,17 +72,17 @@ ELEMENTWISE = _names(
 """Smooth functions of one input, entry by entry."""
 
 
-ENTRYWISE = ELEMENTWISE | _names(
+ENTRYWISE = ELEMENTWISE | names_of_nodes(
     "Relu LeakyRelu Threshold Hardtanh Hardshrink Softshrink Hardsigmoid Abs Clamp ClampMin ClampMax"
 )
 """Functions of one input, entry by entry, smooth or not."""
 
 
-MASKS = ENTRYWISE | _names("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
+MASKS = ENTRYWISE | names_of_nodes("Where MaskedFill Maximum Minimum Fmax Fmin RreluWithNoise")
 """Functions, entry by entry, whose values may keep an entry from its inputs."""
 
 
-WRONG_IN_COLUMNS = _names("NativeGroupNorm")
+WRONG_IN_COLUMNS = names_of_nodes("NativeGroupNorm")
 """Functions whose second derivatives are wrong for many columns at once, where three extents are equal."""
 
 
@@ -95,7 +93,7 @@ PyTorch warns, and goes on as if the derivative were zero.
 """
 
 
-WITHOUT_DATA = _names("Sgn")
+WITHOUT_DATA = names_of_nodes("Sgn")
 """Nodes whose derivative is a tensor of zeros that holds no data, which few other nodes expect.
 
 Seen on torch 2.13: the backward pass of group norm reads memory that nobody has written in its place, and the
@@ -104,11 +102,11 @@ node alone makes such zeros: as the second derivative of an absolute value, an L
 """
 
 
-DIFFERENTIABLE_ONCE = _names("Hardsigmoid")
+DIFFERENTIABLE_ONCE = names_of_nodes("Hardsigmoid")
 """Functions of ``ENTRYWISE``, linear by parts, whose backward pass PyTorch cannot differentiate."""
 
 
-RESHAPES = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
+RESHAPES = names_of_nodes("View UnsafeView ReshapeAlias Squeeze Unsqueeze Clone Alias HandedOn")
 """The same entries in the same order."""
 
 
@@ -148,6 +146,14 @@ def name_of_node(node: Node) -> str:
             return "HandedOn"
         return f"own {node.name()}"
     return re.sub(r"Backward\d+$", "", node.name())
+
+
+def has_kinks(node: Node) -> bool:
+    """Whether a node is linear by parts: also the deviation of two numbers, which is their distance."""
+    name = name_of_node(node)
+    if name in ("LinalgVectorNorm", "Norm"):
+        return math.isinf(getattr(node, "_saved_ord", None) or getattr(node, "_saved_p", None) or 0.0)
+    return name in PIECEWISE or name in ("Std", "StdMean")
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:

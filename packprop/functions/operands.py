@@ -14,29 +14,34 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
-from packprop.functions.nodes import ELEMENTWISE, LINEAR, PIECEWISE, PRODUCTS, kind_of, name_of_node
+from packprop.functions.nodes import (
+    ELEMENTWISE,
+    LINEAR,
+    PIECEWISE,
+    PRODUCTS,
+    kind_of,
+    name_of_node,
+    names_of_nodes,
+)
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-SUMS = _names("Add Sub Rsub Stack Cat")
+SUMS = names_of_nodes("Add Sub Rsub Stack Cat")
 """Sums of their inputs, or inputs side by side."""
 
 
-ALIKE = _names("Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits")
+ALIKE = names_of_nodes(
+    "Stack MseLoss SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits"
+)
 """Functions whose operands have one shape, to which they were expanded before."""
 
 
-HIDING = _names("Where MaskedFill Lerp NativeDropout")
+HIDING = names_of_nodes("Where MaskedFill Lerp NativeDropout")
 """Functions with an operand of which the graph shows nothing: a condition, a mask, a weight."""
 
 
 ENTRY_BY_ENTRY = (
     ALIKE
     | HIDING
-    | _names(
+    | names_of_nodes(
         """
     Add Sub Rsub Mul Div Pow Maximum Minimum Fmax Fmin Addcmul Addcdiv Clamp ClampMin ClampMax Fmod Remainder
     Atan2 Hypot Copysign Xlogy SpecialXlog1Py Logaddexp Logaddexp2
@@ -46,15 +51,15 @@ ENTRY_BY_ENTRY = (
 """Functions whose operands, broadcast against each other, are combined entry by entry."""
 
 
-EXPANDING = _names("Expand Repeat")
+EXPANDING = names_of_nodes("Expand Repeat")
 """Functions that repeat entries along an axis, such as that of the samples."""
 
 
-WITH_SUMMAND = _names("Addmm Addbmm Baddbmm Addmv Addr")
+WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
 """Products to which something is added that they do not save."""
 
 
-INDEXED = _names(
+INDEXED = names_of_nodes(
     """
     Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd
     SelectScatter SliceScatter
@@ -63,7 +68,7 @@ INDEXED = _names(
 """Functions that take indices."""
 
 
-VECTORS = _names("Mv Dot")
+VECTORS = names_of_nodes("Mv Dot")
 """Products whose other operand is a vector that is summed over: nothing of it is left in the result."""
 
 
@@ -73,7 +78,7 @@ WHOLE = (
     | PIECEWISE
     | PRODUCTS
     | ENTRY_BY_ENTRY
-    | _names(
+    | names_of_nodes(
         """
     Softmax LogSoftmax Logsumexp LinalgVectorNorm Norm LinalgSvd LinalgEigh LinalgDet LinalgSlogdet LinalgQr
     LinalgCholeskyEx LinalgInvEx LinalgSolveEx Std Var StdMean VarMean Prod Cumprod Logcumsumexp SpecialEntr
@@ -85,7 +90,7 @@ WHOLE = (
 """Functions that have an edge for each of their operands, but for ``HIDING`` ones."""
 
 
-REARRANGING = _names(
+REARRANGING = names_of_nodes(
     """
     View UnsafeView ReshapeAlias Permute Transpose T Expand Repeat Slice Select Cat Stack Unbind Split
     SplitWithSizes Squeeze Unsqueeze Clone ToCopy Alias Flip Roll Diagonal Tril Triu Neg

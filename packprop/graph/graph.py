@@ -154,6 +154,7 @@ class Graph:
         without_loss: Labels of uses that some path from the roots reaches without passing a recorded loss.
         transformed: Outermost calls that ran inside of transforms of ``torch.func``.
         reorderings: Where rows may stand in another order along some axes, with the shape there and the axes.
+        hides_order: Whether data that are not looked at say which rows meet somewhere.
         mixers: Names of layers that mix samples.
         missing: Parameters that are reached outside of all uses, each with the node that consumes it.
         terms: Where terms that no sample enters are added to the rest of what is differentiated.
@@ -176,6 +177,7 @@ class Graph:
     outputs: list[tuple[GradientEdge, ForwardCall, torch.Size]] = field(default_factory=list)
     transformed: list[ForwardCall] = field(default_factory=list)
     reorderings: list[tuple[GradientEdge, torch.Size, frozenset[int]]] = field(default_factory=list)
+    hides_order: bool = False
     open: list[OpenPlace] = field(default_factory=list)
     without_loss: list[str] = field(default_factory=list)
     mixers: list[str] = field(default_factory=list)

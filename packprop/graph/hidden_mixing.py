@@ -95,9 +95,7 @@ def _constants(graph: Graph) -> list[tuple[int, int, int]]:
         if not tensor.requires_grad
     ]
     return [
-        (id(tensor), version(tensor), tensor.data_ptr())
-        for tensor in tensors
-        if tensor.layout is torch.strided
+        (id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors if tensor.layout is torch.strided
     ]
 
 

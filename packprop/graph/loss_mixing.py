@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.errors import PackpropError
 from packprop.functions.losses import LOSSES
 from packprop.functions.losses.description import without_classes
-from packprop.functions.nodes import DISTANCES, PIECEWISE, name_of_node
+from packprop.functions.nodes import has_kinks
 from packprop.functions.operands import is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
@@ -131,8 +131,7 @@ class _Part:
         """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
-            one_number = torch.Size(made_by(node)[0].shape).numel() == 1
-            kinked = one_number and name_of_node(node) in PIECEWISE | DISTANCES
+            kinked = has_kinks(node) and torch.Size(made_by(node)[0].shape).numel() == 1
             given = [node.next_functions[place] for place in places if kinked]
             if any(self._joins_samples(GradientEdge(above, output)) for above, output in given if above):
                 raise self._mixed([node])

@@ -141,7 +141,7 @@ def locate_samples(graph: Graph) -> None:
 
 def is_order_of_data(graph: Graph) -> bool:
     """Whether data may decide on the order of the samples: then they are located anew in each pass."""
-    if any(forward.reordered for forward in graph.forwards):
+    if graph.hides_order or any(forward.reordered for forward in graph.forwards):
         return True
     if not graph.reorderings or graph.samples == 1:
         return False

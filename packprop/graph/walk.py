@@ -28,6 +28,7 @@ from packprop.graph.completeness import (
     require_unsharded,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
+from packprop.graph.hidden_order import hides_order, own_options
 from packprop.graph.hooks import hooks_on, is_of_interest
 from packprop.graph.open_paths import find_open_places
 from packprop.graph.search import nodes_above
@@ -47,6 +48,7 @@ class _Trail:
         neighbours: The upstream neighbours of each node, over uses.
         order: Nodes, each after all that lie upstream of it.
         names: Names of nodes.
+        places: Their numbers among the names.
         options: What they take beside tensors, and along which axes they put rows in another order.
         consumed: Leaves that are met outside of all uses, and the nodes that consume them.
         of_interest: Nodes that hooks may be on.
@@ -58,6 +60,7 @@ class _Trail:
     neighbours: dict[Node, list[Node]] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    places: dict[Node, int] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     of_interest: list[Node] = field(default_factory=list)
@@ -116,6 +119,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             trail.order.append(node)
             continue
         name, marks = node.name(), marks_of(node)
+        trail.places[node] = len(trail.names)
         trail.names.append(name)
         trail.options += options_of(node)
         if is_of_interest(name, marks):
@@ -130,8 +134,12 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             graph.transformed.append(marks[TRANSFORMED])
         if REORDERS in marks:
             output, shape, axes = marks[REORDERS]
-            graph.reorderings.append((GradientEdge(node, output), shape, axes))
+            if axes:
+                graph.reorderings.append((GradientEdge(node, output), shape, axes))
             trail.options.append(axes)
+        elif USE not in marks and LOSS not in marks and not is_reentrant(node):
+            graph.hides_order |= hides_order(node)
+            trail.options.append(own_options(node))
         if is_reentrant(node):
             graph.checkpoints.append(
                 ReentrantCheckpoint(node, lambda inside: walk(inside, [None] * len(inside), wanted))
@@ -251,5 +259,10 @@ def _signature(graph: Graph, trail: _Trail) -> int:
     losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
     input_shapes = tuple((*forward.sizes, *forward.axes) for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
-    named = tuple(trail.names), tuple(trail.options)
+    edges = tuple(
+        (-1 if above is None else trail.places.get(above, -1), output)
+        for node in trail.places
+        for above, output in node.next_functions
+    )
+    named = tuple(trail.names), tuple(trail.options), edges
     return hash((named, uses, losses, input_shapes, open_paths, bool(graph.without_loss)))

@@ -56,11 +56,11 @@ def mark_chosen(part: Any) -> None:
 
 
 def mark_reordering(forward: ForwardCall, out: Any, axes: frozenset[int] | None) -> None:
-    """Mark what differentiable rows were put in another order in, along some axes, or ``None`` for any."""
+    """Mark what differentiable rows were put in another order in, along some axes or none, ``None`` for any."""
     for tensor in tensors_in(out):
         if tensor.grad_fn is not None and axes is None:
             forward.reordered = True
-        elif tensor.grad_fn is not None and axes:
+        elif tensor.grad_fn is not None and axes is not None:
             marks_of(tensor.grad_fn)[REORDERS] = tensor.output_nr, tensor.shape, axes
 
 

@@ -11,10 +11,10 @@ linear in it gives a sum of terms. So are the places where paths meet the model 
 [Open paths]. As for the model, what is found is kept if NaN instead of the numbers finds no dependence either;
 see NOTE [Hidden mixing].
 
-Second derivatives are blind to kinks: functions that are linear by parts (an absolute value, a maximum, the
-deviation of two numbers) and make one number are refused if what they are given depends on more than one
-sample. A loss that is not twice differentiable, or couples samples by kinks on many numbers at once, is not
-seen through.
+Second derivatives are blind to kinks, and some functions have none. Functions that are linear by parts (an
+absolute value, a maximum, the deviation of two numbers) are refused if they make one number of several samples,
+or an entry that depends on more than one sample; so are those that PyTorch cannot differentiate twice. Not seen
+is a choice that leaves no trace on the graph: samples picked by their values, as ``topk`` and ``where`` do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from packprop.functions.nodes import has_kinks
 from packprop.functions.operands import is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
+from packprop.graph.joining import entries_join
 from packprop.graph.pull import pull_columns
 from packprop.graph.separation import ModelOutput, by_sample
 from packprop.graph.traversal import made_by
@@ -131,12 +132,23 @@ class _Part:
         """Whether it is a sum over samples for all values; refused if it is none for the present ones."""
         nodes = self._nodes()
         for node, places in nodes:
-            kinked = has_kinks(node) and torch.Size(made_by(node)[0].shape).numel() == 1
-            given = [node.next_functions[place] for place in places if kinked]
+            if not has_kinks(node):
+                continue
+            if torch.Size(made_by(node)[0].shape).numel() > 1:
+                self._require_no_joint_entries([node])
+                continue
+            given = [node.next_functions[place] for place in places]
             if any(self._joins_samples(GradientEdge(above, output)) for above, output in given if above):
                 raise self._mixed([node])
         curved = [node for node, places in nodes if not is_linear(node, places)]
         return not curved or self._is_separate_numerically(curved)
+
+    def _require_no_joint_entries(self, nodes: Sequence[Node]) -> None:
+        """Refuse functions that are not linear, and make entries of more than one sample."""
+        for node in nodes:
+            edges = [GradientEdge(node, output) for output, _ in enumerate(made_by(node))]
+            if any(entries_join(edge, self._ends, self._layouts, self._samples) for edge in edges):
+                raise self._mixed([node])
 
     def _nodes(self) -> list[tuple[Node, list[int]]]:
         """The nodes that lead to an end, those nearest to the roots first, with the places where they do."""
@@ -188,6 +200,7 @@ class _Part:
                     self._roots, self._edges, self._seeds, batched=False, create_graph=True
                 )
         except (RuntimeError, NotImplementedError):
+            self._require_no_joint_entries(curved_nodes)
             return True
         places = [place for place, given in enumerate(gradients) if given is not None and given.requires_grad]
         curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
@@ -205,6 +218,7 @@ class _Part:
                             curved, self._edges, [vectors[p] for p in places], batched=False
                         )
                 except (RuntimeError, NotImplementedError):
+                    self._require_no_joint_entries(curved_nodes)
                     return lasting
                 for product, layout, gradient in zip(products, self._layouts, gradients, strict=True):
                     if product is None or gradient is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.graph.evidence import Reading, Verdict, judge
-from packprop.graph.graph import Graph
+from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.readings import choices
-from packprop.graph.separation import Fitting, ModelOutput, separate
+from packprop.graph.separation import Fitting, ModelOutput, by_sample, separate
+from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.layout import Layout
 
 
@@ -102,3 +106,79 @@ def require_not_in_turn(
                 "say which: extend(model, sample_axis=0) if samples lead the model's inputs, sample_axis=1 if "
                 "they come second",
             )
+
+
+def require_whole_batches(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], reading: Reading
+) -> None:
+    """Refuse to guess which rows belong together where several batches, or parts of one, meet in one pass.
+
+    The numbers of rows divide each other, and nothing else says whether rows of a larger batch belong to one
+    sample, and in which order, unless they meet in the model.
+    """
+    if reading.in_turn or reading.axis is None or any(o.loss.sample_axis is not None for o in outputs):
+        return
+    calls = [forward for forward in graph.forwards if forward.has_parameters and forward.data]
+    leading = [[size[0] for size in forward.data if len(size)] for forward in calls]
+    samples, rows = reading.samples, [output.samples for output in outputs if output.decides]
+    is_uneven = any(sizes and samples not in sizes for sizes in leading) and reading.axis == 0
+    if not is_uneven and (len(calls) < 2 or max(rows, default=0) == samples):
+        return
+    if samples == 1 and is_uneven:
+        if len(calls) > 1:
+            raise _several_batches(graph, leading)
+        return
+    largest = max((size for sizes in leading for size in sizes), default=0)
+    if is_uneven and set(rows) == {samples} and _leaves_rows_out(graph, outputs, chosen, largest):
+        raise PackpropError(
+            graph.asked,
+            f"the inputs of the loss, which have {samples} rows",
+            f"they are {samples} of the {largest} rows of the model's inputs: nothing says which, and those "
+            "left out have gradients of zero",
+            "give all rows to the loss, and leave some out there: by ignore_index, by weights that are zero, "
+            "or by reduction='none' and a mask",
+        )
+    others = [(samples, flipped) for flipped in _in_other_orders(outputs, chosen)]
+    if len(set(rows)) == 1 and rows[0] > samples:
+        others.append((rows[0], [Layout(0, rows[0]) for _ in outputs]))
+    for number, layouts in others:
+        fitting = separate(graph, outputs, layouts, number, in_parts=True).fitting
+        if fitting is not None and judge(graph, fitting, reading._replace(samples=number)).is_explained:
+            raise _several_batches(graph, leading)
+
+
+def _in_other_orders(outputs: Sequence[ModelOutput], chosen: Sequence[Layout]) -> Iterator[list[Layout]]:
+    """The layouts with one of those that hold several rows of a sample in the other order."""
+    for place, (output, layout) in enumerate(zip(outputs, chosen, strict=True)):
+        if output.decides and layout.parts > 1 and layout.rows is None:
+            yield [
+                each._replace(major=not each.major) if number == place else each
+                for number, each in enumerate(chosen)
+            ]
+
+
+def _leaves_rows_out(graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], rows: int) -> bool:
+    """Whether some of so many rows of a function's output do not lead to the loss."""
+    generator = torch.Generator().manual_seed(rows)
+    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
+    seeds = by_sample(outputs, chosen, noise, torch.ones(chosen[0].samples, dtype=torch.float64))
+    found: list[bool] = []
+
+    def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
+        for cotangent in cotangents:
+            if cotangent is not None and cotangent.dim() > 1 and cotangent.shape[1] == rows:
+                reached = cotangent[0].flatten(1).abs().amax(1) > 0
+                found.append(bool(reached.any()) and not bool(reached.all()))
+
+    sweep([output.edge for output in outputs], seeds, graph.uses, visit, ONE_COLUMN_WITHOUT_INPUTS)
+    return any(found)
+
+
+def _several_batches(graph: Graph, leading: Sequence[Sequence[int]]) -> PackpropError:
+    sizes = ", ".join(str(sizes[0]) for sizes in leading if sizes)
+    return PackpropError(
+        graph.asked,
+        f"calls of the model, with batches of {sizes} rows",
+        "nothing says which of these rows belong to one sample: no row meets another one",
+        "give all rows to the model in one call, or take the loss of each batch in a pass of its own",
+    )

@@ -11,7 +11,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
-from packprop.graph.ambiguity import is_explained_later, require_not_in_turn, require_the_only_reading
+from packprop.graph.ambiguity import (
+    is_explained_later,
+    require_not_in_turn,
+    require_the_only_reading,
+    require_whole_batches,
+)
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
 from packprop.graph.evidence import Reading, judge
 from packprop.graph.graph import WHOLE, Graph
@@ -277,6 +282,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         elif verdict.mixed is not None or not reading.usual or reading.axis == 1:
             require_the_only_reading(graph, outputs, verdict, reading)
         require_not_in_turn(graph, outputs, reading, verdict.fitting)
+        require_whole_batches(graph, outputs, chosen, reading)
         shown = None
         if examine and reading.samples > 1:
             every = graph.structure not in memory.structures

@@ -42,6 +42,7 @@ class ForwardCall:
     Args:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
+        data: Shapes of those among them that nothing differentiable was computed for.
         axes: The axis of each that was declared to hold the samples.
         declared: What was declared, if anything was.
         inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
@@ -53,6 +54,7 @@ class ForwardCall:
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
+    data: list[torch.Size] = field(default_factory=list)
     axes: list[int | None] = field(default_factory=list)
     declared: SampleAxis | None = None
     inputs: list[weakref.ref[Tensor]] = field(default_factory=list)

@@ -176,6 +176,8 @@ class Recorder(OwnMode):
             else:
                 forward.sizes.append(tensor.shape)
                 forward.axes.append(axes.get(id(tensor)))
+                if tensor.is_leaf:
+                    forward.data.append(tensor.shape)
             if not is_loss:
                 forward.inputs.append(weakref.ref(tensor))
             if tensor.requires_grad and tensor.is_leaf:

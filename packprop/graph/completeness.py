@@ -264,8 +264,8 @@ def require_complete(graph: Graph) -> None:
         why = (
             f"{node} consumes it outside of every recorded function (outside an extended module's forward "
             "pass, under disable(), in what torch.compile or torch.jit compiled, in an assignment, in "
-            "derivatives that torch.autograd.grad made with create_graph=True), where it may meet samples, or in "
-            "a term that is not simply added to the loss"
+            "derivatives that torch.autograd.grad made with create_graph=True), where it may meet samples, or "
+            "in a term that is not simply added to the loss"
         )
         instead = (
             "run that function inside the extended module or inside `with packprop.record():`; add penalties "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
-from packprop.functions.nodes import name_of_node, names_of_nodes
+from packprop.functions.nodes import names_of_nodes
 
 INDEXED = names_of_nodes(
     """
@@ -34,13 +35,18 @@ PRODUCTS = {
 
 def hides_order(node: Node) -> bool:
     """Whether data that are not looked at say which rows meet in a node that carries no mark."""
-    name = name_of_node(node)
+    name = _short_name(node.name())
     if name in PRODUCTS:
         has_constants = any(above is None for above, _ in node.next_functions)
         return has_constants and any(_is_sparse(getattr(node, each, None)) for each in PRODUCTS[name])
     if isinstance(node, BackwardCFunction):
         return any(_may_be_indices(value) for value in _kept_by(node))
     return name in INDEXED
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_name(name: str) -> str:
+    return name.rstrip("0123456789").removesuffix("Backward")
 
 
 def own_options(node: Node) -> Any:

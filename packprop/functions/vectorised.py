@@ -172,7 +172,7 @@ def _all_at_once(
     """All samples by one call."""
     copies = weight.detach().expand(inputs[0].shape[axis], *weight.shape).requires_grad_(True)
     with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("error")  # so vmap says that it would call a function one by one
+        warnings.simplefilter("ignore")  # vmap calls what it does not know once for each sample, and says so
         again = torch.func.vmap(of_one, in_dims=(0, *[axis] * len(inputs)), out_dims=axis)(copies, *inputs)
     return [output.detach() for output in again], pulled(again, copies, cotangents)
 

@@ -32,7 +32,7 @@ from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
-from packprop.types import GRADIENT, Extension, Seed
+from packprop.types import Extension, Seed
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
@@ -190,7 +190,9 @@ class Backpack(OwnMode):
                 backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
             else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
-                asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
+                asks_gradient = any(
+                    row.seed.kind == "gradient" for each in self.extensions for row in each.rows
+                )
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
             saver.warn_of_skipped()

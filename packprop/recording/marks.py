@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ class RecordedLoss:
         version: Version of its input when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
+        number: Larger than that of any loss that was called before.
     """
 
     function: Callable[..., Any]
@@ -157,6 +159,7 @@ class RecordedLoss:
     version: int
     held: bool = False
     released: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def input(self) -> Tensor:

@@ -93,12 +93,12 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     if seed.kind == "jacobian":
         return jacobian_columns(graph, seed)
     if seed.by_token:
-        require_losses(graph, TOKENS_ASKED)
+        require_losses(graph, TOKENS_ASKED, "its terms are")
         with torch.set_grad_enabled(create_graph):
             if seed.kind == "gradient":
                 return gradient_by_token(graph)
             return [_loss_columns(graph, loss, seed) for loss in in_order(graph.losses)]
-    require_losses(graph, "A generalized Gauss-Newton quantity was asked for.")
+    require_losses(graph, "A generalized Gauss-Newton quantity was asked for.", "its Hessian is")
     with torch.set_grad_enabled(create_graph):
         by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
     if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:

@@ -33,17 +33,17 @@ from packprop.graph.pull import derivatives
 TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
 
 
-def require_losses(graph: Graph, asked: str) -> None:
+def require_losses(graph: Graph, asked: str, unknown: str) -> None:
     """Refuse a pass in which something else than recorded losses leads to the parameters.
 
     Raises:
-        PackpropError: With ``asked`` as what was asked for.
+        PackpropError: With what was ``asked`` for, and what is ``unknown`` without a loss.
     """
     if not graph.losses:
         raise PackpropError(
             asked,
             "the tensor that backward() was called on",
-            "no recorded loss lies between it and the parameters, so its Hessian is not known",
+            f"no recorded loss lies between it and the parameters, so {unknown} not known",
             "extend the loss module, or call the loss function inside `with packprop.record():`",
         )
     if graph.without_loss:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,133 +14,28 @@ import packprop
 from packprop import extensions
 from packprop.testing import check_extension
 from tests.references.running import assert_near
-
-SAMPLES, TOKENS, WIDTH, CLASSES = 3, 4, 6, 7
-IGNORED = -100
-
-
-class Language(nn.Module):
-    """A causal transformer of one block, with a mask of padding and a head that is tied or not."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, WIDTH)
-        self.places = nn.Parameter(0.3 * torch.randn(TOKENS, WIDTH))
-        self.projections = nn.Linear(WIDTH, 3 * WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.hidden = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES, bias=not tied)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, words: Tensor, padding: Tensor | None = None) -> Tensor:
-        x = self.embedding(words) + self.places
-        query, key, value = self.projections(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, -1)
-        mask = torch.ones(TOKENS, TOKENS).tril().bool()
-        if padding is not None:
-            mask = mask & ~padding[:, None, None]
-        attended = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
-        scores: Tensor = self.head(x + torch.tanh(self.hidden(attended)))
-        return scores
-
-
-def data() -> tuple[Tensor, Tensor, Tensor]:
-    """Words, targets and padding: one sample is whole, one is padded, one has an ignored token inside."""
-    words = torch.randint(CLASSES, (SAMPLES, TOKENS))
-    targets = torch.randint(CLASSES, (SAMPLES, TOKENS))
-    padding = torch.zeros(SAMPLES, TOKENS, dtype=torch.bool)
-    padding[1, 2:] = True
-    targets[1, 2:] = IGNORED
-    targets[2, 1] = IGNORED
-    return words, targets, padding
-
-
-def flattened(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-
-def class_axis(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores.mT, targets, reduction="sum")
-
-
-def weighted(scores: Tensor, targets: Tensor) -> Tensor:
-    """One's own mean of terms, with weights of one's own."""
-    terms = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    weights = torch.linspace(0, 2, terms.numel()).to(terms) * (targets.flatten() != IGNORED)
-    return (weights * terms).sum() / weights.sum()
-
-
-def in_pieces(scores: Tensor, targets: Tensor) -> Tensor:
-    """Two positions of all samples at a time."""
-    pairs = zip(scores.split(2, 1), targets.split(2, 1), strict=True)
-    pieces = [F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum") for s, y in pairs]
-    return 0.5 * (pieces[1] + pieces[0])
-
-
-def likelihoods(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.nll_loss(scores.log_softmax(-1).flatten(0, 1), targets.flatten())
-
-
-def regression(scores: Tensor, targets: Tensor) -> Tensor:
-    """A row of numbers for each token; none is ignored."""
-    return F.mse_loss(scores, F.one_hot(targets.clamp(min=0), CLASSES).to(scores))
-
-
-LOSSES = [flattened, class_axis, weighted, in_pieces, likelihoods, regression]
-Loss = Callable[[Tensor, Tensor], Tensor]
-Named = dict[str, Tensor]
-
-
-def terms_of(loss: Loss, scores: Tensor, targets: Tensor) -> Tensor:
-    """The terms of a loss, each by itself ``[n, t]``."""
-    if loss is regression:
-        hot = F.one_hot(targets.clamp(min=0), CLASSES).to(scores)
-        return (scores - hot).square().sum(-1) / scores.numel()
-    counted = targets != IGNORED
-    chosen = targets.clamp(min=0)[..., None]
-    terms = -scores.log_softmax(-1).gather(-1, chosen)[..., 0] * counted
-    if loss is weighted:
-        weights = torch.linspace(0, 2, terms.numel()).to(terms).view_as(terms) * counted
-        return weights * terms / weights.sum()
-    number = int(counted.sum())
-    factors = {flattened: 1 / number, likelihoods: 1 / number, in_pieces: 0.5}
-    return terms * factors.get(loss, 1.0)
-
-
-def rows_of(loss: Loss, model: nn.Module, batch: Any) -> Named:
-    """Gradients of single tokens ``[n, t, *p]``, one after the other."""
-    with packprop.disable():
-        words, targets, padding = batch
-        terms = terms_of(loss, model(words, padding), targets)
-    named = dict(model.named_parameters())
-    rows = [torch.autograd.grad(term, list(named.values()), retain_graph=True) for term in terms.flatten()]
-    return {
-        name: torch.stack(parts).unflatten(0, (SAMPLES, TOKENS))
-        for name, parts in zip(named, zip(*rows, strict=True), strict=True)
-    }
-
-
-def run(loss: Loss, model: nn.Module, batch: Any, *asked: Any, **options: Any) -> None:
-    words, targets, padding = batch
-    model.zero_grad()
-    with packprop.backpack(*asked), packprop.record():
-        loss(model(words, padding), targets).backward(**options)
-
-
-def prepared(tied: bool = False) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    return packprop.extend(Language(tied).double()), data()
-
-
-PER_TOKEN = [
-    kind(per="token")
-    for kind in (
-        extensions.BatchGrad,
-        extensions.BatchL2Grad,
-        extensions.SumGradSquared,
-        extensions.Variance,
-    )
-]
+from tests.references.tokens import (
+    CLASSES,
+    IGNORED,
+    LOSSES,
+    PER_TOKEN,
+    SAMPLES,
+    TOKENS,
+    WIDTH,
+    Language,
+    Loss,
+    Named,
+    Words,
+    class_axis,
+    data,
+    flattened,
+    in_pieces,
+    prepared,
+    regression,
+    rows_of,
+    run,
+    weighted,
+)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
@@ -209,18 +103,6 @@ def test_sampled_curvature_comes_near() -> None:
     assert (value - expected).norm() < 0.1 * expected.norm()
 
 
-class Words(nn.Module):
-    """A language model for `check_extension`: one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.language = Language(tied=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        scores: Tensor = self.language(words)
-        return scores.mT
-
-
 @pytest.mark.parametrize(
     "extension",
     [
@@ -235,3 +117,86 @@ def test_laws(extension: Any) -> None:
     words, targets, _ = data()
     on = Words(), nn.CrossEntropyLoss(), words, targets
     assert check_extension(extension, on=on).error < 1e-12
+
+
+class TwoHeads(nn.Module):
+    """Scores of words, and a number for each token; the heads share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.words, self.number = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.shared(x))
+        return self.words(hidden), self.number(hidden)
+
+
+def test_tokens_of_two_losses_follow_each_other() -> None:
+    torch.manual_seed(0)
+    model = packprop.extend(TwoHeads().double())
+    x, y, z = torch.randn(2, 3, 3).double(), torch.randint(5, (2, 3)), torch.randn(2, 3, 1).double()
+    y[1, 2] = IGNORED
+    with packprop.backpack(*PER_TOKEN, extensions.BatchGrad()), packprop.record():
+        words, number = model(x)
+        first, second = F.cross_entropy(words.mT, y), F.mse_loss(number, z)
+        (second + 2 * first).backward()
+    with packprop.disable():
+        words, number = model(x)
+        classes = 2 * F.cross_entropy(words.mT, y, reduction="none") / (y != IGNORED).sum().double()
+        terms = torch.cat([classes, (number - z).square()[..., 0] / z.numel()], 1)
+    counted = torch.ones(2, 6, dtype=torch.bool)
+    counted[1, 2] = False
+    for name, parameter in model.named_parameters():
+        rows = [
+            torch.autograd.grad(term, parameter, retain_graph=True, allow_unused=True)[0]
+            for term in terms.flatten()
+        ]
+        known = torch.stack([torch.zeros_like(parameter) if row is None else row for row in rows])
+        assert_near(parameter.grad_batch_token, known.unflatten(0, (2, 6)), name)
+        assert_near(parameter.batch_l2_token, known.flatten(1).square().sum(1).view(2, 6), name)
+        assert_near(parameter.sum_grad_squared_token, known.square().sum(0), name)
+        assert_near(parameter.variance_token, known[counted.flatten()].var(0, correction=0), name)
+
+
+def test_time_first_and_one_sample() -> None:
+    torch.manual_seed(0)
+    layer, head = nn.LSTM(3, 4).double(), nn.Linear(4, CLASSES).double()
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.head(self.layer(x)[0])
+            return scores
+
+    model = packprop.extend(Recurrent(), sample_axis=1)
+    for samples in (SAMPLES, 1):
+        x, y = torch.randn(TOKENS, samples, 3).double(), torch.randint(CLASSES, (TOKENS, samples))
+        with packprop.backpack(extensions.BatchGrad(per="token")), packprop.record():
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        with packprop.disable():
+            terms = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none") / y.numel()
+        for name, parameter in model.named_parameters():
+            rows = [torch.autograd.grad(term, parameter, retain_graph=True)[0] for term in terms]
+            known = torch.stack(rows).unflatten(0, (TOKENS, samples)).transpose(0, 1)
+            assert_near(parameter.grad_batch_token, known, name)
+
+
+def test_nothing_counts() -> None:
+    model, (words, targets, padding) = prepared()
+    run(class_axis, model, (words, torch.full_like(targets, IGNORED), padding), *PER_TOKEN)
+    for parameter in model.parameters():
+        assert torch.equal(parameter.batch_l2_token, torch.zeros(SAMPLES, TOKENS).double())
+        assert torch.equal(parameter.variance_token, torch.zeros_like(parameter))
+
+
+def test_low_precision_hands_norms_over_in_float32() -> None:
+    torch.manual_seed(0)
+    model, batch = packprop.extend(Language(tied=True).bfloat16()), data()
+    run(flattened, model, batch, *PER_TOKEN)
+    weight = model.head.weight
+    assert weight.grad_batch_token.dtype == torch.bfloat16
+    assert weight.batch_l2_token.dtype == weight.variance_token.dtype == torch.float32
+    assert_near(weight.grad_batch_token.sum((0, 1)), weight.grad, "head.weight", floor=1e-2, tolerance=2e-2)

@@ -19,6 +19,7 @@ from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
+from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.terms import meets_samples_unseen
@@ -202,6 +203,8 @@ class Backpack(OwnMode):
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""
+        if self._memory is not None and graph.documents is not None:
+            raise without_plan()
         if self._memory is None:
             keep_freed_pages()
             return default_chunk_sizes(next((leaf.device for leaf in graph.leaves()), None))

@@ -64,7 +64,7 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
             "it holds the samples on no axis, or mixes them",
             "keep the samples on one axis of the output",
         )
-    count = shape.numel() // graph.samples
+    count = layouts[0].front_shape(shape)[1:].numel()
     chosen = range(count) if seed.entries is None else seed.entries
     for entry in chosen:
         if not 0 <= entry < count:

@@ -80,7 +80,7 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
             "it is not known that its terms at different positions are independent of each other",
             "use cross_entropy, binary_cross_entropy_with_logits or mse_loss, or register_loss with class_axis",
         )
-    if layout.rows is not None:
+    if layout.rows is not None and loss.call.documents is None:
         raise PackpropError(
             TOKENS_ASKED,
             where,

@@ -149,6 +149,7 @@ class RecordedLoss:
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
         number: Larger than that of any loss that was called before.
+        documents: The document of each position of its input, if that was declared.
     """
 
     function: Callable[..., Any]
@@ -160,6 +161,7 @@ class RecordedLoss:
     held: bool = False
     released: bool = False
     number: int = field(default_factory=itertools.count().__next__)
+    documents: Tensor | None = None
 
     @property
     def input(self) -> Tensor:

@@ -90,6 +90,7 @@ class Recorder(OwnMode):
     ) -> None:
         super().__init__()
         self.sample_axis = sample_axis
+        self.documents: Tensor | None = None
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
@@ -246,7 +247,7 @@ class Recorder(OwnMode):
             return out
         if isinstance(out, (Tensor, tuple, list, dict)):
             if func in LOSSES:
-                record_loss(func, args, kwargs, out)
+                record_loss(func, args, kwargs, out, self.documents)
             if samples:
                 self._provenance.from_samples.add_all(out)
                 if unusual or self._provenance.reordered.references:
@@ -356,7 +357,7 @@ class Recorder(OwnMode):
         reordered = func in REORDERINGS or bool(self._provenance.reordered.references)
         reordered = reordered and self._provenance.note_order(func, args, kwargs, samples, out)
         if func in LOSSES:
-            record_loss(func, args, kwargs, out)
+            record_loss(func, args, kwargs, out, self.documents)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
             mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):

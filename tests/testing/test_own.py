@@ -46,4 +46,4 @@ def test_what_the_pages_show_runs(page: str, capsys: pytest.CaptureFixture[str])
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
-    assert len(blocks) >= 2
+    assert len(blocks) >= 3

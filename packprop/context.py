@@ -19,6 +19,7 @@ from packprop.engine.request import Request
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
+from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.terms import meets_samples_unseen
@@ -32,7 +33,7 @@ from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
-from packprop.types import GRADIENT, Extension, Seed
+from packprop.types import Extension, Seed
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
@@ -190,7 +191,9 @@ class Backpack(OwnMode):
                 backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
             else:  # a pass to these inputs alone does not go through every node that is needed
                 backward_pass.run(None)
-                asks_gradient = any(row.seed == GRADIENT for each in self.extensions for row in each.rows)
+                asks_gradient = any(
+                    row.seed.kind == "gradient" for each in self.extensions for row in each.rows
+                )
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
             saver.warn_of_skipped()
@@ -200,6 +203,8 @@ class Backpack(OwnMode):
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""
+        if self._memory is not None and graph.documents is not None:
+            raise without_plan()
         if self._memory is None:
             keep_freed_pages()
             return default_chunk_sizes(next((leaf.device for leaf in graph.leaves()), None))

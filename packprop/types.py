@@ -25,6 +25,7 @@ class Seed:
         generator: Source of the draws; ``None`` for the global generator.
         entrywise: Whether there must be one column for each entry of the output, even where fewer suffice.
         entries: The entries of a sample's output that Jacobians are taken of; ``None`` for all.
+        by_token: Whether what is fed in is taken apart by the positions of the losses; see NOTE [Tokens].
     """
 
     kind: str
@@ -32,10 +33,13 @@ class Seed:
     generator: torch.Generator | None = field(default=None, compare=True)
     entrywise: bool = False
     entries: tuple[int, ...] | None = None
+    by_token: bool = False
 
 
 GRADIENT = Seed("gradient")
+GRADIENT_BY_TOKEN = Seed("gradient", by_token=True)
 EXACT = Seed("ggn")
+EXACT_BY_TOKEN = Seed("ggn", by_token=True)
 ENTRYWISE = Seed("ggn", entrywise=True)
 EMPIRICAL = Seed("empirical")
 HESSIAN = Seed("hessian")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,12 @@ from packprop.errors import PackpropError
 
 
 class Moments(NamedTuple):
-    """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979)."""
+    """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979).
 
-    samples: int
+    The number is a tensor where data decide which rows count.
+    """
+
+    samples: int | Tensor
     mean: Tensor
     deviation: Tensor
 
@@ -29,12 +32,14 @@ class Monoid:
         merge: Associative; from two partial results to one.
         result: From the last partial result to the value.
         axis: The axis that the value grows along; ``None`` for a value of fixed size.
+        adds: Whether several partial results may have the same place along that axis, and are added up there.
     """
 
     name: str
     merge: Callable[[Any, Any], Any]
     result: Callable[[Any], Any]
     axis: int | None = None
+    adds: bool = False
 
     @property
     def grows(self) -> bool:
@@ -55,8 +60,13 @@ def concatenate(axis: int) -> Monoid:
 
 
 def _merge_moments(a: Moments, b: Moments) -> Moments:
-    samples = a.samples + b.samples
     shift = b.mean - a.mean
+    if isinstance(a.samples, Tensor) or isinstance(b.samples, Tensor):
+        number = torch.as_tensor(a.samples + b.samples)
+        share = b.samples / number.clamp(min=1)  # there may be none that counts
+        deviation = torch.addcmul(a.deviation + b.deviation, shift, shift * (a.samples * share))
+        return Moments(number, torch.addcmul(a.mean, shift, share), deviation)
+    samples = a.samples + b.samples
     mean = torch.add(a.mean, shift, alpha=b.samples / samples)
     between = a.samples * b.samples / samples
     return Moments(samples, mean, torch.addcmul(a.deviation + b.deviation, shift, shift, value=between))
@@ -81,6 +91,9 @@ SUM = Monoid("SUM", _add, lambda total: total)
 
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
 """Values are joined along an axis."""
+
+ADD_IN_PLACE = replace(CAT[0], name="ADD(0)", adds=True)
+"""Values are joined along the leading axis; those that have the same place there are added up."""
 
 SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
 """There is one value; merging is refused."""

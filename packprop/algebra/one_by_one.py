@@ -14,7 +14,7 @@ from packprop.algebra.formation import forms_rows
 from packprop.algebra.kernels import products_one_by_one, worth_a_call
 from packprop.algebra.monoid import Moments
 from packprop.algebra.statistics import Statistic, moments, per_sample_grad, sq_norm, sum_sq, summed_grad
-from packprop.algebra.structures import Outer, Quadratic, fold_matrix
+from packprop.algebra.structures import Outer, Statistical, fold_matrix
 from packprop.tensors.dry import is_dry_run
 
 # NOTE [One by one]
@@ -33,7 +33,7 @@ TALLIES: dict[Statistic, Callable[[Outer], Tally]] = {}
 """How each statistic is computed from gradients that come one by one."""
 
 
-def evaluate_together(structure: Quadratic, statistics: Sequence[Statistic]) -> list[Any]:
+def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
     """Values of several statistics of one structure; see NOTE [One by one]."""
     gradients = _gradients_one_by_one(structure, statistics)
     if gradients is None:
@@ -58,7 +58,7 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
     )
 
 
-def _gradients_one_by_one(structure: Quadratic, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
+def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
     """Per-sample gradients ``[o, i]`` where forming them one by one is best; else ``None``."""
     if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
         return None

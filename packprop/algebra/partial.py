@@ -54,9 +54,9 @@ class Partial:
         axes = (self._over_v.axis, columns), (self._over_n.axis, samples)
         grown = [(axis, extent) for axis, extent in axes if axis is not None]
         fits = all(value.shape[axis] == extent.stop - extent.start for axis, extent in grown)
-        if grown and fits and not (columns.whole and samples.whole):
+        if grown and fits and (self._over_v.adds or not (columns.whole and samples.whole)):
             place = self._place(value, grown)
-            place.copy_(value) if self._over_v.grows and self._over_n.grows else place.add_(value)
+            place.copy_(value) if self._is_written_once else place.add_(value)
             return
         self._of_column.add(lift(self._over_n, value))
         if samples.stop == samples.total:
@@ -89,6 +89,11 @@ class Partial:
         flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
         return [item for item in flat if isinstance(item, Tensor)]
 
+    @property
+    def _is_written_once(self) -> bool:
+        """Whether each place of the result gets one value."""
+        return self._over_v.grows and self._over_n.grows and not self._over_v.adds
+
     def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
         """The view of the whole result that a value is written to."""
         if self._filled is None:
@@ -96,7 +101,7 @@ class Partial:
             for axis, extent in grown:
                 shape[axis] = extent.total
             self._filled = self._allocated(value, shape)
-            if not (self._over_v.grows and self._over_n.grows):
+            if not self._is_written_once:
                 self._filled.zero_()
         place = self._filled
         for axis, extent in grown:

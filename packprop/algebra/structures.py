@@ -218,6 +218,26 @@ class Product:
 
 
 @dataclass(frozen=True)
+class ByToken:
+    """Columns that belong to tokens, the same number of consecutive columns to each.
+
+    Args:
+        source: A structure with ``v = t * k`` columns.
+        tokens: How many tokens they belong to, ``t``.
+        counted: Whether each token of each sample counts ``[t, n]``.
+    """
+
+    source: Structure
+    tokens: int
+    counted: Tensor
+
+    @cached_property
+    def folded(self) -> Structure:
+        """Each token of a sample in a sample's place: ``k`` columns of ``t * n`` samples."""
+        return tokens_as_samples(self.source, self.tokens)
+
+
+@dataclass(frozen=True)
 class Diagonal:
     """Diagonals that need no squaring: of each sample, or of all samples together.
 
@@ -232,6 +252,9 @@ Structure = Outer | Lookup | Dense
 
 Quadratic = Structure | Product | Diagonal
 """What ``sum_sq`` and ``batch_sq`` take: rows to be squared, rows to be multiplied, or diagonals already."""
+
+Statistical = Quadratic | ByToken
+"""What statistics are taken of."""
 
 
 def rows(structure: Structure) -> Tensor:
@@ -270,6 +293,37 @@ def with_squares(structure: Structure) -> Structure | None:
     if isinstance(structure, Outer):
         return replace(structure, given=structure.x.square(), moment=None, direct=None)
     return structure if isinstance(structure, Lookup) else None
+
+
+def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
+    """A structure of ``t * k`` columns and n samples as one of ``k`` columns and ``t * n`` samples."""
+
+    def cotangent_of(part: Outer | Lookup) -> Tensor:
+        assert part.cotangent is not None
+        return _tokens_to_samples(part.cotangent, tokens)
+
+    def repeated(inputs: Tensor) -> Tensor:
+        return inputs.expand(tokens, *inputs.shape).flatten(0, 1)
+
+    if isinstance(structure, Outer):
+        samples, *rest = structure.shape
+        given = LazyTensor([tokens * samples, *rest], lambda: repeated(structure.x))
+        cotangent = cotangent_of(structure)
+        return replace(structure, given=given, cotangent=cotangent, moment=None, direct=None, out=None)
+    if isinstance(structure, Lookup):
+        return replace(structure, index=repeated(structure.index), cotangent=cotangent_of(structure))
+    if isinstance(structure, Tied):
+        outer, lookup = (tokens_as_samples(part, tokens) for part in structure.parts)
+        assert isinstance(outer, Outer)
+        assert isinstance(lookup, Lookup)
+        return Tied((outer, lookup))
+    return Dense(_tokens_to_samples(rows(structure), tokens))
+
+
+def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
+    """``[t * k, n, ...] -> [k, t * n, ...]``."""
+    by_token: Tensor = columns.unflatten(0, (tokens, -1))
+    return by_token.transpose(0, 1).flatten(1, 2)
 
 
 def filled_up(structure: Structure) -> Structure:

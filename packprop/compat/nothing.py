@@ -24,7 +24,8 @@ def knows_nothing(extension: Extension) -> bool:
     """Whether an extension has a value where there are no samples."""
     if isinstance(extension, (GGNMP, HMP, PCHMP)):
         return True
-    return len(extension.rows) == 1 and extension.rows[0].seed.kind in ("gradient", "ggn", "hessian")
+    seeds = [row.seed for row in extension.rows]
+    return len(seeds) == 1 and seeds[0].kind in ("gradient", "ggn", "hessian") and not seeds[0].by_token
 
 
 def value_of_nothing(extension: Extension, parameter: Tensor, entries: int) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from packprop.tensors.dry import chunk_starts
 from packprop.tensors.layout import Layout
 
 
@@ -21,12 +22,38 @@ class Columns:
         count: How many columns there are.
         chunk: Makes those from ``start`` to ``stop``: ``[v, *f]`` for each edge.
         weights: Factors on the squares of each column and sample ``[v, n]``; ``None`` for 1.
+        counted: Where columns belong to tokens, the same number of consecutive columns to each: whether each
+            token of each sample counts ``[t, n]``.
     """
 
     edges: Sequence[GradientEdge]
     count: int
     chunk: Callable[[int, int], list[Tensor]]
     weights: Tensor | None = None
+    counted: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many results of its own the group has: tokens, or columns."""
+        return self.count if self.counted is None else len(self.counted)
+
+    @property
+    def per_token(self) -> int:
+        """How many consecutive columns have one result."""
+        return self.count // max(self.tokens, 1)
+
+    def chunks(self, step: int) -> list[tuple[int, int]]:
+        """Where chunks of at most ``step`` columns begin and end: of whole tokens, or of a part of one."""
+        each = self.per_token
+        if step >= each:
+            step -= step % each
+            return [(start, min(self.count, start + step)) for start in chunk_starts(self.count, step)]
+        parts = [(start, min(each, start + step)) for start in chunk_starts(each, step)]
+        return [
+            (token * each + start, token * each + stop)
+            for token in chunk_starts(self.tokens, 1)
+            for start, stop in parts
+        ]
 
 
 def unit_columns(

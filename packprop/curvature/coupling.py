@@ -73,5 +73,4 @@ def couples_samples(graph: Graph) -> bool:
 
 def _of_samples(layout: Layout, factors: Tensor, like: Tensor) -> Tensor:
     """A factor for each sample ``[n]``, to be broadcast against a tensor."""
-    rows = factors[layout.sample_of(factors.device)]
-    return rows.view([-1 if axis == layout.axis else 1 for axis in range(like.dim())])
+    return layout.broadcast(factors, like.dim())

@@ -31,6 +31,19 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
         PackpropError: If the loss enters nonlinearly or with a negative factor: its curvature is then not the
             curvature of the roots.
     """
+    factor = linear_factor(graph, loss, "A generalized Gauss-Newton quantity was asked for.")
+    if has_fault((factor < 0).any()):
+        raise PackpropError(
+            "A generalized Gauss-Newton quantity was asked for.",
+            "what the loss was multiplied by",
+            "a negative factor makes the matrix negative: it has no square root",
+            "ask for the quantities of the loss itself, and change the sign of the result",
+        )
+    return factor
+
+
+def linear_factor(graph: Graph, loss: ReachedLoss, asked: str) -> Tensor:
+    """As ``loss_factor``, of either sign; ``asked`` is what errors say was asked for."""
     root, given = graph.roots[0], graph.gradients[0]
     if len(graph.roots) == 1 and root.grad_fn is loss.node and given is None:
         return torch.ones_like(root, requires_grad=False)
@@ -45,18 +58,11 @@ def loss_factor(graph: Graph, loss: ReachedLoss) -> Tensor:
             curved = derivatives([factor], _ends(graph), [noise])
     if any(each is not None and has_fault((each != 0).any()) for each in curved):
         raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
+            asked,
             "what was made of the loss after the loss function",
             "it is not linear in the loss, so that it curves by itself",
             "reduce and scale the loss linearly (sum, mean, weights), or give the whole of it as one loss "
             "module",
-        )
-    if has_fault((factor < 0).any()):
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            "what the loss was multiplied by",
-            "a negative factor makes the matrix negative: it has no square root",
-            "ask for the quantities of the loss itself, and change the sign of the result",
         )
     return factor if torch.is_grad_enabled() else factor.detach()
 

@@ -10,6 +10,15 @@ from torch import Tensor
 
 from packprop.curvature.columns import Columns, unit_columns
 from packprop.curvature.generic_loss import evaluated_again, generic_root, loss_factor
+from packprop.curvature.tokens import (
+    TOKENS_ASKED,
+    columns_by_token,
+    counted_tokens,
+    gradient_by_token,
+    in_order,
+    require_losses,
+    token_count,
+)
 from packprop.errors import BadInput, PackpropError
 from packprop.functions.losses.description import (
     Loss,
@@ -55,7 +64,7 @@ def jacobian_columns(graph: Graph, seed: Seed) -> list[Columns]:
             "it holds the samples on no axis, or mixes them",
             "keep the samples on one axis of the output",
         )
-    count = shape.numel() // graph.samples
+    count = layouts[0].front_shape(shape)[1:].numel()
     chosen = range(count) if seed.entries is None else seed.entries
     for entry in chosen:
         if not 0 <= entry < count:
@@ -83,7 +92,13 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
     """
     if seed.kind == "jacobian":
         return jacobian_columns(graph, seed)
-    _require_losses(graph)
+    if seed.by_token:
+        require_losses(graph, TOKENS_ASKED, "its terms are")
+        with torch.set_grad_enabled(create_graph):
+            if seed.kind == "gradient":
+                return gradient_by_token(graph)
+            return [_loss_columns(graph, loss, seed) for loss in in_order(graph.losses)]
+    require_losses(graph, "A generalized Gauss-Newton quantity was asked for.", "its Hessian is")
     with torch.set_grad_enabled(create_graph):
         by_loss = [_loss_columns(graph, loss, seed) for loss in graph.losses]
     if seed in (EXACT, ENTRYWISE) or len(by_loss) == 1:
@@ -93,24 +108,6 @@ def columns(graph: Graph, seed: Seed, create_graph: bool) -> list[Columns]:
         return [column for each in by_loss for column in each.chunk(start, stop)]
 
     return [Columns([each.edges[0] for each in by_loss], by_loss[0].count, together)]
-
-
-def _require_losses(graph: Graph) -> None:
-    if not graph.losses:
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            "the tensor that backward() was called on",
-            "no recorded loss lies between it and the parameters, so its Hessian is not known",
-            "extend the loss module, or call the loss function inside `with packprop.record():`",
-        )
-    if graph.without_loss:
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            graph.without_loss[0],
-            "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
-            "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
-            "of this backward pass",
-        )
 
 
 def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
@@ -146,6 +143,7 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "detach the targets",
         )
     factor = loss_factor(graph, loss)
+    tokens = token_count(loss, rule) if seed.by_token else 0
     if seed == EMPIRICAL:
         return _empirical_column(loss, rule, factor)
     if rule.root is None:
@@ -159,12 +157,15 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
+        if tokens:
+            return columns_by_token(graph, loss, rule, draws)
         return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
     count = positions * root.columns
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))])
+    counted = counted_tokens(graph, loss, rule) if tokens else None
+    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:

@@ -94,6 +94,8 @@ class MergedResults:
                     value = _nothing_like(value)
                 partial = lift(row.over_n, rescale(value, terms, row.degree))
                 before = self.partial.get(key)
+                if before is not None and row.over_n.axis is not None:
+                    _require_same_rows(extension, name, row.over_n.axis, [before[-1], *partial])
                 self.partial[key] = partial if before is None else row.over_n.merge(before, partial)
 
     def result(self) -> Result:
@@ -121,6 +123,19 @@ class MergedResults:
             if skipped:
                 warn_of_skipped(extension, skipped)
         return Result(values, self.samples, float(self.loss) * scale, self.reduction)
+
+
+def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:
+    """Refuse pieces that cannot be joined along an axis: batches of other numbers of tokens."""
+    shapes = [[*piece.shape[:axis], *piece.shape[axis + 1 :]] for piece in pieces]
+    if any(shape != shapes[0] for shape in shapes):
+        raise PackpropError(
+            f"{extension.name} over several batches was asked for.",
+            f"parameter {name!r}",
+            f"its samples have values of shapes {', '.join(map(str, shapes))} in two batches, as those of "
+            "sequences of other lengths",
+            "fill all batches up to one length, with targets that are ignored",
+        )
 
 
 def _nothing_like(value: Any) -> Any:

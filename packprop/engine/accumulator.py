@@ -14,7 +14,7 @@ from packprop.algebra.one_by_one import evaluate_together
 from packprop.algebra.order import fold_to
 from packprop.algebra.partial import ONE, Extent
 from packprop.algebra.statistics import per_sample_grad
-from packprop.algebra.structures import Dense, Outer, Quadratic
+from packprop.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.chunks import start_after
 from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
 from packprop.engine.finite import FiniteCheck
@@ -31,7 +31,7 @@ Done = Callable[[Tensor, dict[Extension, list[Any]]], None]
 """Called with a leaf when all of its results are there."""
 
 
-Log = Callable[[Tensor, Sequence[ReachedUse], Quadratic, int], None]
+Log = Callable[[Tensor, Sequence[ReachedUse], Statistical, int], None]
 """Called after each chunk of samples: with the leaf, its uses, their structure, the size of a chunk."""
 
 
@@ -102,7 +102,7 @@ class Accumulator:
                 chunk = slice(None) if step >= count else slice(start, stop)
             else:
                 chunk = torch.tensor(chosen[start:stop]) % samples
-            structure: Quadratic | None = None
+            structure: Statistical | None = None
             try:
                 structure = build(contributions, chunk, self._chunk_sizes.held)
                 if isinstance(structure, Outer):
@@ -126,7 +126,7 @@ class Accumulator:
             del structure, values
             start = start_after(start, step, count)
 
-    def _statistics(self, leaf: Tensor, structure: Quadratic, tasks: list[Task]) -> list[Any]:
+    def _statistics(self, leaf: Tensor, structure: Statistical, tasks: list[Task]) -> list[Any]:
         """The statistics of one chunk; those of a second pass are also given what the first one led to."""
         if tasks[0].row.after is None:
             return evaluate_together(structure, [task.row.statistic for task in tasks])
@@ -157,13 +157,22 @@ class Accumulator:
         """Merge a value of all samples and columns into the partial result."""
         self._partial.at(leaf, task).put(value, ONE, ONE)
 
-    def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task]) -> None:
-        """Account for a leaf that a sweep has not reached: its gradients are zero."""
+    def add_zeros(self, leaf: Tensor, columns: Extent, tasks: Sequence[Task], build: Build) -> None:
+        """Account for a leaf that a sweep has not reached: its gradients are zero.
+
+        Tokens are counted in every sweep, and need to be told by ``build``.
+        """
+        of_tokens = [task for task in tasks if task.row.seed.by_token]
+        tasks = [task for task in tasks if not task.row.seed.by_token]
         missing = [task for task in tasks if not task.row.over_v.grows and not self._partial.has(leaf, task)]
-        if missing:  # the structure gives a factor its shape, so the zeros must go through the uses
+        if missing or of_tokens:  # a structure gives a factor its shape, so the zeros must go through the uses
             sites = [(use, site) for use in self._graph.uses for site in use.sites if site.leaf is leaf]
-            zero_contributions = [unreached(use, site, leaf) for use, site in sites]
-            self.add_contributions(leaf, zero_contributions, missing, columns)
+            count = columns.stop - columns.start if of_tokens else 1
+            zeros_at_uses = [unreached(use, site, leaf, count) for use, site in sites]
+            if missing:
+                self.add_contributions(leaf, zeros_at_uses, missing, columns)
+            if of_tokens:
+                self.add_contributions(leaf, zeros_at_uses, of_tokens, columns, build)
         for task in tasks:
             if not task.row.over_v.grows:
                 continue

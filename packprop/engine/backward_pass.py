@@ -23,7 +23,7 @@ from packprop.functions.entry import ArrivedCotangents
 from packprop.recording.regions import opened
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.long_work import expect, long_work
-from packprop.types import ENTRYWISE, EXACT, GRADIENT, HESSIAN, INPUTS, Extension, Seed
+from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRADIENT_BY_TOKEN, HESSIAN, INPUTS, Extension, Seed
 
 
 class BackwardPass:
@@ -93,7 +93,7 @@ class BackwardPass:
                 sweeps.run(roots[seed], work, uses, last=last)
         roots.clear()  # they are as large as what the losses were given
         graph.release_losses()
-        gradient_pass.run(gradient)
+        gradient_pass.run(gradient, apart=GRADIENT_BY_TOKEN in tasks)
         if not swept and not gradient:
             for leaf in graph.leaves():
                 results.finish(leaf)
@@ -104,7 +104,7 @@ class BackwardPass:
         return {
             seed: request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
             for seed in tasks
-            if seed.kind in ("ggn", "empirical", "jacobian")
+            if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token
         }
 
     def _look_at_inputs(self, tasks: list[Task]) -> None:

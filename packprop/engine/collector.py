@@ -66,7 +66,7 @@ class Collector:
                 self._contributions[key] += self._unreached(key)
             self._hand_on(key)
         for leaf in list(self._leaves.values()):
-            self._results.add_zeros(leaf, self._columns, self._tasks)
+            self._results.add_zeros(leaf, self._columns, self._tasks, self._build)
             self._close(leaf)
 
     def _unreached(self, key: int) -> list[Contribution]:

@@ -12,11 +12,10 @@ from packprop.curvature.columns import Columns
 from packprop.curvature.output_diagonals import OutputDiagonals
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.collector import Collector
-from packprop.engine.contributions import joint_structure, weighted_squares
+from packprop.engine.contributions import by_token, joint_structure, weighted_squares
 from packprop.engine.request import Request, Task
 from packprop.graph.graph import ReachedUse
 from packprop.graph.sweep import SweepOptions, sweep
-from packprop.tensors.dry import chunk_starts
 from packprop.tensors.long_work import doing
 from packprop.types import Seed
 
@@ -52,22 +51,22 @@ class ColumnSweeps:
         """
         at_outputs = {use for use in uses if diagonals is not None and diagonals.are_sufficient(use)}
         collected = [use for use in uses if use not in at_outputs]
-        total = sum(group.count for group in groups)
+        total = sum(group.tokens for group in groups)
         before = 0
         for group in groups:
-            step = self.columns_at_once(group, uses)
-            for start in chunk_starts(group.count, step):
-                stop = min(group.count, start + step)
-                extent = Extent(before + start, before + stop, total)
-                final = last and extent.stop == total
+            for start, stop in group.chunks(self.columns_at_once(group, uses)):
+                each = group.per_token
+                extent = Extent(before + start // each, before - (-stop // each), total)
+                final = last and group is groups[-1] and stop == group.count
                 with doing("columns", stop - start):
-                    self._run_chunk(group, start, extent, tasks, uses, collected, final, diagonals)
-            before += group.count
+                    self._run_chunk(group, start, stop, extent, tasks, uses, collected, final, diagonals)
+            before += group.tokens
 
     def _run_chunk(
         self,
         group: Columns,
         start: int,
+        stop: int,
         extent: Extent,
         tasks: list[Task],
         uses: Sequence[ReachedUse],
@@ -75,11 +74,12 @@ class ColumnSweeps:
         last: bool,
         diagonals: OutputDiagonals | None,
     ) -> None:
-        """Sweep the columns of a group from ``start`` on, which are the ``extent`` of all."""
-        stop = start + extent.stop - extent.start
+        """Sweep some columns of a group; their results are the ``extent`` of all."""
         seeds = group.chunk(start, stop)
         weights = None if group.weights is None else group.weights[start:stop]
         build = joint_structure if weights is None else weighted_squares(weights)
+        if group.counted is not None:
+            build = by_token(group.counted[start // group.per_token : -(-stop // group.per_token)])
         collector = Collector(self.results, collected, tasks, last=last, columns=extent, build=build)
         at_outputs = set(uses) - set(collected)
 

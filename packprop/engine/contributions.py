@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from packprop.algebra.choices import Extents
-from packprop.algebra.structures import Diagonal, Product, Quadratic, Structure, join
+from packprop.algebra.structures import ByToken, Diagonal, Product, Statistical, Structure, join
 from packprop.functions.building import select_samples
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
@@ -19,7 +19,7 @@ Contribution = tuple[ReachedUse, Site, list[Tensor | None]]
 """A use, the site where the leaf enters it, and the cotangents at its outputs."""
 
 
-Build = Callable[[list[Contribution], Samples, int | None], Quadratic]
+Build = Callable[[list[Contribution], Samples, int | None], Statistical]
 """From the contributions to a leaf, a choice of samples, and the bytes of one sample that an algorithm may
 hold, to the structure that statistics are taken of."""
 
@@ -59,6 +59,13 @@ def weighted_squares(weights: Tensor) -> Build:
     """Squares weighted for each column and sample ``[v, n]``."""
     return lambda contributions, samples, held: Product(
         joint_structure(contributions, samples, held), weights=select_samples(weights, samples, 1)
+    )
+
+
+def by_token(counted: Tensor) -> Build:
+    """Columns that belong to tokens, as many of which count as ``[t, n]`` says."""
+    return lambda contributions, samples, held: ByToken(
+        joint_structure(contributions, samples, held), len(counted), select_samples(counted, samples, 1)
     )
 
 

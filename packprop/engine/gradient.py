@@ -35,9 +35,9 @@ def changed_gradient() -> PackpropError:
     return PackpropError(
         "Quantities of single samples were asked for.",
         "a hook on a tensor or a module, which changed the gradient",
-        "they were taken in a pass of their own (backward(inputs=...), parameters that are computed and used "
-        "more than once, or an extension for modules), in which no hook of yours is run: they would be those "
-        "of the unchanged gradient",
+        "they were taken in a pass of their own (backward(inputs=...), quantities of single tokens, parameters "
+        "that are computed and used more than once, or an extension for modules), in which no hook of yours "
+        "is run: they would be those of the unchanged gradient",
         "remove the hook, or change .grad after the pass; or call backward() without inputs",
     )
 
@@ -58,11 +58,18 @@ class GradientPass:
         self._request, self._results = request, results
         self._backward, self._autocast = backward, autocast
 
-    def run(self, tasks: list[Task]) -> None:
-        """Take the statistics of some tasks, and run the user's pass."""
-        if not tasks:
+    def run(self, tasks: list[Task], *, apart: bool = False) -> None:
+        """Take the statistics of some tasks, and run the user's pass.
+
+        ``apart``: whether gradients were swept already, so that no hook may change them in the user's pass.
+        """
+        graph = self._request.graph
+        if not tasks and apart:
+            with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
+                self._run_user_pass()
+        elif not tasks:
             self._run_user_pass()
-        elif self._backward is None or self._request.graph.ties_computed_parameters:
+        elif apart or self._backward is None or graph.ties_computed_parameters:
             self._sweep(tasks)
         else:
             self._watch(tasks, self._backward)

@@ -9,13 +9,17 @@ gradients are, each for targets drawn from the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from packprop.algebra.monoid import CAT
+from torch import Tensor
+
+from packprop.algebra.monoid import ADD_IN_PLACE, CAT
 from packprop.algebra.statistics import batch_sq, sum_sq
+from packprop.algebra.tokens import token_batch_sq
+from packprop.extensions.by_token import BySampleOrToken, Per, save_by_token
 from packprop.extensions.sampled import Sampled
-from packprop.types import EXACT, Extension, Row
+from packprop.types import EXACT, EXACT_BY_TOKEN, Extension, Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,19 +39,26 @@ class DiagGGNExact(Extension):
 
 
 @dataclass(frozen=True, eq=False)
-class BatchDiagGGNExact(Extension):
+class BatchDiagGGNExact(BySampleOrToken):
     """Diagonal of each sample's GGN, ``diag_ggn_exact_batch``: ``[n, *p]``; rows sum to ``diag_ggn_exact``.
 
     Squares are added up over columns, and handed over, in at least float32.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
+        per: ``"token"`` for the diagonal of each token's GGN, ``diag_ggn_exact_batch_token``: ``[n, t, *p]``,
+            as in ``packprop/extensions/by_token.py``; the rows of a sample sum to its own.
     """
 
-    subsampling: Sequence[int] | None = None
     cheaper: ClassVar[str] = "BatchDiagGGNMC"
     savefield = "diag_ggn_exact_batch"
-    rows = (Row(EXACT, batch_sq, over_n=CAT[0]),)
+    of_samples = Row(EXACT, batch_sq, over_n=CAT[0])
+    of_tokens = Row(EXACT_BY_TOKEN, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE)
+
+    def finish(self, values: list[Any], samples: int) -> Tensor:
+        """Bring samples before tokens."""
+        diagonals: Tensor = values[0]
+        return diagonals if self.per == "sample" else diagonals.transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +91,27 @@ class BatchDiagGGNMC(Sampled):
         mc_samples: Draws for each sample of the batch.
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
         generator: Makes the draws repeatable; the global random state is left alone then.
+        per: ``"token"`` for the diagonal of each token's GGN, ``diag_ggn_mc_batch_token``: ``[n, t, *p]``,
+            as in ``packprop/extensions/by_token.py``, from ``mc_samples`` draws for each token.
     """
 
+    per: Per = "sample"
     savefield = "diag_ggn_mc_batch"
+
+    def __post_init__(self) -> None:
+        """Refuse bad arguments at once."""
+        super().__post_init__()
+        save_by_token(self, self.per)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Squares of sampled columns, sample by sample."""
-        return (Row(self.seed, batch_sq, over_n=CAT[0]),)
+        """Squares of sampled columns, sample by sample or token by token."""
+        if self.per == "sample":
+            return (Row(self.seed, batch_sq, over_n=CAT[0]),)
+        seed = replace(self.seed, by_token=True)
+        return (Row(seed, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE),)
+
+    def finish(self, values: list[Any], samples: int) -> Tensor:
+        """Bring samples before tokens."""
+        diagonals: Tensor = values[0]
+        return diagonals if self.per == "sample" else diagonals.transpose(0, 1)

@@ -187,10 +187,10 @@ def _sum_over_broadcast(
     ``k`` are the positions that share the samples' axis; ``broadcast_shape`` is the parameter's shape among the
     output's axes.
     """
-    rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axis
+    rest, along_samples = broadcast_shape, 1  # the parameter's extent along the samples' axes
     if layout.axis is not None:
-        along_samples = broadcast_shape[layout.axis]
-        before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.axis + 1 :]
+        along_samples = math.prod(broadcast_shape[layout.axis : layout.behind])
+        before, behind = broadcast_shape[: layout.axis], broadcast_shape[layout.behind :]
         rest = before + behind
         if layout.folded:  # parts stay where the sample axis was
             rest = (*before, 1 if along_samples == 1 else layout.parts, *behind)
@@ -203,4 +203,6 @@ def _sum_over_broadcast(
     chosen = index[samples.to(rows.device) if isinstance(samples, Tensor) else samples]
     full = rows.new_zeros(rows.shape[0], len(chosen), layout.samples, *rows.shape[2:])
     full[:, torch.arange(len(chosen), device=rows.device), chosen] = rows
-    return layout.from_front(full, 2)
+    back = layout.from_front(full, 2)
+    shared = [2 + axis for axis in layout.axes if layout.joined and broadcast_shape[axis] == 1]
+    return back.sum(shared, keepdim=True) if shared else back

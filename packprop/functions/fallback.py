@@ -149,8 +149,8 @@ def _of_sample(sample: int, cotangent: Tensor, layout: Layout) -> Tensor:
     """A cotangent that is zero for all samples but one."""
     if layout.axis is None:
         return cotangent
-    mask = layout.sample_of(cotangent.device) == sample
-    return cotangent * mask.view([-1 if axis == layout.axis + 1 else 1 for axis in range(cotangent.dim())])
+    own = torch.arange(layout.samples, device=cotangent.device) == sample
+    return cotangent * layout.broadcast(own, cotangent.dim(), 1)
 
 
 def _random_numbers_of(call: Call) -> AbstractContextManager[None]:

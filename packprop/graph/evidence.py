@@ -23,12 +23,14 @@ class Reading(NamedTuple):
         axis: The axis of the inputs that holds them; ``None`` where it was declared.
         usual: Whether it is taken unless something contradicts; otherwise it has to be shown.
         in_turn: Whether several losses take the rows of all samples one after the other, in order.
+        documents: Whether the samples are documents, as was declared.
     """
 
     samples: int
     axis: int | None
     usual: bool = True
     in_turn: bool = False
+    documents: bool = False
 
 
 class Verdict(NamedTuple):
@@ -109,7 +111,7 @@ def _is_touched(where: Touched) -> bool:
 
 def _explains(layout: Layout, touched: Sequence[tuple[Tensor, Touched]]) -> bool:
     """Whether by this layout nothing of unchanged samples was touched."""
-    if layout.axis is None:
+    if layout.axis is None or layout.joined:
         return True
     of_row = layout.sample_of(torch.device("cpu"))
     return not any(

@@ -194,6 +194,13 @@ class Graph:
     asked: str = "Quantities of single samples were asked for."
 
     @property
+    def documents(self) -> Tensor | None:
+        """The document of each position of the losses, in the order of their calls; ``None`` if undeclared."""
+        calls = sorted((loss.call for loss in self.losses), key=lambda call: call.number)
+        declared = [call.documents.flatten().cpu() for call in calls if call.documents is not None]
+        return torch.cat(declared) if declared else None
+
+    @property
     def forwards(self) -> list[ForwardCall]:
         """The outermost calls that uses were recorded in."""
         forwards = [use.recorded.forward for use in self.uses] + [forward for _, forward, _ in self.outputs]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from packprop.errors import PackpropError
+from packprop.graph.documents import layouts_of_documents
 from packprop.graph.evidence import Reading
 from packprop.graph.graph import Graph
 from packprop.graph.separation import ModelOutput
@@ -18,6 +19,9 @@ def choices(graph: Graph, outputs: Sequence[ModelOutput]) -> Iterator[tuple[Read
     for reading in readings(graph, outputs):
         if reading.in_turn:
             yield from ((reading, layouts) for layouts in layouts_in_turn(outputs, reading.samples))
+            continue
+        if reading.documents:
+            yield reading, layouts_of_documents(graph, outputs)
             continue
         for usual in (True, False):
             layouts = [layouts_of(output, reading, usual) for output in outputs]
@@ -92,6 +96,8 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     Raises:
         PackpropError: If there is none, or none that fits what was declared.
     """
+    if graph.documents is not None:
+        return [Reading(layouts_of_documents(graph, outputs)[0].samples, None, documents=True)]
     deciding = [output for output in outputs if output.decides]
     extents = [output.samples for output in deciding]
     if declared := _declared_samples(graph, outputs):

@@ -31,8 +31,27 @@ from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.tensors.layout import Layout, layout_of_rows
 from packprop.tensors.precision import accumulation_dtype
 
-Place = tuple[ReachedUse, int, int]
-"""A use, one of its outputs, and an axis of that."""
+
+class Place(NamedTuple):
+    """Where rows are looked for.
+
+    Args:
+        use: A use.
+        output: One of its outputs, by number.
+        axis: An axis of that.
+        joined: The extents of the axes from there on that the rows run along, where these are several.
+    """
+
+    use: ReachedUse
+    output: int
+    axis: int
+    joined: tuple[int, ...] = ()
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor at this place, ``[k, ...]``."""
+        last = self.axis + max(1, len(self.joined)) - 1
+        rows: Tensor = tensor.flatten(self.axis, last).movedim(self.axis, 0)
+        return rows
 
 
 Seeds = Callable[[Tensor], list[Tensor]]
@@ -102,7 +121,12 @@ def differ(up: Tensor, down: Tensor, powers: Tensor, tolerance: float, smallest:
 
 
 def layouts_of_rows(
-    places: Sequence[Place], sweeps: Sweeps, samples: int, largest: float, tolerance: float
+    places: Sequence[Place],
+    sweeps: Sweeps,
+    samples: int,
+    largest: float,
+    tolerance: float,
+    documents: Tensor | None = None,
 ) -> dict[Place, Layout]:
     """The layout of rows at each place; none where samples meet in a row.
 
@@ -112,22 +136,30 @@ def layouts_of_rows(
         samples: Number of samples.
         largest: The largest number of the precision.
         tolerance: Relative size of what may be rounding.
+        documents: The sample of each position, where samples are documents that masks keep apart: NaN goes
+            through masks, so that rows in which zeros came back go by this, if all others do.
     """
     numbers = _by_powers(places, sweeps, samples, levels(samples, largest), tolerance)
     came_back = list(numbers)
     _follow_sequences(places, numbers)
     unknown = {place: numbers[place] for place in came_back if bool((numbers[place] == UNKNOWN).any())}
-    if unknown:
+    if documents is not None:
+        for number in unknown.values():
+            is_there = number != UNKNOWN
+            if len(number) == len(documents) and bool((number == documents)[is_there].all()):
+                number.copy_(documents)
+    elif unknown:
         _look_with_nan(unknown, sweeps, samples)
         _follow_sequences(places, numbers)
     layouts = {}
     for place in places:
-        use, index, axis = place
+        use, index, axis, joined = place
         rows = numbers.get(place)
         if rows is None:  # nothing came back, or there is nothing
-            rows = torch.zeros(use.recorded.shapes[index][axis], dtype=torch.int64)
+            count = math.prod(joined or use.recorded.shapes[index][axis : axis + 1])
+            rows = torch.zeros(count, dtype=torch.int64)
         if not bool((rows == MIXED).any()):
-            layouts[place] = layout_of_rows(axis, rows.clamp(min=0), samples)
+            layouts[place] = layout_of_rows(axis, rows.clamp(min=0), samples, joined)
     return layouts
 
 
@@ -158,10 +190,9 @@ def _follow_sequences(places: Sequence[Place], numbers: dict[Place, Tensor]) -> 
     """Give all rows of a packed sequence to the sample that some of them are known to belong to."""
     groups: dict[ReachedUse, list[tuple[Place, Tensor]]] = {}
     for place in places:
-        use, index, _ = place
-        sequences = sequences_of(use)
+        sequences = sequences_of(place.use)
         if sequences is not None:
-            groups.setdefault(use, []).append((place, torch.tensor(sequences[index])))
+            groups.setdefault(place.use, []).append((place, torch.tensor(sequences[place.output])))
     for outputs in groups.values():
         owners = torch.full((1 + max(int(sequence.max()) for _, sequence in outputs),), UNKNOWN)
         for place, sequence in outputs:
@@ -204,14 +235,13 @@ def _sizes(
     sizes: dict[Place, Tensor] = {}
     wanted: dict[ReachedUse, list[Place]] = {}
     for place in places:
-        wanted.setdefault(place[0], []).append(place)
+        wanted.setdefault(place.use, []).append(place)
 
     def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         for place in wanted.get(use, ()):
-            _, index, axis = place
-            cotangent = cotangents[index]
+            cotangent = cotangents[place.output]
             if cotangent is not None:
-                sizes[place] = sizes_of(cotangent[0].movedim(axis, 0))
+                sizes[place] = sizes_of(place.rows_of(cotangent[0]))
 
     sweep(sweeps.edges, seeds, sweeps.uses, visit, options)
     return sizes

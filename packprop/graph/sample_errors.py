@@ -49,6 +49,16 @@ def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pac
             f"sample depends on the inputs of others as soon as {name!r} changes",
             "keep the samples independent of each other, or set requires_grad=False on that parameter",
         )
+    if graph.documents is not None:
+        return PackpropError(
+            graph.asked,
+            where,
+            "documents meet there: the loss of one depends on the inputs of another one, as with a mask that "
+            "does not keep them apart, or in a layer that runs over all positions of a row; or no axes of the "
+            f"output, of shape {list(mixing.recorded.shapes[0])}, hold them",
+            "keep documents apart (a block-diagonal mask), or leave record(documents=...) out: a row is a "
+            "sample then",
+        )
     return PackpropError(
         graph.asked,
         where,

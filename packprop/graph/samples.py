@@ -123,7 +123,7 @@ def locate_samples(graph: Graph) -> None:
         PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
     """
     memory = _memory_of(graph)
-    reordered = any(forward.reordered for forward in graph.forwards)
+    reordered = any(forward.reordered for forward in graph.forwards) or graph.documents is not None
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None and is_dry_run():
         locations = _usual_locations(graph)
@@ -146,7 +146,7 @@ def locate_samples(graph: Graph) -> None:
 
 def is_order_of_data(graph: Graph) -> bool:
     """Whether data may decide on the order of the samples: then they are located anew in each pass."""
-    if graph.hides_order or any(forward.reordered for forward in graph.forwards):
+    if graph.hides_order or graph.documents is not None or any(f.reordered for f in graph.forwards):
         return True
     if not graph.reorderings or graph.samples == 1:
         return False

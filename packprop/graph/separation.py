@@ -14,6 +14,8 @@ pass; whether it holds for all, so that its result may be kept, is told by NOTE 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -25,7 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
-from packprop.graph.rows import Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
+from packprop.graph.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
@@ -157,7 +159,7 @@ def separate(
         ones = [torch.ones(output.shape) for output in outputs]
         noisy, even = (functools.partial(by_sample, outputs, chosen, given) for given in (noise, ones))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
-        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_parts)
+        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_parts, graph.documents)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
             return Separation(None, use, False)
@@ -165,12 +167,19 @@ def separate(
 
 
 def _add_layouts_of_rows(
-    fitting: Fitting, sweeps: Sweeps, samples: int, largest: float, tolerance: float, in_parts: bool
+    fitting: Fitting,
+    sweeps: Sweeps,
+    samples: int,
+    largest: float,
+    tolerance: float,
+    in_parts: bool,
+    documents: Tensor | None,
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
     Where losses take the samples in turn, functions in front of them have some rows of some samples, in order:
-    they are taken ``in_parts``.
+    they are taken ``in_parts``. Samples that are ``documents``, of which each position of the losses has one,
+    are in any order everywhere.
 
     Returns:
         The uses that have them.
@@ -179,20 +188,30 @@ def _add_layouts_of_rows(
     if not in_parts and not all(use.recorded.reordered for use in unfit):
         return set()
     places = [
-        (use, index, axis)
+        Place(use, index, axis, joined)
         for use, outputs in fitting.items()
         if use.recorded.reordered or (in_parts and use in unfit)
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
-        for axis, _ in enumerate(use.recorded.shapes[index])
-        if _is_admitted(use, index, Layout(axis, samples))
+        for axis, joined in _axes_of_rows(use.recorded.shapes[index], documents)
+        if _is_admitted(use, index, Layout(axis, samples, joined=joined))
     ]
-    found = layouts_of_rows(places, sweeps, samples, largest, tolerance) if places else {}
-    for (use, index, _), layout in found.items():
+    found = layouts_of_rows(places, sweeps, samples, largest, tolerance, documents) if places else {}
+    for (use, index, *_), layout in found.items():
         assert layout.rows is not None
-        if use.recorded.reordered or bool((layout.rows.sample_of.diff() >= 0).all()):
+        in_order = bool((layout.rows.sample_of.diff() >= 0).all())
+        if use.recorded.reordered or documents is not None or in_order:
             fitting[use][index].append(layout)
-    return {use for use, _, _ in found}
+    return {place.use for place in found}
+
+
+def _axes_of_rows(shape: torch.Size, documents: Tensor | None) -> list[tuple[int, tuple[int, ...]]]:
+    """The axes that rows may run along, and behind those runs of axes with the positions of ``documents``."""
+    axes: list[tuple[int, tuple[int, ...]]] = [(axis, ()) for axis, _ in enumerate(shape)]
+    runs = itertools.combinations(range(len(shape) + 1), 2)
+    extents = [(start, tuple(shape[start:stop])) for start, stop in runs if stop - start > 1]
+    positions = None if documents is None else len(documents)
+    return axes + [each for each in extents if positions == math.prod(each[1]) and 1 not in each[1]]
 
 
 def by_sample(
@@ -201,8 +220,7 @@ def by_sample(
     """Numbers for each output of the model, those of each sample times a factor of its own ``[n]``."""
     seeds = []
     for output, layout, random in zip(outputs, chosen, noise, strict=True):
-        form = [-1 if axis == layout.axis else 1 for axis in range(random.dim())]
-        own = factors[layout.sample_of(factors.device)].view(form)
+        own = layout.broadcast(factors, random.dim())
         seeds.append((random * own).to(output.device, output.dtype))
     return seeds
 
@@ -300,8 +318,8 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     if layout.axis is None:
         return True
     axes = [site.entry.sample_axes for site in use.sites]
-    return all(known is None or known[index] == layout.axis for known in axes) and all(
-        site.entry.admits(layout.axis) for site in use.sites
+    return all(known is None or (known[index],) == (*layout.axes,) for known in axes) and all(
+        site.entry.admits(axis) for site in use.sites for axis in layout.axes
     )
 
 

@@ -249,14 +249,14 @@ def _leaves_of(parameter: Tensor, trail: _Trail) -> list[Tensor]:
 
 def _structure(graph: Graph, names: list[str]) -> int:
     """A number that is equal for passes of equal structure."""
-    functions = tuple(loss.call.function for loss in graph.losses)
+    functions = tuple((loss.call.function, loss.call.documents is None) for loss in graph.losses)
     return hash((tuple(names), tuple(use.recorded.name for use in graph.uses), functions))
 
 
 def _signature(graph: Graph, trail: _Trail) -> int:
     """A number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.recorded.name, tuple(use.recorded.shapes), use.recorded.options) for use in graph.uses)
-    losses = tuple((loss.call.function, loss.call.shape) for loss in graph.losses)
+    losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
     input_shapes = tuple((*forward.sizes, *forward.axes) for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
     edges = tuple(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from packprop.algebra.structures import Quadratic
+from packprop.algebra.structures import Statistical
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request
@@ -197,7 +197,7 @@ class DryRun:
                         vars(parameter).pop(extension.savefield, None)
 
     def _note_line(
-        self, graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int
+        self, graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, samples: int
     ) -> None:
         """Keep one line for each leaf: of its smallest chunk, or the last in which gradients are formed."""
         name = graph.name(leaf)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from packprop.algebra.structures import Outer, Quadratic
+from packprop.algebra.structures import Outer, Statistical
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.tensors.precision import accumulation_dtype
 
@@ -40,7 +40,9 @@ class Line:
         return -(-self.count // self.samples)
 
 
-def line_of(graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Quadratic, samples: int) -> Line:
+def line_of(
+    graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, samples: int
+) -> Line:
     """The line about a leaf whose statistics are taken of this structure, in chunks of so many samples."""
     size, in_chunk = leaf.numel() * accumulation_dtype(leaf.dtype).itemsize, min(samples, graph.samples)
     return Line(
@@ -54,17 +56,17 @@ def line_of(graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Q
     )
 
 
-def forms_gradients(structure: Quadratic) -> bool:
+def forms_gradients(structure: Statistical) -> bool:
     """Whether gradients of single samples were formed, of a chunk or one after the other."""
     return getattr(structure, "formed", True) or _formed_in_turn(structure)
 
 
-def _formed_in_turn(structure: Quadratic) -> bool:
+def _formed_in_turn(structure: Statistical) -> bool:
     """Whether gradients of single samples were there one at a time."""
     return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
 
 
-def _algorithm(structure: Quadratic) -> str:
+def _algorithm(structure: Statistical) -> str:
     if not forms_gradients(structure):
         return "cotangents and inputs alone"
     if _formed_in_turn(structure):

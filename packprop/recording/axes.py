@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
@@ -46,6 +47,26 @@ def check_sample_axis(asked: str, declared: Any, module: nn.Module | None = None
                 f"forward() of {type(module).__name__} has the arguments {', '.join(arguments)}",
                 "give the names of those that hold samples",
             )
+
+
+def check_documents(declared: Any) -> None:
+    """Refuse what does not say to which document each position belongs.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    what = type(declared).__name__
+    if isinstance(declared, Tensor):
+        whole = declared.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if whole and 1 <= declared.dim() <= 2 and declared.numel():
+            return
+        what = f"of shape {list(declared.shape)} and {declared.dtype}"
+    raise BadInput(
+        "record(documents=...) was entered.",
+        f"documents, {what}",
+        "it is no tensor of whole numbers [n, t] or [n * t]",
+        "give the number of the document at each position of the loss, from 0 on",
+    )
 
 
 def axes_of(

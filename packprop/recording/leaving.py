@@ -77,13 +77,24 @@ def mark_mixing(forward: ForwardCall, out: Any) -> None:
             marks_of(tensor.grad_fn)[MIXES] = mixer
 
 
-def record_loss(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    """Leave a loss on the node that it made, if its input is part of a graph."""
+def record_loss(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    documents: Tensor | None = None,
+) -> None:
+    """Leave a loss on the node that it made, if its input is part of a graph.
+
+    ``documents``: the document of each position of its input, if that was declared.
+    """
     loss_input = input_of(function, args, kwargs)
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None:
         return
     if isinstance(out, Tensor) and out.grad_fn is not None:
         edge = edge_of(loss_input)
-        loss = RecordedLoss(function, args, kwargs, edge, loss_input.shape, version(loss_input))
+        loss = RecordedLoss(
+            function, args, kwargs, edge, loss_input.shape, version(loss_input), documents=documents
+        )
         marks_of(out.grad_fn)[LOSS] = (loss, out.output_nr)
         out.grad_fn.register_prehook(loss.release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ class ForwardCall:
         """Whether the module that was called has parameters."""
         module = self.module()
         return module is not None and next(module.parameters(), None) is not None
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
+        module = self.module()
+        if module is None:
+            return True
+        return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
 
 
 @dataclass(eq=False)
@@ -149,6 +157,8 @@ class RecordedLoss:
         version: Version of its input when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
+        number: Larger than that of any loss that was called before.
+        documents: The document of each position of its input, if that was declared.
     """
 
     function: Callable[..., Any]
@@ -159,6 +169,8 @@ class RecordedLoss:
     version: int
     held: bool = False
     released: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+    documents: Tensor | None = None
 
     @property
     def input(self) -> Tensor:

@@ -47,7 +47,6 @@ from packprop.recording.leaving import (
     record_loss,
 )
 from packprop.recording.marks import (
-    EXTENDED,
     ForwardCall,
     RecordedUse,
     edge_of,
@@ -90,6 +89,7 @@ class Recorder(OwnMode):
     ) -> None:
         super().__init__()
         self.sample_axis = sample_axis
+        self.documents: Tensor | None = None
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
@@ -147,7 +147,7 @@ class Recorder(OwnMode):
         if declared is not None and tensors:
             axes = {id(tensor): axis for tensor, axis in axes_of(declared, module, args, kwargs)}
             forward.declared = declared
-        own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and self._is_own(each)}
+        own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and forward.owns(each)}
         if (
             is_loss
             and own
@@ -182,13 +182,6 @@ class Recorder(OwnMode):
                 forward.inputs.append(weakref.ref(tensor))
             if tensor.requires_grad and tensor.is_leaf:
                 forward.leaves.append(weakref.ref(tensor))
-
-    def _is_own(self, parameter: Tensor) -> bool:
-        """Whether a parameter belongs to the module that was called, if there is one, or to an extended one."""
-        module = self.forward.module()
-        if module is None:
-            return True
-        return any(parameter is own for each in (module, *EXTENDED) for own in each.parameters())
 
     def drop(self) -> None:
         """Drop what the recording holds of the samples."""
@@ -248,7 +241,7 @@ class Recorder(OwnMode):
             return out
         if isinstance(out, (Tensor, tuple, list, dict)):
             if func in LOSSES:
-                record_loss(func, args, kwargs, out)
+                record_loss(func, args, kwargs, out, self.documents)
             if samples:
                 self._provenance.from_samples.add_all(out)
                 if unusual or self._provenance.reordered.references:
@@ -358,7 +351,7 @@ class Recorder(OwnMode):
         reordered = func in REORDERINGS or bool(self._provenance.reordered.references)
         reordered = reordered and self._provenance.note_order(func, args, kwargs, samples, out)
         if func in LOSSES:
-            record_loss(func, args, kwargs, out)
+            record_loss(func, args, kwargs, out, self.documents)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
             mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput
 from packprop.recording import aside
-from packprop.recording.axes import AXIS, SampleAxis, check_sample_axis
+from packprop.recording.axes import AXIS, SampleAxis, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, warn_of_compiled
 from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
@@ -210,7 +210,7 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
         return
     if next(module.parameters(), None) is None:
-        record_loss(_UnrecordedLoss(module), args, kwargs, out)
+        record_loss(_UnrecordedLoss(module), args, kwargs, out, recorder.documents)
 
 
 class _UnrecordedLoss:
@@ -273,20 +273,27 @@ def drop_stale_recording() -> None:
 
 
 @contextlib.contextmanager
-def record(*inputs: Any, sample_axis: SampleAxis | None = None) -> Iterator[None]:
+def record(
+    *inputs: Any, sample_axis: SampleAxis | None = None, documents: Tensor | None = None
+) -> Iterator[None]:
     """Record what happens inside: functions on top of extended modules, and losses called as functions.
 
     Args:
         inputs: Tensors that hold samples and do not enter as arguments of an extended module.
         sample_axis: The axis that holds the samples, as in ``extend``: of these inputs, and of those of modules
             inside for which ``extend`` was told nothing.
+        documents: The document of each position of what the losses inside are given, whole numbers from 0 on,
+            ``[n, t]`` or ``[n * t]``: the samples are documents that are packed into rows, and there is a row
+            of results for each number. In each pass it is looked whether documents are kept apart.
 
     Raises:
-        BadInput: If ``sample_axis`` is no declaration.
+        BadInput: If ``sample_axis`` or ``documents`` is no declaration.
     """
     drop_stale_recording()
     if sample_axis is not None:
         check_sample_axis("record(sample_axis=...) was entered.", sample_axis)
+    if documents is not None:
+        check_documents(documents)
     if (replay := current_replay()) is not None:
         block = object()
         replay.begin(block)
@@ -296,14 +303,17 @@ def record(*inputs: Any, sample_axis: SampleAxis | None = None) -> Iterator[None
             replay.end(block)
         return
     if (outer := current.recorder) is not None:
-        before, outer.sample_axis = outer.sample_axis, outer.sample_axis if sample_axis is None else sample_axis
+        before = outer.sample_axis, outer.documents
+        outer.sample_axis = outer.sample_axis if sample_axis is None else sample_axis
+        outer.documents = outer.documents if documents is None else documents
         outer.feed(inputs, {})
         try:
             yield
         finally:
-            outer.sample_axis = before
+            outer.sample_axis, outer.documents = before
         return
     recorder = _start(None, None, (inputs, {}), sample_axis)
+    recorder.documents = documents
     try:
         yield
     finally:

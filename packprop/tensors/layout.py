@@ -42,6 +42,8 @@ class Layout(NamedTuple):
         major: Whether the sample index varies slower than the part index.
         rows: The sample of each row along the axis, where they are in no order. ``parts`` is then the largest
             number of rows of a sample; others are filled up with zeros.
+        joined: The extents of the axes from ``axis`` on that the rows run along, one after the other, where
+            these are several.
     """
 
     axis: int | None
@@ -49,6 +51,17 @@ class Layout(NamedTuple):
     parts: int = 1
     major: bool = True
     rows: Rows | None = None
+    joined: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> range:
+        """The axes that the samples are along."""
+        return range(0) if self.axis is None else range(self.axis, self.axis + max(1, len(self.joined)))
+
+    @property
+    def behind(self) -> int:
+        """The first axis behind those of the samples."""
+        return self.axes.stop
 
     @property
     def folded(self) -> bool:
@@ -61,6 +74,7 @@ class Layout(NamedTuple):
             return tensor.unsqueeze(skip)
         axis = self.axis + skip
         if self.rows is not None:
+            tensor = tensor.flatten(axis, self.behind + skip - 1)
             none = tensor.new_zeros(*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])
             filled = torch.cat([tensor, none], axis)
             filled = filled.index_select(axis, self.rows.sources.to(tensor.device))
@@ -77,7 +91,7 @@ class Layout(NamedTuple):
         if self.axis is None:
             return torch.Size([1, *shape])
         parts = [self.parts] if self.folded else []
-        return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.axis + 1 :]])
+        return torch.Size([self.samples, *shape[: self.axis], *parts, *shape[self.behind :]])
 
     def from_front(self, tensor: Tensor, skip: int = 0) -> Tensor:
         """The inverse of ``to_front``."""
@@ -86,10 +100,19 @@ class Layout(NamedTuple):
         axis = self.axis + skip
         if self.rows is not None:
             filled = tensor.movedim(skip, axis).flatten(axis, axis + 1)
-            return filled.index_select(axis, self.rows.places.to(tensor.device))
+            rows = filled.index_select(axis, self.rows.places.to(tensor.device))
+            return rows.unflatten(axis, self.joined) if self.joined else rows
         if self.parts == 1:
             return tensor if axis == skip else tensor.movedim(skip, axis)
         return tensor.movedim(skip, axis if self.major else axis + 1).flatten(axis, axis + 1)
+
+    def broadcast(self, values: Tensor, dims: int, skip: int = 0) -> Tensor:
+        """Values for each sample ``[n]``, broadcast against a tensor of ``dims`` axes, ``skip`` in front."""
+        rows = values[self.sample_of(values.device)]
+        if self.axis is None:
+            return rows.reshape([1] * dims)
+        behind = dims - skip - self.behind
+        return rows.reshape(*[1] * (skip + self.axis), *(self.joined or (-1,)), *[1] * behind)
 
     def sample_of(self, device: torch.device) -> Tensor:
         """The sample index of each entry along ``axis``."""
@@ -110,15 +133,16 @@ class Layout(NamedTuple):
         if self.axis is None:
             return "one sample"
         if self.rows is not None:
-            return f"axis {self.axis}: rows of {self.samples} samples"
+            axes = f"axes {self.axis} to {self.behind - 1}" if self.joined else f"axis {self.axis}"
+            return f"{axes}: rows of {self.samples} samples"
         parts = "" if self.parts == 1 else f" x {self.parts} parts{'' if self.major else ' (minor)'}"
         return f"axis {self.axis}: {self.samples} samples{parts}"
 
 
-def layout_of_rows(axis: int, sample_of: Tensor, samples: int) -> Layout:
-    """The layout of rows along an axis, each of a known sample ``[k]``."""
+def layout_of_rows(axis: int, sample_of: Tensor, samples: int, joined: tuple[int, ...] = ()) -> Layout:
+    """The layout of rows along an axis, or ``joined`` ones from there on, each of a known sample ``[k]``."""
     rows = Rows(sample_of, samples)
-    return Layout(axis, samples, rows.most, rows=rows)
+    return Layout(axis, samples, rows.most, rows=rows, joined=joined)
 
 
 def possible_layouts(shape: torch.Size, samples: int) -> list[Layout]:

@@ -33,7 +33,13 @@ def test_an_extension_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/guide/extending.md", "docs/guide/hugging_face.md", "docs/guide/memory.md"]
+    "page",
+    [
+        "docs/guide/extending.md",
+        "docs/guide/hugging_face.md",
+        "docs/guide/language_models.md",
+        "docs/guide/memory.md",
+    ],
 )
 def test_what_the_pages_show_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

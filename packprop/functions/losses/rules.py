@@ -124,7 +124,7 @@ def _nll_loss(
         "nll_loss is linear in the log-probabilities that it takes, so that its own Hessian is zero",
         "give the logits to cross_entropy",
     )
-    return Loss(None, 1.0, terms.divisor, None, refusal)
+    return replace(terms, root=None, refusal=refusal)
 
 
 @register_loss(F.l1_loss)

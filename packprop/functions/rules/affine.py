@@ -102,7 +102,8 @@ def contraction(
         if cotangent is None:
             return Dense(None)
         sample_letter = "" if layout.axis is None else y_term[layout.axis]
-        if sample_letter and sample_letter in w_term:  # each sample has its own entries of the parameter
+        own_entries = bool(sample_letter) and sample_letter in w_term  # of the parameter, for each sample
+        if own_entries or layout.joined:
             return fallback(call, weight).structure_of(cotangents, layouts, samples)
         x_layout = layout._replace(axis=x_term.index(sample_letter)) if sample_letter else layout
         inputs = select_samples(x_layout.to_front(saved()), samples)

@@ -1,0 +1,148 @@
+"""Columns by token: what is fed in at a loss, taken apart by the positions that its terms are at.
+
+# NOTE [Tokens]
+A loss of a language model is a sum of terms, one for each token that is predicted: one for each sample and each
+position that the loss has beside its axes of samples and classes. The gradient of one term flows through
+attention to all earlier positions, so that the cotangent of the sum cannot be taken apart: at a use behind
+attention each position holds parts of many tokens. Samples do stay apart. So the gradient at the input of the
+loss is fed in once for each position, with zeros at all others, for all samples at once. This takes as many
+columns as a sample has tokens, and not as many as the batch has. A row of each token comes out, which is the
+derivative of its own term; the rows sum to the sample's.
+
+The columns of a GGN are at one position each as they are. Draws are for all positions at once, and are taken
+apart like the gradient. Consecutive columns belong to one token; results of a token's columns are added up.
+
+A token counts unless its term is multiplied by zero: by ``ignore_index``, by a weight, by what is made of the
+loss afterwards. A token that does not count has rows of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.curvature.columns import Columns
+from packprop.curvature.generic_loss import linear_factor
+from packprop.errors import PackpropError
+from packprop.functions.losses.description import Loss, canonical, describe, from_canonical, without_classes
+from packprop.graph.graph import Graph, ReachedLoss
+from packprop.graph.pull import derivatives
+
+TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
+
+
+def require_losses(graph: Graph, asked: str, unknown: str) -> None:
+    """Refuse a pass in which something else than recorded losses leads to the parameters.
+
+    Raises:
+        PackpropError: With what was ``asked`` for, and what is ``unknown`` without a loss.
+    """
+    if not graph.losses:
+        raise PackpropError(
+            asked,
+            "the tensor that backward() was called on",
+            f"no recorded loss lies between it and the parameters, so {unknown} not known",
+            "extend the loss module, or call the loss function inside `with packprop.record():`",
+        )
+    if graph.without_loss:
+        raise PackpropError(
+            asked,
+            graph.without_loss[0],
+            "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
+            "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
+            "of this backward pass",
+        )
+
+
+def in_order(losses: Sequence[ReachedLoss]) -> list[ReachedLoss]:
+    """The losses in the order in which they were called, as those of a head that takes some positions each."""
+    return sorted(losses, key=lambda loss: loss.call.number)
+
+
+def token_count(loss: ReachedLoss, rule: Loss) -> int:
+    """How many tokens of a sample a loss has terms of.
+
+    These are all axes beside those of samples and classes; where each entry has a term of its own, the last
+    axis holds what belongs to one token.
+
+    Raises:
+        PackpropError: If it has no positions, or none that are known.
+    """
+    shape, layout = loss.call.shape, loss.layout
+    name = f"the loss {getattr(loss.call.function, '__name__', loss.call.function)}"
+    where = f"{name}, whose input has shape {list(shape)}"
+    if rule.class_axis is None and rule.root is None:
+        raise PackpropError(
+            TOKENS_ASKED,
+            name,
+            "it is not known that its terms at different positions are independent of each other",
+            "use cross_entropy, binary_cross_entropy_with_logits or mse_loss, or register_loss with class_axis",
+        )
+    if layout.rows is not None and loss.call.documents is None:
+        raise PackpropError(
+            TOKENS_ASKED,
+            where,
+            "it takes the rows of all samples in turn with other losses: which tokens they are is not known",
+            "let each loss take some positions of all samples (hidden.split(size, dim=1))",
+        )
+    inner, rest = without_classes(layout, shape, rule.class_axis)
+    axes = inner.front_shape(rest)[1:]
+    if layout.axis is None and rest.numel() == 1:  # one sample, whose axis may be this one
+        axes = torch.Size()
+    if rule.class_axis is None:
+        axes = axes[:-1]
+    if not axes or not axes.numel():
+        raise PackpropError(
+            TOKENS_ASKED,
+            where,
+            "it has one term for each sample: there is no axis of positions beside that of the samples"
+            + ("" if rule.class_axis is not None else " and the last one, which is one token's"),
+            "give it an axis of positions: [n, c, t] or [n * t, c] for cross_entropy, [n, t, d] for losses of "
+            'a term for each entry; or ask for per="sample"',
+        )
+    return axes.numel()
+
+
+def gradient_by_token(graph: Graph) -> list[Columns]:
+    """The gradient at the input of each loss, one column for each position."""
+    losses = in_order(graph.losses)
+    rules = [describe(loss.call.function, loss.call.args, loss.call.kwargs) for loss in losses]
+    for loss, rule in zip(losses, rules, strict=True):
+        token_count(loss, rule)  # refused before any work
+    create_graph = torch.is_grad_enabled()
+    edges = [loss.call.edge for loss in losses]
+    with torch.enable_grad():
+        gradients = derivatives(graph.roots, edges, graph.root_gradients(), create_graph=create_graph)
+    return [
+        columns_by_token(graph, loss, rule, canonical(gradient, loss.layout, rule.class_axis)[None])
+        for loss, rule, gradient in zip(losses, rules, gradients, strict=True)
+        if gradient is not None
+    ]
+
+
+def columns_by_token(graph: Graph, loss: ReachedLoss, rule: Loss, values: Tensor) -> Columns:
+    """Columns ``[m, n, p, c]`` in canonical form, taken apart by token: ``m`` consecutive ones for each."""
+    tokens, (each, samples, positions, classes) = token_count(loss, rule), values.shape
+    apart = values.reshape(each, samples, tokens, -1)
+
+    def chunk(start: int, stop: int) -> list[Tensor]:
+        number = torch.arange(start, stop, device=values.device)
+        token = number // each
+        wide = apart.new_zeros(stop - start, samples, *apart.shape[2:])
+        wide[number - start, :, token] = apart[number % each, :, token]
+        column = wide.reshape(-1, samples, positions, classes)
+        return [from_canonical(column, loss.call.shape, loss.layout, rule.class_axis)]
+
+    counted = counted_tokens(graph, loss, rule)
+    return Columns([loss.call.edge], tokens * each, chunk, counted=counted)
+
+
+def counted_tokens(graph: Graph, loss: ReachedLoss, rule: Loss) -> Tensor:
+    """Whether the terms of each token are multiplied by anything but zero ``[t, n]``."""
+    tokens = token_count(loss, rule)
+    factor = linear_factor(graph, loss, TOKENS_ASKED)
+    layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
+    counts = (rule.weight * factor != 0).expand(shape)
+    return layout.to_front(counts).reshape(layout.samples, tokens, -1).any(-1).T

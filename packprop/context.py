@@ -32,6 +32,7 @@ from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
+from packprop.tensors.traced import decided, is_traced
 from packprop.types import GRADIENT, Extension, Seed
 
 NOT_RECORDED = (
@@ -168,6 +169,8 @@ class Backpack(OwnMode):
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()
+        if is_traced():
+            graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         check_graph(graph, not all(extension.of_batch for extension in self.extensions))
@@ -177,7 +180,7 @@ class Backpack(OwnMode):
         backward_pass = BackwardPass(
             Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
             saver.save,
-            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None),
+            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
@@ -206,7 +209,8 @@ class Backpack(OwnMode):
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)
             return self._memory.chunk_sizes
-        return chunk_sizes_of_pass(graph, self.extensions, self._memory)
+        budget = self._memory
+        return decided("sizes of chunks", lambda: chunk_sizes_of_pass(graph, self.extensions, budget))
 
 
 class BackwardCall:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.tensors.dry import is_dry_run
+from packprop.tensors.traced import is_traced, note_fault
 
 
 def extremes(tensor: Tensor) -> list[Tensor]:
@@ -20,12 +21,19 @@ def extremes(tensor: Tensor) -> list[Tensor]:
 
 
 def all_finite(scalars: Sequence[Tensor]) -> bool:
-    """Whether all of some scalars are finite; waits for each device once. Without data, they are."""
+    """Whether all of some scalars are finite; waits for each device once. Without data, they are.
+
+    So they are in a traced pass, where it is noted what shows after a replay.
+    """
     if is_dry_run():
         return True
     by_device: dict[torch.device, list[Tensor]] = {}
     for scalar in scalars:
         by_device.setdefault(scalar.device, []).append(scalar)
+    if is_traced():
+        for same in by_device.values():
+            note_fault(~torch.stack(same).isfinite().all())
+        return True
     return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
 
 

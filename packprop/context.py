@@ -41,6 +41,10 @@ NOT_RECORDED = (
 )
 
 
+SIZES_OF_CHUNKS = "sizes of chunks"
+"""What passes under a budget decide; a traced pass takes it over."""
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.active: list[Backpack] = []
@@ -210,7 +214,7 @@ class Backpack(OwnMode):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)
             return self._memory.chunk_sizes
         budget = self._memory
-        return decided("sizes of chunks", lambda: chunk_sizes_of_pass(graph, self.extensions, budget))
+        return decided(SIZES_OF_CHUNKS, lambda: chunk_sizes_of_pass(graph, self.extensions, budget))
 
 
 class BackwardCall:

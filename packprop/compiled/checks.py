@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.compiled.compiler import Runner
 from packprop.compiled.passes import Outcome, Pass, run_apart
 from packprop.compiled.state import State
 from packprop.compiled.trace import Traced
@@ -16,7 +17,7 @@ from packprop.tensors.random import random_states, set_random_states
 
 
 def checked(
-    step: Pass, traced: Traced, state: State, inputs: Any, targets: Any
+    step: Pass, traced: Traced, run: Runner, state: State, inputs: Any, targets: Any
 ) -> tuple[Outcome, str | None]:
     """An eager pass, and what a replay on the same values does otherwise.
 
@@ -32,8 +33,12 @@ def checked(
         set_random_states(before)
         for generator, own in zip(generators, own_before, strict=True):
             generator.set_state(own)
-        with torch.no_grad():
-            outputs = traced.graph(*apart)
+        outputs = run(apart)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return outcome, f"it fails: {str(error).strip().splitlines()[0]}"
+    else:
         drawn = [*random_states().values(), *(each.get_state() for each in generators)]
     finally:
         set_random_states(after)

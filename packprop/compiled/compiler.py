@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from packprop.engine.autocast import AutocastRegions
 from packprop.errors import PackpropWarning
 
 Backend = str | Callable[..., Any]
@@ -38,16 +39,21 @@ class Runner:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs of the graph; nothing is differentiated."""
-        with torch.no_grad():
+        outputs: Sequence[Tensor]
+        regions = AutocastRegions.now({tensor.device.type for tensor in tensors})
+        with torch.no_grad(), regions.switched(False):  # the graph holds what autocast did
             if not self._compiles or self.seconds is not None:
-                return self._run(*tensors)
+                outputs = self._run(*tensors)
+                return outputs
             start = time.perf_counter()
             try:
                 outputs = self._run(*tensors)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # a compiler that is missing, or cannot do it
                 self._run, self._compiles, self.backend = self._graph, False, REPLAY
                 _warn_of_compiler(error)
-                return self._run(*tensors)
+                return self._graph(*tensors)  # type: ignore[no-any-return]  # torch does not say
             self.seconds = time.perf_counter() - start
             return outputs
 
@@ -78,8 +84,8 @@ def _warn_of_compiler(error: Exception) -> None:
     _Said.warning = True
     said = [line for line in str(error).strip().splitlines() if line]
     warnings.warn(
-        f"torch.compile failed on a traced pass ({type(error).__name__}: {said[0] if said else ''}). The graph is "
-        'replayed without a compiler, as by packprop.compile(..., backend="eager").',
+        f"torch.compile failed on a traced pass ({type(error).__name__}: {said[0] if said else ''}). The graph "
+        'is replayed without a compiler, as by packprop.compile(..., backend="eager").',
         PackpropWarning,
         stacklevel=4,
     )

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from packprop.context import backpack
@@ -78,7 +77,9 @@ def run_apart(step: Pass, parameters: Sequence[Tensor], inputs: Any, targets: An
     finished: list[nn.Module] = []
     with _set_aside(step.extensions, parameters):
         loss = step.run(inputs, targets, finished.append if step.hook is not None else None)
-        gradients = {n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None}
+        gradients = {
+            n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
+        }
         results = {
             (number, extension.savefield): vars(tensor)[extension.savefield]
             for number, tensor in enumerate(parameters)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packprop.engine.autocast import AutocastRegions
 from packprop.recording.switch import is_recording_disabled
-from packprop.tensors.hooks import is_hooked
+from packprop.tensors.hooks import has_late_hooks, is_hooked
 from packprop.tensors.nesting import PLAIN, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
@@ -43,14 +43,29 @@ def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
     key: list[Any] = []
     parameters: dict[int, Tensor] = {}
     for root in modules:
-        for module in root.modules():
-            key.append(_described(module, parameters))
+        key += [_described(module, parameters) for module in root.modules()]
     given: dict[int, Tensor] = {}
     key.append(_structure(batch, given))
     key += map(_kind, parameters.values())
     key += map(_kind, given.values())
     key.append(_surroundings([*parameters.values(), *given.values()]))
     return State([*parameters.values()], [*given.values()], tuple(key))
+
+
+class _Same:
+    """Something that equals itself alone; it is kept, so that nothing else can have its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"another {type(self.value).__name__}"
 
 
 def _described(module: nn.Module, parameters: dict[int, Tensor]) -> tuple[Any, ...]:
@@ -67,11 +82,12 @@ def _described(module: nn.Module, parameters: dict[int, Tensor]) -> tuple[Any, .
             found.append(name)
             found.append(value)
         elif isinstance(value, Tensor):
-            found += (name, id(value))
+            if value.is_leaf or not attributes["_forward_pre_hooks"]:  # hooks make weights anew in each pass
+                found += (name, _Same(value))
         elif not value:
             continue
         elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
-            found += (name, *(id(hook) for hook in value.values() if not _is_own(hook)))
+            found += (name, *(_Same(hook) for hook in value.values() if not _is_own(hook)))
         elif kind in CONTAINERS and not name.startswith("_"):
             found += (name, _contained(value))
     return tuple(found)
@@ -83,9 +99,11 @@ def _contained(value: Any) -> Any:
     if kind in PLAIN:
         return value
     if isinstance(value, Tensor):
-        return id(value)
+        return _Same(value)
     if kind is dict:
-        return tuple((name if type(name) in PLAIN else id(name), _contained(each)) for name, each in value.items())
+        return tuple(
+            (name if type(name) in PLAIN else id(name), _contained(each)) for name, each in value.items()
+        )
     if kind in CONTAINERS:
         return tuple(map(_contained, value))
     return kind
@@ -118,8 +136,17 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     """What a graph takes for granted of an input."""
     kind = type(tensor)
     strides = tensor.stride() if tensor.layout is torch.strided else None
-    hooked = is_hooked(tensor)
-    return kind, tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_leaf, hooked
+    hooked = is_hooked(tensor) or has_late_hooks(tensor)
+    return (
+        kind,
+        tensor.shape,
+        strides,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        hooked,
+    )
 
 
 def _is_own(hook: Any) -> bool:
@@ -141,8 +168,9 @@ def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: Sta
     labels += [f"parameter or buffer {names.get(id(tensor), '')!r}" for tensor in now.parameters]
     labels += [f"tensor {number} of the batch" for number in range(len(now.batch))]
     labels.append("what is in force around the call (autocast, disable(), deterministic algorithms)")
+    labels += ["whether gradients are there"] * (len(now.key) - len(labels))
     if len(before) != len(now.key) or len(labels) != len(now.key):
-        return "the number of modules, parameters or tensors of the batch"
+        return "how many modules, parameters or tensors there are"
     for label, old, new in zip(labels, before, now.key, strict=True):
         if old != new:
             return f"{label}: {_first_difference(old, new)}"
@@ -164,6 +192,9 @@ def _first_difference(old: Any, new: Any) -> str:
         place = next(place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
         named = f"{old[place - 1]} " if place and isinstance(old[place - 1], str) else ""
         return f"{named}{_first_difference(old[place], new[place])}"
+    if isinstance(old, tuple) and isinstance(new, tuple) and type(old) is tuple:
+        added = [each for each in (*new, *old) if isinstance(each, str) and (each in new) != (each in old)]
+        return f"{added[0]!r} is new, or gone" if added else "it has more or less than before"
     return f"{_said(old)} before, {_said(new)} now"
 
 

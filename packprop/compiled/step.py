@@ -11,27 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from packprop.compiled.arguments import ASKED_FOR, require_callable, require_finished
 from packprop.compiled.checks import checked
-from packprop.compiled.compiler import Backend, Runner
+from packprop.compiled.compiler import REPLAY, Backend, Runner
 from packprop.compiled.passes import ASKED, Outcome, Pass
 from packprop.compiled.state import State, first_change, state_of
 from packprop.compiled.trace import Traced, trace
-from packprop.context import check_extensions
-from packprop.engine.autocast import AutocastRegions
+from packprop.context import SIZES_OF_CHUNKS, check_extensions
 from packprop.engine.saving import Hook
 from packprop.errors import BadInput, PackpropWarning
-from packprop.memory.plan import Plan
+from packprop.memory.plan import Plan, gradients_are_there
 from packprop.memory.search import budget_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.calling import LossFunction
+from packprop.tensors.hooks import has_late_hooks
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.traced import Decisions, NotTraceable, noting_decisions
 from packprop.types import Extension
 
-ASKED_FOR = "packprop.compile(...) was called."
-
 MOST = 8
 """Kinds of calls that are traced; others run eagerly from then on."""
+
+WORTH = 32
+"""Replays from which on calls of another kind than the first are worth a compiler.
+
+The last batch of an epoch is smaller, and comes once in each.
+"""
 
 SEEN = 64
 """Kinds of calls that are remembered before they are traced."""
@@ -46,12 +51,14 @@ class Kind:
         decisions: What the last eager pass has decided by values.
         traced: The graph, once there is one.
         runner: What runs the graph, once it was checked.
+        backend: What runs the graph from its check on.
         refusal: Why calls of this kind are not traced, if they are not.
         replays: How often the graph was run in place of a pass.
     """
 
     inputs: str
     decisions: Decisions
+    backend: Backend = REPLAY
     traced: Traced | None = None
     runner: Runner | None = None
     refusal: str | None = None
@@ -112,9 +119,9 @@ class CompiledStep:
         mode: str | None,
         memory: int | str | Plan | None,
     ) -> None:
-        _require_callable(model, loss, hook)
+        require_callable(model, loss, hook)
         chosen = check_extensions(ASKED_FOR, extensions)
-        _require_finished(chosen)
+        require_finished(chosen)
         budget_of(None if isinstance(memory, Plan) else memory)
         self._pass = Pass(model, loss, chosen, hook, memory)
         self._backend, self._mode = backend, mode
@@ -143,7 +150,7 @@ class CompiledStep:
                 "nothing is differentiated inside",
                 "call the step outside; for the loss alone, call model and loss",
             )
-        state = state_of(self._pass.modules, (inputs, targets))
+        state = self._state(inputs, targets)
         kind = self._kinds.get(state.key)
         if kind is not None and kind.runner is not None:
             return self._replay(kind, kind.runner, state, inputs, targets)
@@ -155,38 +162,62 @@ class CompiledStep:
             return self._second(kind, state, inputs, targets)
         return self._third(kind, kind.traced, state, inputs, targets)
 
+    def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
+        """What this call depends on. Plans count gradients that are there: at the beginning of the call."""
+        state = state_of(self._pass.modules, (inputs, targets))
+        if self._pass.memory is None:
+            return state
+        there = gradients_are_there(state.parameters) if before is None else before.key[-1]
+        return State(state.parameters, state.batch, (*state.key, there))
+
     def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
         """An ordinary pass, which settles what later ones take over."""
         with noting_decisions() as decisions:
             loss = self._run(inputs, targets)
+        now = self._state(inputs, targets, state)
+        if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
+            self._note_changed(state, now)
+            return loss
         if len(self._kinds) >= SEEN:
             self._forget(state)
         kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
-        kind.refusal = self._reason_against(state, inputs, targets)
+        kind.refusal = self._reason_against(state)
         return loss
+
+    def _note_changed(self, state: State, now: State) -> None:
+        """Warn of a model that changes in each of its passes; in their first one many do."""
+        self._changed_themselves += 1
+        if self._changed_themselves > 2:
+            change = first_change(self._pass.modules, state.key, now)
+            self._warn("changes", f"a pass changes the model: {change}")
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
         """An ordinary pass, and the same one traced."""
         with noting_decisions() as decisions:
             loss = self._run(inputs, targets)
-        if decisions != kind.decisions:
-            self._refuse(kind, f"values decide on it anew in each pass: {_differing(kind.decisions, decisions)}")
-            return loss
+        kind.decisions = decisions
         try:
             kind.traced = trace(self._pass, inputs, targets, decisions)
         except NotTraceable as error:
             self._refuse(kind, f"{error.where}: {error.why}")
+            return loss
+        if self._traced_last is None:
+            kind.backend = self._backend
         self._traced_last = state.key
         return loss
 
     def _third(self, kind: Kind, traced: Traced, state: State, inputs: Any, targets: Any) -> Tensor:
         """An ordinary pass, and a replay beside it."""
+        runner = Runner(traced.graph, kind.backend, self._mode)
         with noting_decisions() as decisions:
-            outcome, fault = checked(self._pass, traced, state, inputs, targets)
-        if decisions != kind.decisions:
-            fault = f"values decide on it anew in each pass: {_differing(kind.decisions, decisions)}"
+            outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
+        if (differing := _differing(kind.decisions, decisions)) is not None:
+            fault = f"values decide on it anew in each pass: {differing}"
         if fault is None:
-            kind.runner = Runner(traced.graph, self._backend, self._mode)
+            kind.runner, kind.backend = runner, runner.backend
+        elif runner.backend != REPLAY:
+            kind.backend = REPLAY
+            self._warn("compiler", f"{runner.backend!r} does not do what the graph says: {fault}")
         else:
             self._refuse(kind, f"a replay does not do what the pass does: {fault}")
             kind.traced = None
@@ -198,15 +229,27 @@ class CompiledStep:
         assert traced is not None
         for number, name in traced.template.results:
             vars(state.parameters[number]).pop(name, None)
-        with AutocastRegions.now({tensor.device.type for tensor in state.tensors}).switched(False):
-            outputs = runner(state.tensors)
+        outputs = runner(state.tensors)
         if bool(outputs[0]):
             return self._run_again(state, inputs, targets)
         kind.replays += 1
+        if kind.replays == WORTH and kind.backend == REPLAY != self._backend:
+            kind.backend, kind.runner = self._backend, None  # the next call is a check again
         return self._delivered(traced.outcome(outputs), state)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        return self._pass.run(inputs, targets, self._pass.hook)
+        try:
+            return self._pass.run(inputs, targets, self._pass.hook)
+        except RuntimeError as error:
+            if "on the same device" not in str(error):
+                raise
+            devices = [str(each.device) for each in tensors_in((inputs, targets))]
+            raise BadInput(
+                ASKED,
+                f"a batch on {', '.join(dict.fromkeys(devices))}",
+                f"model and batch are not on one device: {error}",
+                "move the batch to the device of the model",
+            ) from error
 
     def _run_again(self, state: State, inputs: Any, targets: Any) -> Tensor:
         """An ordinary pass behind a replay, which has written to buffers already."""
@@ -232,24 +275,19 @@ class CompiledStep:
                 self._pass.hook(module)
         return outcome.loss
 
-    def _reason_against(self, state: State, inputs: Any, targets: Any) -> str | None:
+    def _reason_against(self, state: State) -> str | None:
         """Why calls of this kind shall not be traced, if they shall not; a warning says so."""
-        now = state_of(self._pass.modules, (inputs, targets))
-        if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
-            self._changed_themselves += 1
-            change = first_change(self._pass.modules, state.key, now)
-            if self._changed_themselves > 2:  # once is what models do in their first call
-                self._warn("changes", f"the model changes in each pass: {change}")
-            return f"the pass changes the model: {change}"
         reason = None
         if is_recording_disabled():
             return "packprop.disable() is in force"
         if any(tensor.requires_grad for tensor in state.batch):
             reason = "a tensor of the batch requires gradients"
+        elif any(map(has_late_hooks, state.parameters)):
+            reason = "a hook that runs behind the accumulation of a gradient, which a replay would not call"
         elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):
             reason = "a tensor is of a class of its own, or not dense"
         elif sum(kind.traced is not None for kind in self._kinds.values()) >= MOST:
-            change = first_change(self._pass.modules, self._traced_last or (), now)
+            change = first_change(self._pass.modules, self._traced_last or (), state)
             reason = f"{MOST} kinds of calls have been traced, and this is another: {change}"
         if reason is not None:
             self._warn(reason.split(":")[0], reason)
@@ -272,7 +310,9 @@ class CompiledStep:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(
-                f"A compiled step runs passes eagerly, without a graph: {reason}.", PackpropWarning, stacklevel=4
+                f"A compiled step runs passes eagerly, without a graph: {reason}.",
+                PackpropWarning,
+                stacklevel=4,
             )
 
     def __repr__(self) -> str:
@@ -305,55 +345,14 @@ def _described(batch: Any) -> str:
     return ", ".join(given) or "no tensors"
 
 
-def _differing(before: Decisions, now: Decisions) -> str:
-    """What was decided otherwise."""
+def _differing(before: Decisions, now: Decisions) -> str | None:
+    """What was decided otherwise; sizes of chunks are no matter of values."""
     pairs = zip(before, now, strict=False)
-    return next((str(new[0]) for old, new in pairs if old != new), "how much is decided")
+    other = next((str(new[0]) for old, new in pairs if old != new and new[0] != SIZES_OF_CHUNKS), None)
+    return other if len(before) == len(now) else other or "how much is decided"
 
 
 def _sum(before: Tensor, gradient: Tensor) -> Tensor:
     """The accumulated gradient, in place as autograd has it."""
     with torch.no_grad():
         return before.add_(gradient)
-
-
-def _require_callable(model: Any, loss: Any, hook: Any) -> None:
-    """Refuse a model that is no module, a loss or a hook that cannot be called.
-
-    Raises:
-        BadInput: With the first of them.
-    """
-    if not isinstance(model, nn.Module):
-        what = f"class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise BadInput(
-            ASKED_FOR,
-            f"model of type {what}",
-            "it is not an instance of torch.nn.Module",
-            "pass a module; for other functions use backpack(...) around loss.backward()",
-        )
-    for name, value in (("loss", loss), ("extension_hook", hook)):
-        if value is not None and (not callable(value) or isinstance(value, type)):
-            raise BadInput(
-                ASKED_FOR,
-                f"{name} of type {type(value).__name__}",
-                "it cannot be called on a batch" if name == "loss" else "it cannot be called",
-                "pass a loss of outputs and targets (nn.CrossEntropyLoss()), or None if the model returns it"
-                if name == "loss"
-                else "give a function of one module",
-            )
-
-
-def _require_finished(extensions: Sequence[Extension]) -> None:
-    """Refuse extensions whose values are used after the pass.
-
-    Raises:
-        BadInput: With the first of them.
-    """
-    for extension in extensions:
-        if extension.keeps_graph:
-            raise BadInput(
-                ASKED_FOR,
-                f"extension {extension.name}",
-                "its values are functions that hold the graph of a forward pass, and a replay has none",
-                "use `with packprop.backpack(...)` around loss.backward(), or packprop.products",
-            )

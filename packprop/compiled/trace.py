@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from packprop.compiled.graphs import constants_of, operations_of, tidy
+from packprop.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
 from packprop.compiled.passes import ASKED, Outcome, Pass, run_apart
 from packprop.compiled.state import state_of
 from packprop.errors import PackpropError
@@ -23,10 +23,12 @@ from packprop.recording.unchanged import unchanged
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.tensors.traced import Decisions, not_traceable, traced
 
-HOMES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,)) + (
-    str(Path(__file__).resolve().parents[1]),
-)
+OWN = str(Path(__file__).resolve().parents[1])
+TORCH = (str(Path(torch.__file__).parent), *(str(Path(each).parent) for each in torch.__path__))
 """Folders of code that is not the user's."""
+
+HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("context", "recording/recorder", "recording/witnesses"))
+"""Files of modes, which call what the user calls."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
             "a tensor that requires gradients and belongs neither to the model nor to the loss module",
             "a graph takes parameters as inputs, and finds them in these modules",
         )
+    if (sizes := operation_of_unknown_size(graph)) is not None:
+        raise not_traceable(sizes, "the size of what it returns depends on values, and a graph has one size")
     return Traced(tidy(graph), templates[0], time.perf_counter() - start)
 
 
@@ -106,7 +110,8 @@ def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
     """Whether one of some conditions holds."""
     if not conditions:
         return torch.zeros((), dtype=torch.bool, device=like.device)
-    return torch.stack([condition.reshape(()).to(like.device) for condition in conditions]).any()
+    flat = [condition.reshape(()).to(like.device) for condition in conditions]
+    return flat[0] if len(flat) == 1 else torch.stack(flat).any()
 
 
 def _with_places(outcome: Outcome, outputs: list[Tensor]) -> Outcome:
@@ -146,44 +151,33 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
     except PackpropError:
         raise
     except Exception as error:
+        line = _innermost(error)
         asks_for_value = "trying to get value out of a tracing tensor" in str(error)
-        line = _users_line(error)
-        if asks_for_value and line is not None:
+        if asks_for_value and line is not None and not line.filename.startswith(OWN):
             raise PackpropError(
                 ASKED,
-                line,
+                _said(line),
                 "it asks for a value of a tensor, or decides by one: a graph that is traced once cannot",
                 "write it with tensors (torch.where, masks), or use `with packprop.backpack(...)` around "
                 "loss.backward(), which runs every pass anew",
             ) from error
-        said = str(error).strip().splitlines()
-        raise not_traceable(
-            line or _last_line(error),
-            f"PyTorch could not trace it: {type(error).__name__}: {said[0] if said else ''}",
-        ) from error
+        said = ["a value is asked for"] if asks_for_value else [*str(error).strip().splitlines(), ""]
+        why = f"PyTorch could not trace it: {type(error).__name__}: {said[0]}"
+        raise not_traceable(_said(line), why) from error
     finally:
         torch.clear_autocast_cache()
 
 
-def _users_line(error: BaseException) -> str | None:
-    """The innermost line of code that is neither PyTorch's nor packprop's."""
+def _innermost(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line that is not PyTorch's, nor where packprop hands a call of the user's on."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*HOMES, "<"))]
-    return _said(own[-1]) if own and not _is_inside_packprop(frames) else None
+    own = [each for each in frames if not each.filename.startswith((*TORCH, "<")) and not _hands_on(each)]
+    return own[-1] if own else None
 
 
-def _is_inside_packprop(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the innermost line outside PyTorch is packprop's."""
-    outside = [frame for frame in frames if not frame.filename.startswith((HOMES[0], "<"))]
-    return bool(outside) and outside[-1].filename.startswith(HOMES[1])
+def _hands_on(frame: traceback.FrameSummary) -> bool:
+    return frame.filename in HANDING_ON
 
 
-def _last_line(error: BaseException) -> str:
-    """The innermost line that is not PyTorch's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith((HOMES[0], "<"))]
-    return _said(outside[-1]) if outside else "the pass"
-
-
-def _said(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+def _said(frame: traceback.FrameSummary | None) -> str:
+    return "the pass" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"

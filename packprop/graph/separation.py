@@ -30,8 +30,8 @@ from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
-from packprop.tensors.traced import decided
 from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.traced import decided
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from packprop.tensors.traced import is_traced, note_fault
 
 
 def extremes(tensor: Tensor) -> list[Tensor]:
-    """Smallest and largest entry of a tensor: NaN and infinity show in them."""
+    """Smallest and largest entry of a tensor: NaN and infinity show in them. In a traced pass, its sum."""
     if not tensor.numel():
         return []
     values = tensor.detach()
+    if is_traced() and values.dtype in (torch.float32, torch.float64):  # one operation in place of three
+        return [values.sum()]
     return [*(torch.view_as_real(values) if values.is_complex() else values).aminmax()]
 
 
@@ -32,7 +34,8 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
         by_device.setdefault(scalar.device, []).append(scalar)
     if is_traced():
         for same in by_device.values():
-            note_fault(~torch.stack(same).isfinite().all())
+            joined = torch.stack(same)
+            note_fault((joined - joined).any())  # the difference is NaN, which counts as true
         return True
     return all(math.isfinite(value) for same in by_device.values() for value in torch.stack(same).tolist())
 

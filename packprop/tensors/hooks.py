@@ -44,6 +44,15 @@ def is_hooked(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
+def has_late_hooks(tensor: Tensor) -> bool:
+    """Whether something of the user's happens when the gradient of a tensor has been accumulated.
+
+    ``Tensor._post_accumulate_grad_hooks`` is private, and used here alone: nothing public tells whether there
+    are any.
+    """
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def dictionary_of_node(node: Any) -> HookDictionary:
     """The hooks that run after a node: a handle of a hook knows which dictionary it is in."""
     handle = node.register_hook(_stand_in)

@@ -21,6 +21,10 @@ REPLAY = "eager"
 """The backend that replays the traced graph, operation by operation."""
 
 
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of ``torch.compile`` that make CUDA graphs."""
+
+
 class Runner:
     """Runs a traced graph; compiles it in the first call, unless it shall be replayed as it is.
 
@@ -32,6 +36,7 @@ class Runner:
 
     def __init__(self, graph: GraphModule, backend: Backend, mode: str | None) -> None:
         self._graph, self._compiles = graph, backend != REPLAY
+        self._copies = self._compiles and (backend == "cudagraphs" or mode in WITH_CUDA_GRAPHS)
         self._run: Run = graph if not self._compiles else _compiled(graph, backend, mode)
         self.backend = backend
         self.seconds: float | None = None
@@ -42,9 +47,10 @@ class Runner:
         outputs: Sequence[Tensor]
         regions = AutocastRegions.now({tensor.device.type for tensor in tensors})
         with torch.no_grad(), regions.switched(False):  # the graph holds what autocast did
+            if self._copies:
+                torch.compiler.cudagraph_mark_step_begin()
             if not self._compiles or self.seconds is not None:
-                outputs = self._run(*tensors)
-                return outputs
+                return self._kept(self._run(*tensors))
             start = time.perf_counter()
             try:
                 outputs = self._run(*tensors)
@@ -55,7 +61,11 @@ class Runner:
                 _warn_of_compiler(error)
                 return self._graph(*tensors)  # type: ignore[no-any-return]  # torch does not say
             self.seconds = time.perf_counter() - start
-            return outputs
+            return self._kept(outputs)
+
+    def _kept(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Outputs that no later replay writes over: a CUDA graph has one place for each."""
+        return [each.clone() for each in outputs] if self._copies else outputs
 
 
 def _compiled(graph: GraphModule, backend: Backend, mode: str | None) -> Run:
@@ -84,7 +94,7 @@ def _warn_of_compiler(error: Exception) -> None:
     _Said.warning = True
     said = [line for line in str(error).strip().splitlines() if line]
     warnings.warn(
-        f"torch.compile failed on a traced pass ({type(error).__name__}: {said[0] if said else ''}). The graph "
+        f"torch.compile failed on a traced pass ({type(error).__name__}: {' '.join(said[:2])}). The graph "
         'is replayed without a compiler, as by packprop.compile(..., backend="eager").',
         PackpropWarning,
         stacklevel=4,

@@ -19,7 +19,7 @@ from packprop.compiled.state import State, first_change, state_of
 from packprop.compiled.trace import Traced, trace
 from packprop.context import SIZES_OF_CHUNKS, check_extensions
 from packprop.engine.saving import Hook
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory.plan import Plan, gradients_are_there
 from packprop.memory.search import budget_of
 from packprop.recording.switch import is_recording_disabled
@@ -241,9 +241,10 @@ class CompiledStep:
         try:
             return self._pass.run(inputs, targets, self._pass.hook)
         except RuntimeError as error:
-            if "on the same device" not in str(error):
-                raise
             devices = [str(each.device) for each in tensors_in((inputs, targets))]
+            own = {str(each.device) for module in self._pass.modules for each in module.parameters()}
+            if isinstance(error, PackpropError) or "device" not in str(error) or own == set(devices):
+                raise
             raise BadInput(
                 ASKED,
                 f"a batch on {', '.join(dict.fromkeys(devices))}",

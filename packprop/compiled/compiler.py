@@ -78,9 +78,9 @@ class Runner:
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:
     """The graph through a compiler.
 
-    Inductor is called as itself, by its private name: what ``torch.compile`` checks in each call of a graph takes
-    a third of the time of a small one, and is known here. Random numbers are PyTorch's own, so that they are the
-    same with and without a compiler.
+    Inductor is called as itself, by its private name: what ``torch.compile`` checks in each call of a graph
+    takes a third of the time of a small one, and is known here. Random numbers are PyTorch's own, so that they
+    are the same with and without a compiler.
     """
     run: Run
     if backend != "inductor":

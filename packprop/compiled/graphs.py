@@ -64,8 +64,18 @@ def constants_of(graph: GraphModule) -> Iterator[Tensor]:
 
 def operation_of_unknown_size(graph: GraphModule) -> str | None:
     """The first operation whose outputs have sizes that depend on values."""
-    targets = (node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
-    return next((str(each) for each in targets if torch.Tag.dynamic_output_shape in each.tags), None)
+    for node in graph.graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
+            if node.target is _ATEN.index.Tensor and not any(map(_is_mask, node.args[1])):
+                continue
+            return str(node.target)
+    return None
+
+
+def _is_mask(index: Any) -> bool:
+    """Whether an index takes as many entries as it has true ones."""
+    made = index.meta.get("tensor_meta") if isinstance(index, Node) else None
+    return index is not None and (made is None or made.dtype in (torch.bool, torch.uint8))
 
 
 def operations_of(graph: GraphModule) -> int:

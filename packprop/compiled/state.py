@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from packprop.tensors.nesting import PLAIN, tensors_in
 
 REGISTERED = ("_parameters", "_buffers")
 CONTAINERS = (tuple, list, dict)
+NOT_DATA = (nn.Module, type, FunctionType, MethodType)
+"""Objects whose attributes do not decide what a module does."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
     """What a pass of these modules on a batch depends on."""
     key: list[Any] = []
     parameters: dict[int, Tensor] = {}
+    seen: set[int] = set()
     for root in modules:
-        key += [_described(module, parameters) for module in root.modules()]
+        key += [_described(module, parameters, seen) for module in root.modules()]
     given: dict[int, Tensor] = {}
     key.append(_structure(batch, given))
     key += map(_kind, parameters.values())
@@ -68,8 +72,14 @@ class _Same:
         return f"another {type(self.value).__name__}"
 
 
-def _described(module: nn.Module, parameters: dict[int, Tensor]) -> tuple[Any, ...]:
-    """A module without its submodules: its class, its tensors by number, its attributes that are plain."""
+def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int]) -> tuple[Any, ...]:
+    """A module without its submodules: its class, its tensors by number, its attributes that are plain.
+
+    Args:
+        module: The module.
+        parameters: The tensors that are known, by identity; gets its own.
+        seen: Other objects that were described, by identity.
+    """
     found: list[Any] = [id(module), type(module)]
     attributes = module.__dict__
     for name in REGISTERED:
@@ -88,8 +98,13 @@ def _described(module: nn.Module, parameters: dict[int, Tensor]) -> tuple[Any, .
             continue
         elif name.endswith("_hooks"):  # of all kinds, as torch.nn.Module has them
             found += (name, *(_Same(hook) for hook in value.values() if not _is_own(hook)))
-        elif kind in CONTAINERS and not name.startswith("_"):
+        elif name.startswith("_"):
+            continue
+        elif kind in CONTAINERS:
             found += (name, _contained(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, NOT_DATA) and id(value) not in seen:
+            seen.add(id(value))  # a configuration, which many modules may share
+            found += (name, _contained({key: each for key, each in vars(value).items() if type(each) in PLAIN}))
     return tuple(found)
 
 

@@ -136,6 +136,11 @@ class CompiledStep:
         graphs = [kind.traced.graph.graph for kind in self._kinds.values() if kind.traced is not None]
         return graphs[-1] if graphs else None
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """What is known of calls, one for each kind that was made."""
+        return [*self._kinds.values()]
+
     def __call__(self, inputs: Any, targets: Any = None) -> Tensor:
         """Run one step; returns the loss ``[]``, cut from its graph.
 

@@ -42,7 +42,7 @@ def settle(step: CompiledStep, size: int = 5) -> None:
 
 def replays(step: CompiledStep) -> int:
     """How often graphs took the place of passes."""
-    return sum(kind.replays for kind in step._kinds.values())
+    return sum(kind.replays for kind in step.kinds)
 
 
 def left_on(model: nn.Module, fields: Sequence[str]) -> dict[str, list[Tensor]]:

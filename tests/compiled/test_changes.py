@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,37 @@ def test_the_same_tensor_as_input_and_target() -> None:
         check_call(step, model, nn.MSELoss(), x, x, extensions.BatchGrad())
     assert replays(step) == 1
     check_call(step, model, nn.MSELoss(), x, torch.zeros_like(x), extensions.BatchGrad())
+
+
+class Configured(nn.Module):
+    """A layer that looks up a number in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(factor=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.factor
+
+
+def test_objects_of_modules_are_looked_into() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Configured()).double()
+    step = compiled(model, extensions.BatchGrad())
+    settle(step)
+    model[1].config.factor = 3.0
+    check_call(step, model, LOSS, *batch(), extensions.BatchGrad())
+    assert replays(step) == 0
+
+
+def test_class_weights_and_dropout_inside_attention() -> None:
+    attention = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)
+    model = nn.Sequential(nn.Linear(3, 4), attention, nn.Flatten(), nn.Linear(8, 3)).double()
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double())
+    step = compiled(model, *ASKED[:1], loss=loss)
+    for _ in range(5):
+        x, y = torch.randn(4, 2, 3).double(), torch.randint(3, (4,))
+        check_call(step, model, loss, x, y, *ASKED[:1])
+    assert replays(step) == 2
 
 
 def test_weights_become_tied() -> None:

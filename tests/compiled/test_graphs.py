@@ -42,6 +42,15 @@ def written_to_one(x: Tensor) -> Tensor:
     return first + second
 
 
+def written_over_alone(x: Tensor) -> Tensor:
+    return x.sin().div_(2) + x.sin().div_(2)
+
+
+def written_over_what_is_read(x: Tensor) -> Tensor:
+    y = x.sin()
+    return y.div_(2) + y
+
+
 def drawn(x: Tensor) -> Tensor:
     return torch.rand_like(x) - torch.rand_like(x)
 
@@ -58,6 +67,8 @@ def numbers_of_other_types(x: Tensor) -> Tensor:
         (written_between, None),
         (view_written_between, None),
         (written_to_one, None),
+        (written_over_alone, 3),
+        (written_over_what_is_read, None),
         (drawn, None),
         (numbers_of_other_types, None),
     ],

@@ -54,9 +54,9 @@ def checked(
 def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """The tensors of two outcomes, each with what it is."""
     yield "the loss", first.loss, second.loss
-    for number in first.gradients.keys() | second.gradients.keys():
+    for number in {**first.gradients, **second.gradients}:
         yield f"the gradient of tensor {number}", first.gradients.get(number), second.gradients.get(number)
-    for key in first.results.keys() | second.results.keys():
+    for key in {**first.results, **second.results}:
         number, name = key
         own, other = (list(tensors_in(each.results.get(key))) for each in (first, second))
         for a, b in zip(own, other, strict=True) if len(own) == len(other) else [(None, None)]:

@@ -4,8 +4,7 @@
 A pass looks at one tensor in many ways, and computes small things again rather than keep them. In a graph each
 of these is a call. So views that lead back to what they came from are left out, and equal operations on equal
 tensors are one. Where something is written in place, order matters: nothing that shares memory with a tensor
-that is written to is joined, nor anything that shares memory with an output, which belongs to the user. What is
-written over a tensor that nothing else reads might as well be written beside it; then that one can be joined.
+that is written to is joined, nor anything that shares memory with an output, which belongs to the user.
 """
 
 from __future__ import annotations
@@ -41,16 +40,6 @@ VIEWS = frozenset(
 """Views that begin where their inputs do."""
 
 
-IN_PLACE = {
-    _ATEN.div_.Tensor: _ATEN.div.Tensor,
-    _ATEN.mul_.Tensor: _ATEN.mul.Tensor,
-    _ATEN.add_.Tensor: _ATEN.add.Tensor,
-    _ATEN.pow_.Scalar: _ATEN.pow.Tensor_Scalar,
-    _ATEN.clamp_min_.default: _ATEN.clamp_min.default,
-}
-"""Operations that write over their first argument, and what makes a new tensor."""
-
-
 def tidy(graph: GraphModule) -> GraphModule:
     """Leave out what has no effect; see NOTE [Tidy graphs]. The graph is run without gradients."""
     for node in graph.graph.nodes:
@@ -58,7 +47,6 @@ def tidy(graph: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.args[0])
     _leave_out_views(graph.graph)
     graph.graph.eliminate_dead_code()
-    _write_apart(graph.graph)
     _join_equal(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -112,22 +100,6 @@ def _layout_of(node: Node) -> tuple[Any, ...] | None:
     return None if made is None else (tuple(made.shape), tuple(made.stride), made.dtype)
 
 
-def _write_apart(graph: Graph) -> None:
-    """Let operations that write over what nothing else reads make a tensor of their own."""
-    for node in graph.nodes:
-        target = node.target
-        if not isinstance(target, OpOverload) or target not in IN_PLACE:
-            continue
-        given = [each for each in node.args if isinstance(each, Node)]
-        above = given[0]
-        alone = len(above.users) == 1 and above.op == "call_function" and isinstance(above.target, OpOverload)
-        if not alone or any(argument.alias_info is not None for argument, _ in _arguments_of(above)):
-            continue
-        made = [_layout_of(each) for each in (node, *given)]
-        if len({None if layout is None else layout[2] for layout in made} - {None}) == 1 and None not in made:
-            node.target = IN_PLACE[target]
-
-
 def _join_equal(graph: Graph) -> None:
     """Let equal operations be one, where nothing is written in place and nothing is drawn."""
     memory = _Memory(graph)
@@ -179,7 +151,7 @@ class _Memory:
                 bound += node.all_input_nodes
             if node.op != "call_function":
                 continue
-            if node.target is operator.getitem:
+            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
                 self._share(node, node.args[0])
             elif isinstance(node.target, OpOverload):
                 for argument, given in _arguments_of(node):

@@ -7,6 +7,7 @@ statistics turn that into numbers; an extension says how the numbers merge. A pl
 from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.algebra.algorithms import algorithms
+from packprop.compiled.step import CompiledStep, compile
 from packprop.context import backpack
 from packprop.curvature import operators, products
 from packprop.dataset.compute import compute
@@ -28,6 +29,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 
 __all__ = [
     "BadInput",
+    "CompiledStep",
     "Coverage",
     "PackpropError",
     "PackpropWarning",
@@ -36,6 +38,7 @@ __all__ = [
     "Result",
     "algorithms",
     "backpack",
+    "compile",
     "compute",
     "coverage",
     "disable",

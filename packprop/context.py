@@ -33,12 +33,17 @@ from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
+from packprop.tensors.traced import decided, is_traced
 from packprop.types import Extension, Seed
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
     f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
+
+
+SIZES_OF_CHUNKS = "sizes of chunks"
+"""What passes under a budget decide; a traced pass takes it over."""
 
 
 class _Local(threading.local):
@@ -169,6 +174,8 @@ class Backpack(OwnMode):
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()
+        if is_traced():
+            graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         check_graph(graph, not all(extension.of_batch for extension in self.extensions))
@@ -178,7 +185,7 @@ class Backpack(OwnMode):
         backward_pass = BackwardPass(
             Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
             saver.save,
-            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None),
+            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
@@ -211,7 +218,8 @@ class Backpack(OwnMode):
         if isinstance(self._memory, Plan):
             self._memory.require_fit(graph, self.extensions, self._hook is not None)
             return self._memory.chunk_sizes
-        return chunk_sizes_of_pass(graph, self.extensions, self._memory)
+        budget = self._memory
+        return decided(SIZES_OF_CHUNKS, lambda: chunk_sizes_of_pass(graph, self.extensions, budget))
 
 
 class BackwardCall:

@@ -11,6 +11,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from packprop.algebra.algorithms import forced_algorithm
 from packprop.tensors.device import device_kind
+from packprop.tensors.traced import is_traced
 
 WORTH_A_CALL = 3 * 2**20
 """Multiplications for each thread from which on a product is faster in a call of its own than in a batch.
@@ -95,7 +96,8 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     """Squares of entries, or of their deviations from ``centre``, summed over the leading axis."""
-    if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad) or not 0 < len(rows) <= 64:
+    differentiated = torch.is_grad_enabled() and rows.requires_grad
+    if rows.is_complex() or differentiated or not 0 < len(rows) <= 64 or is_traced():
         return (rows if centre is None else rows - centre).square().sum(0)
     total = torch.zeros_like(rows[0])
     for row in rows:  # each is read once, and nothing as large as all of them is written
@@ -117,6 +119,7 @@ def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> b
     large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
     forced = forced_algorithm("products")
     fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    fits = fits and not is_traced()  # a graph has no use for many calls, a compiler no lowering for this one
     return fits and (large if forced is None else forced == "single")
 
 

@@ -20,6 +20,7 @@ from packprop.algebra.order import EntryOrder
 from packprop.errors import BadInput
 from packprop.tensors.dry import has_fault, is_dry_run
 from packprop.tensors.precision import accumulation_dtype, result_dtype
+from packprop.tensors.traced import is_traced
 
 Factors = Sequence[Tensor]
 
@@ -74,14 +75,26 @@ def eigenvectors(factor: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(factor)
     size = len(values)
     null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
-    count = size if is_dry_run() else int(null.sum())
-    if count > 1:  # eigenvalues ascend
+    if is_traced():
+        vectors = _settled(vectors, null)
+    elif (count := size if is_dry_run() else int(null.sum())) > 1:  # eigenvalues ascend
         zero = vectors[:, :count]
         weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
         zero.copy_(zero @ torch.linalg.eigh((zero.mT * weights) @ zero)[1])
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     vectors *= torch.where(largest < 0, -1.0, 1.0)
     return vectors
+
+
+def _settled(vectors: Tensor, null: Tensor) -> Tensor:
+    """Eigenvectors with the basis of a null space whose dimension no value may be asked for.
+
+    The others are given eigenvalues of 3, beyond those of the weights, and stay what they are.
+    """
+    weights = torch.linspace(1, 2, len(null), dtype=vectors.dtype, device=vectors.device)
+    within = null[:, None] & null
+    matrix = torch.where(within, (vectors.mT * weights) @ vectors, 0.0) + torch.where(null, 0.0, 3.0).diag()
+    return torch.where(null, vectors @ torch.linalg.eigh(matrix)[1], vectors)
 
 
 def dense(block: Block) -> Tensor:

@@ -38,6 +38,7 @@ from packprop.graph.traversal import has_complex_numbers, made_by
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.traced import is_traced
 from packprop.types import Seed
 
 ASKED = "Curvature averaged over samples (KFRA, HBP) was asked for."
@@ -227,7 +228,8 @@ def _factor(use: ReachedUse, site: Site, place: _Place, matrix: Tensor) -> Tenso
         factor: Tensor = to_cotangent.mT @ matrix @ to_cotangent
         return factor
     last = site.structure_of([units], use.layouts, slice(place.layout.samples - 1, None))
-    if not site.entry.constant or has_fault((rows(structure) != rows(last)).any()):  # samples differ
+    differ = is_traced() or not site.entry.constant  # a graph is for samples that differ, too
+    if differ or has_fault((rows(structure) != rows(last)).any()):
         structure = site.structure_of([units], use.layouts, slice(None))
     jacobian = flat_rows(structure).to(matrix.dtype)
     return _mean_of_products(jacobian, matrix)

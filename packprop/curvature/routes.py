@@ -38,6 +38,7 @@ from packprop.errors import PackpropError
 from packprop.functions.nodes import is_wrong_in_third_order
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.tensors.layout import Layout
+from packprop.tensors.traced import decided
 
 Route = Literal["swept", "output", "parameter"]
 
@@ -89,7 +90,9 @@ def choose_routes(graph: Graph, known_losses: bool, per_sample: bool, create_gra
     routes = Routes(bits=bits_of(graph), masks=dependence(graph))
     all_known = known_losses and not graph.without_loss
     nonlinear = nonlinear_nodes(graph, routes.masks) if all_known else NonlinearNodes(unknown=-1)
-    coupled = not all_known and couples_samples(graph)
+    coupled = not all_known and decided(
+        "whether the Hessian has entries between samples", lambda: couples_samples(graph)
+    )
     if coupled and per_sample:
         raise PackpropError(
             "A diagonal of the Hessian of each sample was asked for.",

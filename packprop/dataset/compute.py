@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.memory.planning import chunk_sizes_over_data
-from packprop.recording.switch import extend, is_extended, record, restore
+from packprop.recording.switch import extended, record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
@@ -84,7 +83,7 @@ def compute(
     )
     chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
     stream = _BatchStream(model, loss, place, MergedResults(chosen))
-    with _extended(model):
+    with extended(model):
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained(), long_work_of(chosen, bar=False):
@@ -123,22 +122,6 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
                 f"another one that is saved as {extension.savefield!r} is there, too",
                 "compute one after the other",
             )
-
-
-@contextlib.contextmanager
-def _extended(model: nn.Module) -> Iterator[None]:
-    """Extend the model, and leave its modules as they were."""
-    extended_before = [module for module in model.modules() if is_extended(module)]
-    others = [module for module in model.modules() if not is_extended(module)]
-    extend(model)
-    try:
-        yield
-    finally:
-        for module in others:
-            restore(module)
-        for module in extended_before:  # restoring a module restores those in it
-            if not is_extended(module):
-                extend(module)
 
 
 class _ChunkSizesByBatch:

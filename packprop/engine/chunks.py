@@ -15,6 +15,7 @@ from packprop.graph.graph import ReachedUse
 from packprop.tensors.device import free_bytes
 from packprop.tensors.dry import is_dry_run, stands_for_all
 from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.traced import is_traced
 
 SCRATCH = 8 * 2**20
 """Bytes of temporary memory for a chunk of samples on a processor: what stays in its caches."""
@@ -91,7 +92,8 @@ def default_chunk_sizes(device: torch.device | None = None) -> ChunkSizes:
     more than a small share of what is free.
     """
     if device is None or device.type in ("cpu", "meta"):
-        return ChunkSizes(SCRATCH, COTANGENTS)
+        # each sweep of a traced pass is as many operations of its graph again
+        return ChunkSizes(SCRATCH, SHARE * COTANGENTS if is_traced() else COTANGENTS)
     free = free_bytes(device)
     if free is None:
         return ChunkSizes(LARGER * SCRATCH, LARGER * COTANGENTS)

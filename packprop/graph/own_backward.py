@@ -18,6 +18,7 @@ from packprop.graph.traversal import made_by
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.reentrant import NAME
 from packprop.tensors.dry import is_dry_run
+from packprop.tensors.traced import is_traced
 
 FACTORS = (1.0, 2.0**10, 2.0**-10)
 """What is fed in is scaled by these: bounds and thresholds show at some of them."""
@@ -36,7 +37,7 @@ def require_linear_backward(asked: str, starts: Iterable[Node | None]) -> None:
     Raises:
         PackpropError: With the name of the function.
     """
-    if is_dry_run():
+    if is_dry_run() or is_traced():
         return
     for node in nodes_above(starts):
         if _is_own(node) and not _is_linear(node):

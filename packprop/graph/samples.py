@@ -35,6 +35,7 @@ from packprop.graph.separation import (
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
+from packprop.tensors.traced import require_untraced
 
 MANY = 256
 """How many kinds of passes are remembered for a module."""
@@ -130,6 +131,7 @@ def locate_samples(graph: Graph) -> None:
         if locations.samples > 1:
             _sweep_once(graph)
     if locations is None:
+        require_untraced("where the samples are")
         with graph.hooks.quiet():
             locations = _find_locations(graph, memory)
     graph.samples = locations.samples
@@ -166,6 +168,7 @@ def require_terms(graph: Graph) -> None:
     memory = _memory_of(graph)
     if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
         return
+    require_untraced("whether the loss is a sum of one term for each sample")
     lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
     if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
         memory.separate_losses.add(graph.signature)

@@ -33,6 +33,7 @@ from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
+from packprop.tensors.traced import decided
 
 
 @dataclass(frozen=True)
@@ -297,12 +298,21 @@ def layouts_at(graph: Graph, places: Sequence[tuple[GradientEdge, torch.Size]]) 
             layouts[place] = usual[0]
     elif stand_ins:
         unknown = replace(graph, uses=list(stand_ins.values()))
-        separation = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
-        if separation.layouts is None:
-            return next(place for place, use in stand_ins.items() if use is separation.mixing)
-        for place, (layout,) in zip(stand_ins, separation.layouts, strict=True):
+        asked = f"where tensors of shapes {[tuple(places[place][1]) for place in stand_ins]} hold the samples"
+        found = decided(asked, lambda: _found_layouts(unknown, graph))
+        if isinstance(found, int):
+            return [*stand_ins][found]
+        for place, (layout,) in zip(stand_ins, found, strict=True):
             layouts[place] = layout
     return [layout for layout in layouts if layout is not None]
+
+
+def _found_layouts(unknown: Graph, graph: Graph) -> list[list[Layout]] | int:
+    """Where the uses of a graph hold the samples of another one, or the number of the first that mixes them."""
+    separation = separate(unknown, model_outputs(graph), graph.source_layouts, graph.samples)
+    if separation.layouts is None:
+        return next(number for number, use in enumerate(unknown.uses) if use is separation.mixing)
+    return separation.layouts
 
 
 def admitted_layouts(use: ReachedUse, index: int, samples: int) -> list[Layout]:

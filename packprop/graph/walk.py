@@ -38,6 +38,9 @@ from packprop.graph.traversal import depth_first, upstream_of
 from packprop.recording.marks import LOSS, MIXES, OUTPUT, REORDERS, TRANSFORMED, USE, RecordedUse, marks_of
 from packprop.recording.reentrant import is_reentrant
 
+SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
+"""Nodes that have another name while a pass is traced."""
+
 
 @dataclass
 class _Trail:
@@ -120,7 +123,7 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             continue
         name, marks = node.name(), marks_of(node)
         trail.places[node] = len(trail.names)
-        trail.names.append(name)
+        trail.names.append(SAME_AS.get(name, name))
         trail.options += options_of(node)
         if is_of_interest(name, marks):
             trail.of_interest.append(node)

@@ -59,8 +59,9 @@ from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_counted
 from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
-from packprop.tensors.random import random_states
+from packprop.tensors.random import random_states, states_if_drawn
 from packprop.tensors.state import version
+from packprop.tensors.traced import is_traced
 
 IN_PLACE_WITHOUT_INPUT = frozenset({"add_", "sub_", "__iadd__", "__isub__"})
 """In-place functions whose derivative does not depend on the first argument, which they overwrite."""
@@ -161,7 +162,7 @@ class Recorder(OwnMode):
         forward.axes += [None] * len(packed)
         inside = {id(tensor) for each in packed for tensor in tensors_in(each)}
         # the forward pass of a checkpoint inside a backward pass frees its graph
-        look = look and graph_is_kept() and not is_dry_run() and torch.is_grad_enabled()
+        look = look and graph_is_kept() and not (is_dry_run() or is_traced()) and torch.is_grad_enabled()
         if look and not is_loss:
             data = [(tensor, axes.get(id(tensor))) for tensor in tensors if id(tensor) not in own | inside]
             self._witnesses.begin(data, declared is not None)
@@ -338,10 +339,9 @@ class Recorder(OwnMode):
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
         draws = func in MAY_DRAW or func not in RULES
-        state = random_states() if draws and not is_dry_run() else None
+        before = ({} if is_traced() else random_states()) if draws and not is_dry_run() else None
         out, evidence = self._witnesses.call_use(func, args, kwargs)
-        if state is not None and all(map(torch.equal, state.values(), random_states().values())):
-            state = None
+        state = states_if_drawn(before, f"whether {name} draws random numbers")
         if out is None:  # an assignment: the graph walk names the parameter that went into it
             self._provenance.from_samples.add(args[0])
             return None

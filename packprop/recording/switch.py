@@ -93,6 +93,22 @@ def restore(module: nn.Module) -> nn.Module:
     return module
 
 
+@contextlib.contextmanager
+def extended(model: nn.Module) -> Iterator[None]:
+    """Extend a model inside, and leave its modules as they were."""
+    extended_before = [module for module in model.modules() if is_extended(module)]
+    others = [module for module in model.modules() if not is_extended(module)]
+    extend(model)
+    try:
+        yield
+    finally:
+        for module in others:
+            restore(module)
+        for module in extended_before:  # restoring a module restores those in it
+            if not is_extended(module):
+                extend(module)
+
+
 def is_extended(module: nn.Module) -> bool:
     """Whether forward passes of this module are recorded."""
     return HANDLES in module.__dict__

@@ -21,9 +21,9 @@ from packprop.graph.search import leaves_above, nodes_above
 from packprop.graph.walk import walk
 from packprop.recording.marks import MIXES, USE, RecordedUse, marks_of
 from packprop.recording.switch import record
+from packprop.recording.unchanged import unchanged
 from packprop.reports.coverage_families import families_of
 from packprop.reports.coverage_values import Consumption, Coverage, ParameterCoverage
-from packprop.reports.unchanged import unchanged
 from packprop.tensors.calling import call
 from packprop.tensors.nesting import tensors_in
 from packprop.types import EXACT

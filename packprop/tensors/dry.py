@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from packprop.tensors.traced import note_fault
+
 _DEVICE: ContextVar[str | None] = ContextVar("packprop_dry_run", default=None)
 
 
@@ -54,8 +56,11 @@ def is_dry_run() -> bool:
 
 
 def has_fault(condition: Tensor) -> bool:
-    """Whether a condition of one entry, which is true for faulty data, holds; never in a dry run."""
-    return not is_dry_run() and bool(condition)
+    """Whether a condition of one entry, which is true for faulty data, holds; never in a dry run.
+
+    Nor in a traced pass: there it is noted, and looked at after each replay.
+    """
+    return not is_dry_run() and not note_fault(condition) and bool(condition)
 
 
 def chunk_starts(count: int, step: int) -> list[int]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.tensors.state import version
+from packprop.tensors.traced import not_traceable
 
 HookDictionary = MutableMapping[int, Any]
 """Hooks by number, as autograd keeps them."""
@@ -41,6 +42,15 @@ def dictionary_of(tensor: Tensor) -> HookDictionary | None:
 def is_hooked(tensor: Tensor) -> bool:
     """Whether something of the user's happens when a gradient arrives at a tensor."""
     return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
+def has_late_hooks(tensor: Tensor) -> bool:
+    """Whether something of the user's happens when the gradient of a tensor has been accumulated.
+
+    ``Tensor._post_accumulate_grad_hooks`` is private, and used here alone: nothing public tells whether there
+    are any.
+    """
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def dictionary_of_node(node: Any) -> HookDictionary:
@@ -82,6 +92,18 @@ class Hooks:
         """Whether there are any but those on leaves, nodes that do something else among them."""
         self._any = bool(self._dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
+
+    def require_none(self) -> None:
+        """Refuse hooks where a pass is traced.
+
+        Raises:
+            NotTraceable: If there are any.
+        """
+        if self._any:
+            raise not_traceable(
+                "a hook on a tensor, a parameter or a module that is called in the backward pass",
+                "a replay calls no Python function, so the hook would not be called again",
+            )
 
     def homes(self) -> set[str]:
         """Names of the Python modules that the hooks are from."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from packprop.tensors.traced import decided, is_traced, not_traceable
+
 RandomStates = dict[torch.device, Tensor]
 """One state for each device; the CPU is always among them."""
 
@@ -21,6 +23,15 @@ def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates
     return states
 
 
+def states_if_drawn(before: RandomStates | None, asked: str) -> RandomStates | None:
+    """The states of before, if numbers have been drawn since; of a traced pass they are empty."""
+    if before is None or not decided(
+        asked, lambda: not all(map(torch.equal, before.values(), random_states().values()))
+    ):
+        return None
+    return before
+
+
 def set_random_states(states: RandomStates) -> None:
     """Put back what ``random_states`` returned."""
     for device, state in states.items():
@@ -32,7 +43,16 @@ def set_random_states(states: RandomStates) -> None:
 
 @contextmanager
 def random_numbers_from(states: RandomStates) -> Iterator[None]:
-    """Inside, random numbers are drawn from ``states``; afterwards it is as if nothing had been drawn."""
+    """Inside, random numbers are drawn from ``states``; afterwards it is as if nothing had been drawn.
+
+    Raises:
+        NotTraceable: In a traced pass, whose replays draw other numbers.
+    """
+    if is_traced():
+        raise not_traceable(
+            "a function that draws random numbers, and has no rule",
+            "it is evaluated again with the numbers that it drew, which a graph cannot draw twice",
+        )
     before = random_states(states)
     try:
         set_random_states(states)

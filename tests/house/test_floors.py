@@ -33,6 +33,7 @@ FLOORS = (
     ("extensions",),
     ("memory",),
     ("context",),
+    ("compiled",),
     ("dataset",),
     ("eager", "examples"),
     ("reports",),
@@ -273,7 +274,7 @@ FAULTS = [
     (
         upward,
         {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 16)",
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 17)",
     ),
     (
         upward,
@@ -291,7 +292,7 @@ FAULTS = [
             "recording/recorder.py": "import importlib\n"
             "importlib.import_module('..reports.cli', 'packprop.recording')\n"
         },
-        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 14)",
+        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 15)",
     ),
     (
         circular,

@@ -1,4 +1,4 @@
-"""A model that is run for a report, and is afterwards as it was."""
+"""A model that is run for once, and is afterwards as it was."""
 
 from __future__ import annotations
 

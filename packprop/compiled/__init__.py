@@ -1,0 +1,1 @@
+"""Compiled steps: a pass with its quantities, traced once and replayed."""

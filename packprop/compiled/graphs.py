@@ -1,0 +1,187 @@
+"""Traced graphs: what can be left out of them, what they hold beside their inputs.
+
+# NOTE [Tidy graphs]
+A pass looks at one tensor in many ways, and computes small things again rather than keep them. In a graph each
+of these is a call. So views that lead back to what they came from are left out, and equal operations on equal
+tensors are one. Where something is written in place, order matters: nothing that shares memory with a tensor
+that is written to is joined, nor anything that shares memory with an output, which belongs to the user.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+_ATEN = torch.ops.aten
+
+IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default})
+"""Operations that change nothing where nothing is differentiated."""
+
+VIEWS = frozenset(
+    {
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.t.default,
+        _ATEN.permute.default,
+        _ATEN.transpose.int,
+        _ATEN.expand.default,
+        _ATEN.squeeze.dim,
+        _ATEN.squeeze.dims,
+        _ATEN.squeeze.default,
+        _ATEN.unsqueeze.default,
+    }
+)
+"""Views that begin where their inputs do."""
+
+
+def tidy(graph: GraphModule) -> GraphModule:
+    """Leave out what has no effect; see NOTE [Tidy graphs]. The graph is run without gradients."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+    _leave_out_views(graph.graph)
+    graph.graph.eliminate_dead_code()
+    _join_equal(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def constants_of(graph: GraphModule) -> Iterator[Tensor]:
+    """The tensors that a graph holds beside its inputs."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(graph)
+            if isinstance(value, Tensor):
+                yield value
+
+
+def operation_of_unknown_size(graph: GraphModule) -> str | None:
+    """The first operation whose outputs have sizes that depend on values."""
+    for node in graph.graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
+            if node.target is _ATEN.index.Tensor and not any(map(_is_mask, node.args[1])):
+                continue
+            return str(node.target)
+    return None
+
+
+def _is_mask(index: Any) -> bool:
+    """Whether an index takes as many entries as it has true ones."""
+    made = index.meta.get("tensor_meta") if isinstance(index, Node) else None
+    return index is not None and (made is None or made.dtype in (torch.bool, torch.uint8))
+
+
+def operations_of(graph: GraphModule) -> int:
+    """How many operations a graph has; taking an entry of a tuple is none."""
+    return sum(node.op == "call_function" and node.target is not operator.getitem for node in graph.graph.nodes)
+
+
+def _leave_out_views(graph: Graph) -> None:
+    """Leave out views of views that are laid out like a tensor before them."""
+    for node in graph.nodes:
+        above = node
+        while above.op == "call_function" and above.target in VIEWS:
+            above = above.args[0]
+            if (laid_out := _layout_of(above)) is not None and laid_out == _layout_of(node):
+                node.replace_all_uses_with(above)
+                break
+
+
+def _layout_of(node: Node) -> tuple[Any, ...] | None:
+    """Shape, strides and precision of what a node made; ``None`` where that is not known."""
+    made = node.meta.get("tensor_meta")
+    return None if made is None else (tuple(made.shape), tuple(made.stride), made.dtype)
+
+
+def _join_equal(graph: Graph) -> None:
+    """Let equal operations be one, where nothing is written in place and nothing is drawn."""
+    memory = _Memory(graph)
+    known: dict[Hashable, Node] = {}
+    for node in graph.nodes:
+        if (
+            node.op != "call_function"
+            or memory.is_bound(node)
+            or any(map(memory.is_bound, node.all_input_nodes))
+        ):
+            continue
+        if node.target is not operator.getitem and not _is_repeatable(node.target):
+            continue
+        key = (node.target, _as_key(node.args), _as_key(node.kwargs))
+        try:
+            first = known.setdefault(key, node)
+        except TypeError:  # an argument that cannot be compared
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+
+
+def _is_repeatable(target: Any) -> bool:
+    """Whether an operation gives the same whenever it is called on the same."""
+    if not isinstance(target, OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _as_key(value: Any) -> Hashable:
+    """Arguments so that equal ones are equal: a number is none of another type."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_as_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _as_key(each)) for name, each in value.items())
+    if isinstance(value, slice):
+        return (slice, value.start, value.stop, value.step)
+    return (type(value), value)
+
+
+class _Memory:
+    """Which nodes of a graph may share memory, and which of it is written to or handed out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._above: dict[Node, Node] = {}
+        bound: list[Node] = []
+        for node in graph.nodes:
+            if node.op == "output":
+                bound += node.all_input_nodes
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
+                self._share(node, node.args[0])
+            elif isinstance(node.target, OpOverload):
+                for argument, given in _arguments_of(node):
+                    if argument.alias_info is not None:
+                        for each in given:
+                            self._share(node, each)
+                        bound += given if argument.alias_info.is_write else []
+            else:
+                bound += [node, *node.all_input_nodes]
+        self._bound = {self._root(node) for node in bound}
+
+    def is_bound(self, node: Node) -> bool:
+        """Whether the memory of a node is written to somewhere, or handed out."""
+        return self._root(node) in self._bound
+
+    def _root(self, node: Node) -> Node:
+        while node in self._above:
+            node = self._above[node]
+        return node
+
+    def _share(self, node: Node, other: Node) -> None:
+        first, second = self._root(node), self._root(other)
+        if first is not second:
+            self._above[first] = second
+
+
+def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
+    """The arguments of an operation as it declares them, each with the nodes that it is given."""
+    assert isinstance(node.target, OpOverload)
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        each = given if isinstance(given, (list, tuple)) else [given]
+        yield argument, [one for one in each if isinstance(one, Node)]

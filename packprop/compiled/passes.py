@@ -1,0 +1,110 @@
+"""An ordinary pass with its quantities: the one that a step stands for, and that a trace is taken of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop.context import backpack
+from packprop.engine.saving import Hook
+from packprop.memory.plan import Plan
+from packprop.recording.switch import extended, record
+from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.types import Extension
+
+ASKED = "A compiled step was called."
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What each call of a step does.
+
+    Args:
+        model: The model.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        extensions: What is computed along.
+        hook: The user's extension hook.
+        memory: The budget, or a plan.
+        loss_scale: What the loss that is meant is multiplied by.
+    """
+
+    model: nn.Module
+    loss: LossFunction | None
+    extensions: tuple[Extension, ...]
+    hook: Hook | None
+    memory: int | str | Plan | None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    def run(self, inputs: Any, targets: Any, hook: Hook | None = None) -> Tensor:
+        """Forward and backward pass; returns the loss, cut from its graph."""
+        with contextlib.ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(extended(module))
+            with record():
+                _, loss = outputs_and_loss(ASKED, self.model, self.loss, inputs, targets)
+            with backpack(*self.extensions, extension_hook=hook, memory=self.memory):
+                loss.backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass leaves behind.
+
+    Args:
+        loss: The loss.
+        gradients: By the number of the parameter.
+        results: By the number of the parameter and the attribute.
+        finished: The modules that the hook was called with, in order.
+    """
+
+    loss: Tensor
+    gradients: dict[int, Tensor]
+    results: dict[tuple[int, str], Any]
+    finished: list[nn.Module]
+
+
+def run_apart(step: Pass, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+    """Run a pass, and leave gradients, results and the user's hook as if it had not been run."""
+    finished: list[nn.Module] = []
+    with _set_aside(step.extensions, parameters):
+        loss = step.run(inputs, targets, finished.append if step.hook is not None else None)
+        gradients = {
+            n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
+        }
+        results = {
+            (number, extension.savefield): vars(tensor)[extension.savefield]
+            for number, tensor in enumerate(parameters)
+            for extension in step.extensions
+            if extension.savefield in vars(tensor)
+        }
+    return Outcome(loss, gradients, results, finished)
+
+
+@contextlib.contextmanager
+def _set_aside(extensions: Sequence[Extension], parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take gradients and results off parameters, and put them back."""
+    fields = [extension.savefield for extension in extensions]
+    before = [
+        (tensor, tensor.grad, {name: vars(tensor).pop(name) for name in fields if name in vars(tensor)})
+        for tensor in parameters
+        if tensor.is_leaf
+    ]
+    for tensor, _, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient, results in before:
+            tensor.grad = gradient
+            for name in fields:
+                vars(tensor).pop(name, None)
+            vars(tensor).update(results)

@@ -1,0 +1,183 @@
+"""A pass as a graph: traced on real tensors, with parameters, buffers and the batch as its inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from packprop.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
+from packprop.compiled.passes import ASKED, Outcome, Pass, run_apart
+from packprop.compiled.state import state_of
+from packprop.errors import PackpropError
+from packprop.recording.unchanged import unchanged
+from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
+from packprop.tensors.traced import Decisions, not_traceable, traced
+
+OWN = str(Path(__file__).resolve().parents[1])
+TORCH = (str(Path(torch.__file__).parent), *(str(Path(each).parent) for each in torch.__path__))
+"""Folders of code that is not the user's."""
+
+HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("context", "recording/recorder", "recording/witnesses"))
+"""Files of modes, which call what the user calls."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the outputs of a graph a tensor stands."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A pass as a graph.
+
+    Args:
+        graph: From parameters, buffers and the tensors of the batch to a tuple of tensors; buffers are written
+            to. The first output says whether values are faulty.
+        template: What the pass leaves behind, with places in the outputs for tensors.
+        seconds: How long it took to trace.
+    """
+
+    graph: GraphModule
+    template: Outcome
+    seconds: float
+
+    @property
+    def operations(self) -> int:
+        """Operations in the graph."""
+        return operations_of(self.graph)
+
+    def outcome(self, outputs: Sequence[Tensor]) -> Outcome:
+        """What the pass leaves behind, given the outputs of the graph."""
+
+        def filled(value: Any) -> Any:
+            return map_instances(Place, lambda place: outputs[place.number], value)
+
+        made = self.template
+        return Outcome(filled(made.loss), filled(made.gradients), filled(made.results), made.finished)
+
+
+def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced:
+    """Trace a pass; the model is afterwards what it was, and no random number has been drawn.
+
+    Args:
+        step: The pass.
+        inputs: What the model is called on.
+        targets: What the loss takes beside the outputs.
+        decisions: What the pass before has decided by values.
+
+    Raises:
+        NotTraceable: If a replay would do something else than the pass.
+        PackpropError: If the model asks for values in Python.
+    """
+    start = time.perf_counter()
+    templates: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        for module in step.modules:
+            stack.enter_context(unchanged(module, ASKED))
+        state = state_of(step.modules, (inputs, targets))
+
+        def run(*_: Tensor) -> tuple[Tensor, ...]:
+            with traced(decisions) as own:
+                outcome = run_apart(step, state.parameters, inputs, targets)
+            outputs = [_fault(own.faults, outcome.loss)]
+            templates.append(_with_places(outcome, outputs))
+            return tuple(outputs)
+
+        graph = _make_graph(run, state.tensors)
+    if any(tensor.requires_grad for tensor in constants_of(graph)):
+        raise not_traceable(
+            "a tensor that requires gradients and belongs neither to the model nor to the loss module",
+            "a graph takes parameters as inputs, and finds them in these modules",
+        )
+    if (sizes := operation_of_unknown_size(graph)) is not None:
+        raise not_traceable(sizes, "the size of what it returns depends on values, and a graph has one size")
+    return Traced(tidy(graph), templates[0], time.perf_counter() - start)
+
+
+def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Whether one of some conditions holds."""
+    if not conditions:
+        return torch.zeros((), dtype=torch.bool, device=like.device)
+    flat = [condition.reshape(()).to(like.device) for condition in conditions]
+    return flat[0] if len(flat) == 1 else torch.stack(flat).any()
+
+
+def _with_places(outcome: Outcome, outputs: list[Tensor]) -> Outcome:
+    """Put the tensors of an outcome to the outputs, and places where they were."""
+    results = [*tensors_in([*outcome.results.values()])]
+    taken = {tensor.untyped_storage().data_ptr() for tensor in results}
+
+    def place(tensor: Tensor) -> Place:
+        outputs.append(tensor)
+        return Place(len(outputs) - 1)
+
+    def own(gradient: Tensor) -> Place:  # gradients are added to in place
+        storage = gradient.untyped_storage().data_ptr()
+        shared = storage in taken
+        taken.add(storage)
+        return place(gradient.clone() if shared else gradient)
+
+    loss: Any = place(outcome.loss)
+    gradients: Any = map_tensors(own, outcome.gradients)
+    return Outcome(loss, gradients, map_tensors(place, outcome.results), outcome.finished)
+
+
+def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> GraphModule:
+    """Trace a function of real tensors.
+
+    ``make_fx`` puts a mode of its own in force, which keeps notes that nobody reads here. Beside it packprop
+    would leave functions alone that it looks inside of. It is switched off by an argument with a private name.
+
+    Raises:
+        PackpropError: With the line that asks for a value, if there is one.
+        NotTraceable: If it is packprop's own line, or something else cannot be traced.
+    """
+    torch.clear_autocast_cache()  # copies of weights in low precision would be constants
+    try:
+        graph: GraphModule = make_fx(run, _disable_torch_fn_metadata_mode=True)(*tensors)
+        return graph
+    except PackpropError:
+        raise
+    except Exception as error:
+        line = _innermost(error)
+        asks_for_value = "trying to get value out of a tracing tensor" in str(error)
+        if asks_for_value and line is not None and not line.filename.startswith(OWN):
+            raise PackpropError(
+                ASKED,
+                _said(line),
+                "it asks for a value of a tensor, or decides by one: a graph that is traced once cannot",
+                "write it with tensors (torch.where, masks), or use `with packprop.backpack(...)` around "
+                "loss.backward(), which runs every pass anew",
+            ) from error
+        said = ["a value is asked for"] if asks_for_value else [*str(error).strip().splitlines(), ""]
+        why = f"PyTorch could not trace it: {type(error).__name__}: {said[0]}"
+        raise not_traceable(_said(line), why) from error
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _innermost(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line that is not PyTorch's, nor where packprop hands a call of the user's on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith((*TORCH, "<")) and not _hands_on(each)]
+    return own[-1] if own else None
+
+
+def _hands_on(frame: traceback.FrameSummary) -> bool:
+    return frame.filename in HANDING_ON
+
+
+def _said(frame: traceback.FrameSummary | None) -> str:
+    return "the pass" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,0 +1,127 @@
+"""A pass that is taken down as a graph, to be replayed on other values: what it may not ask of values.
+
+# NOTE [Traced passes]
+A traced pass runs on real tensors, but the graph that is made of it is replayed on others. So no value may
+decide what is done. Decisions that passes make by values are taken over from the pass before, which made them
+in the same order (``decided``); it ran on a batch of the same kind. Conditions that faulty data fulfil become
+outputs of the graph (``note_fault``). Whatever would be wrong in a replay is refused (``NotTraceable``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from packprop.errors import PackpropError
+
+Value = TypeVar("Value")
+
+Decisions = list[tuple[Hashable, Any]]
+"""What passes decide by values: what was asked, and the answer."""
+
+
+class NotTraceable(PackpropError):
+    """A pass does something that a replay of its graph would do wrongly."""
+
+
+def not_traceable(where: str, why: str) -> NotTraceable:
+    """The error for a pass that does something that cannot be replayed."""
+    return NotTraceable(
+        "A compiled step was asked for.",
+        where,
+        why,
+        "use `with packprop.backpack(...)` around loss.backward(), which runs every pass anew",
+    )
+
+
+@dataclass
+class Trace:
+    """A pass while it is traced.
+
+    Args:
+        decisions: What the pass before has decided by values.
+        faults: Conditions of one entry that hold for faulty data.
+    """
+
+    decisions: Decisions
+    faults: list[Tensor] = field(default_factory=list)
+    taken: int = 0
+
+
+_TRACE: ContextVar[Trace | None] = ContextVar("packprop_trace", default=None)
+_NOTED: ContextVar[Decisions | None] = ContextVar("packprop_decisions", default=None)
+
+
+@contextlib.contextmanager
+def traced(decisions: Decisions) -> Iterator[Trace]:
+    """Inside, a pass is traced; decisions are taken over."""
+    trace = Trace(decisions)
+    token = _TRACE.set(trace)
+    try:
+        yield trace
+    finally:
+        _TRACE.reset(token)
+
+
+@contextlib.contextmanager
+def noting_decisions() -> Iterator[Decisions]:
+    """Inside, it is noted what passes decide by values."""
+    noted: Decisions = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether the pass that is running is traced."""
+    return _TRACE.get() is not None
+
+
+def require_untraced(asked: str) -> None:
+    """Refuse to decide by values in a traced pass.
+
+    Raises:
+        NotTraceable: If the pass is traced.
+    """
+    if is_traced():
+        raise not_traceable(
+            asked,
+            "it is looked at in every pass, because values decide on it: rows that data reorder, values that "
+            "keep samples apart which others would mix, or losses and shapes that are new in each pass",
+        )
+
+
+def note_fault(condition: Tensor) -> bool:
+    """Whether a pass is traced: then a condition of one entry, true for faulty data, is kept for replays."""
+    trace = _TRACE.get()
+    if trace is not None:
+        trace.faults.append(condition)
+    return trace is not None
+
+
+def decided(asked: Hashable, decide: Callable[[], Value]) -> Value:
+    """What values decide: asked of them, or taken over from the pass before where this one is traced.
+
+    Raises:
+        NotTraceable: If the pass before decided something else at this point.
+    """
+    trace = _TRACE.get()
+    if trace is None:
+        answer = decide()
+        noted = _NOTED.get()
+        if noted is not None:
+            noted.append((asked, answer))
+        return answer
+    known = trace.decisions[trace.taken] if trace.taken < len(trace.decisions) else None
+    trace.taken += 1
+    if known is None or known[0] != asked:
+        raise not_traceable(str(asked), "values decide on it, and the pass before did not come to it")
+    taken_over: Value = known[1]
+    return taken_over

@@ -1,0 +1,108 @@
+"""Graphs through compilers: PyTorch's, one that fails, one that is wrong, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from packprop import extensions
+from packprop.compiled import compiler
+from packprop.compiled import step as steps
+from packprop.errors import PackpropWarning
+from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
+
+LOSS = nn.CrossEntropyLoss()
+ASKED = (extensions.BatchL2Grad(), extensions.DiagGGNExact())
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiler._Said, "warning", False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_graph_does_what_a_pass_does(backend: str) -> None:
+    model = network()
+    step = compiled(model, *ASKED, backend=backend)
+    settle(step)
+    for _ in range(2):
+        check_call(step, model, LOSS, *batch(), *ASKED)
+    assert replays(step) == 2
+    assert f"compiled in {step._kinds[next(iter(step._kinds))].runner.seconds:.2g} s by {backend!r}" in str(
+        step
+    )
+
+
+def test_draws_are_those_of_a_pass() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    step = compiled(model, extensions.DiagGGNMC(), backend="aot_eager")
+    settle(step)
+    check_call(step, model, LOSS, *batch(), extensions.DiagGGNMC())
+    assert replays(step) == 1
+
+
+def test_a_compiler_that_fails() -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler on this machine")
+
+    model = network()
+    step = compiled(model, *ASKED, backend=failing)
+    with pytest.warns(PackpropWarning, match="no compiler on this machine"):
+        settle(step)
+    quietly(step, *batch())
+    check_call(step, model, LOSS, *batch(), *ASKED)
+    assert replays(step) == 2
+
+
+def test_a_compiler_that_is_wrong() -> None:
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [out + 1 if out.is_floating_point() else out for out in graph(*given)]
+
+    model = network()
+    step = compiled(model, *ASKED, backend=wrong)
+    with pytest.warns(PackpropWarning, match="does not do what the graph says"):
+        settle(step)
+    step(*batch())
+    check_call(step, model, LOSS, *batch(), *ASKED)
+    assert replays(step) == 1
+
+
+def test_other_kinds_are_compiled_when_they_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "WORTH", 2)
+    compilations = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        compilations.append(len(inputs))
+        return graph
+
+    model = network()
+    step = compiled(model, *ASKED, backend=counting)
+    for size, expected in [(5, [1] * 3), (2, [1, 1, 1, 1, 1, 2, 2])]:
+        settled = []
+        for _ in range(len(expected)):
+            check_call(step, model, LOSS, *batch(size), *ASKED)
+            settled.append(len(compilations))
+        assert settled[2:] == expected[2:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graphs() -> None:
+    model = network().cuda()
+    step = compiled(model, *ASKED, backend="inductor", mode="reduce-overhead")
+    x, y = (each.cuda() for each in batch())
+    for _ in range(3):
+        step(x, y)
+    kept = []
+    for _ in range(4):
+        check_call(step, model, LOSS, torch.randn_like(x), y, *ASKED)
+        kept.append((model[0].weight.diag_ggn_exact, model[0].weight.diag_ggn_exact.clone()))
+    for held, value in kept:  # results are not overwritten by the next replay
+        assert torch.equal(held, value)
+    assert replays(step) == 4

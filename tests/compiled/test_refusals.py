@@ -1,0 +1,235 @@
+"""What compiled steps refuse, and what they leave to ordinary passes, with the reason."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import packprop
+from packprop import extensions
+from packprop.compiled import step as steps
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
+
+LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((nn.Linear, LOSS), "class Linear"),
+        ((F.relu, LOSS), "model of type"),
+        ((network(), 3), "loss of type int"),
+        ((network(), nn.CrossEntropyLoss), "loss of type type"),
+        ((network(), LOSS, extensions.BatchGrad), "it is a class"),
+        ((network(), LOSS, extensions.HMP()), "hold the graph"),
+    ],
+)
+def test_bad_arguments(given: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        packprop.compile(*given)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(BadInput, match="extension_hook"):
+        packprop.compile(network(), LOSS, extension_hook=3)
+    with pytest.raises(BadInput):
+        packprop.compile(network(), LOSS, memory="much")
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients(without: Callable[[], Any]) -> None:
+    step = compiled(network())
+    settle(step)
+    with without(), pytest.raises(BadInput, match="no_grad"):
+        step(*batch())
+
+
+def test_a_batch_on_another_device() -> None:
+    step = compiled(network(), extensions.BatchGrad())
+    settle(step)
+    x, y = batch()
+    with pytest.raises(BadInput, match="a batch on meta"):
+        step(x.to("meta"), y.to("meta"))
+    quietly(step, x, y)
+
+
+class Branching(nn.Module):
+    """A model that decides by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        if out.sum() > 1e6:  # here
+            out = 2 * out
+        return out
+
+
+def test_control_flow_by_values_is_named() -> None:
+    model = Branching()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    step = compiled(model, extensions.BatchGrad())
+    step(*batch())
+    state = torch.get_rng_state()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    given = batch()
+    with pytest.raises(PackpropError, match=r"if out\.sum") as raised:
+        step(*given)
+    assert "test_refusals.py" in raised.value.where
+    assert "backpack" in raised.value.instead
+    after = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert after == before
+    assert not torch.equal(torch.get_rng_state(), state)  # the batch was drawn
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert len(gradients) == 4
+
+
+def test_what_an_ordinary_pass_refuses() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    extended = packprop.extend(copy.deepcopy(model))
+    x, y = batch()
+    with packprop.record():
+        loss = LOSS(extended(x), y)
+    with pytest.raises(PackpropError) as eager, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    step = compiled(model, extensions.BatchGrad())
+    for _ in range(3):
+        with pytest.raises(PackpropError) as own:
+            step(x, y)
+        assert str(own.value) == str(eager.value)
+    assert not any(vars(module).get("_forward_pre_hooks") for module in model.modules())
+
+
+class Lottery(nn.Module):
+    """Draws from a generator that PyTorch does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + random.random())
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Remembering(nn.Module):
+    """Keeps what it has computed."""
+
+    last: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        return x
+
+
+class Masked(nn.Module):
+    """Takes as many entries as there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nonzero(x.detach() > 9).sum() * 0
+
+
+class Rechecked(nn.Module):
+    """Dropout that a checkpoint draws again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Lottery, "a replay does not do what the pass does"),
+        (Counting, "calls"),
+        (Remembering, "last"),
+        (Masked, "nonzero"),
+        (Rechecked, "random|loss|gradient|replay"),
+    ],
+)
+def test_what_a_graph_would_do_wrongly_is_left_to_passes(layer: type[nn.Module], words: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), layer(), nn.Linear(3, 3)).double()
+    step = compiled(model, extensions.BatchL2Grad())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(*batch())
+    (warning,) = [str(each.message) for each in said if issubclass(each.category, PackpropWarning)]
+    assert re.search(words, warning)
+    assert replays(step) == 0
+    quietly(step, *batch())
+
+
+def test_kinds_are_traced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MOST", 2)
+    model = network()
+    step = compiled(model, extensions.BatchL2Grad())
+    for size in (2, 3):
+        for _ in range(4):
+            quietly(step, *batch(size))
+    with pytest.warns(PackpropWarning, match=r"another: tensor 0 of the batch: \[3, 3\] before, \[4, 3\] now"):
+        step(*batch(4))
+    for _ in range(4):
+        check_call(step, model, LOSS, *batch(4), extensions.BatchL2Grad())
+    assert replays(step) == 2
+    quietly(step, *batch(2))
+    assert replays(step) == 3
+
+
+def test_calls_that_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "SEEN", 4)
+    step = compiled(network(), extensions.BatchL2Grad())
+    for size in range(2, 6):
+        step(*batch(size))
+    with pytest.warns(PackpropWarning, match="tensor 0 of the batch"):
+        step(*batch(6))
+    quietly(step, *batch(7))
+    assert len(step._kinds) <= 4
+
+
+def test_an_input_that_requires_gradients() -> None:
+    model = network()
+    step = compiled(model, extensions.BatchL2Grad())
+    x, y = batch()
+    x.requires_grad_()
+    with pytest.warns(PackpropWarning, match="requires gradients"):
+        step(x, y)
+    assert x.grad is not None
+
+
+def test_a_parameter_that_is_nobodys() -> None:
+    outside = nn.Parameter(torch.ones(3).double())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * outside, target)
+
+    step = compiled(network(), extensions.BatchL2Grad(), loss=loss)
+    step(*batch())
+    with pytest.warns(PackpropWarning, match="belongs neither"):
+        step(*batch())
+    outside.grad = None
+    step(*batch())
+    assert outside.grad is not None

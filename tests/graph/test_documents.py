@@ -192,6 +192,7 @@ def test_further_extensions() -> None:
         extensions.BatchGrad(per="token"),
         extensions.BatchDiagGGNExact(per="token"),
         extensions.BatchJacobian(),
+        extensions.SqrtGGNExact(),
         extensions.BatchGrad(subsampling=[4, 1]),
     ]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

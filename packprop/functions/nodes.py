@@ -6,7 +6,6 @@ elementwise, which costs time but is always right.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -146,14 +145,6 @@ def name_of_node(node: Node) -> str:
             return "HandedOn"
         return f"own {node.name()}"
     return re.sub(r"Backward\d+$", "", node.name())
-
-
-def has_kinks(node: Node) -> bool:
-    """Whether a node is linear by parts: also the deviation of two numbers, which is their distance."""
-    name = name_of_node(node)
-    if name in ("LinalgVectorNorm", "Norm"):
-        return math.isinf(getattr(node, "_saved_ord", None) or getattr(node, "_saved_p", None) or 0.0)
-    return name in PIECEWISE or name in ("Std", "StdMean")
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:

@@ -7,6 +7,7 @@ that is in no table may take anything.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -106,6 +107,14 @@ EXPONENTS = frozenset({"_saved_exponent", "_saved_ord", "_saved_p"})
 def is_linear(node: Node, dependent: Sequence[int]) -> bool:
     """Whether a node is linear in those of its inputs that vary, together and everywhere."""
     return kind_of(node, dependent) == "linear" and name_of_node(node) not in PIECEWISE
+
+
+def has_kinks(node: Node) -> bool:
+    """Whether a node is linear by parts: also the deviation of two numbers, which is their distance."""
+    name = name_of_node(node)
+    if name in ("LinalgVectorNorm", "Norm"):
+        return any(isinstance(option, float) and math.isinf(option) for option in options_of(node))
+    return name in PIECEWISE or name in ("Std", "StdMean")
 
 
 def options_of(node: Node) -> Sequence[Any]:

@@ -28,8 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from packprop.errors import PackpropError
 from packprop.functions.losses import LOSSES
 from packprop.functions.losses.description import without_classes
-from packprop.functions.nodes import has_kinks
-from packprop.functions.operands import is_linear
+from packprop.functions.operands import has_kinks, is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
 from packprop.graph.joining import entries_join

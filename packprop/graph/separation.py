@@ -200,7 +200,11 @@ def _add_layouts_of_rows(
     found = layouts_of_rows(places, sweeps, samples, largest, tolerance, documents) if places else {}
     for (use, index, *_), layout in found.items():
         assert layout.rows is not None
-        in_order = bool((layout.rows.sample_of.diff() >= 0).all())
+        own = layout.rows.sample_of
+        places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
+        if any(torch.equal(own, each) for each in places_of):
+            continue  # it is among them already, and changed inputs may speak against it
+        in_order = bool((own.diff() >= 0).all())
         if use.recorded.reordered or documents is not None or in_order:
             fitting[use][index].append(layout)
     return {place.use for place in found}

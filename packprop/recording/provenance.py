@@ -124,6 +124,8 @@ class Provenance:
         made = next(tensors_in(out), None)
         if axes is None or made is None:
             return True
+        if axes == {made.dim() - 1} and made.dim() > 1:  # features, or positions
+            return False
         extents = {extent for size in self.sizes for extent in size[:2] if extent > 1}
         taken, last = args[0].shape, max(axes, default=0)  # lists of rows stand for one axis, or for several
         rows = [*taken[min(axes, default=0) : last + 1], *(made.shape[axis] for axis in axes)] if axes else []

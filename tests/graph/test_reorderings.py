@@ -116,3 +116,46 @@ def test_a_reordering_above_a_checkpoint_with_parameters(reentrant: bool) -> Non
 
     found = go(lambda module, h: checkpoint(module, h, use_reentrant=reentrant))
     torch.testing.assert_close(found, go(lambda module, h: module(h)))
+
+
+def test_features_in_another_order_are_no_rows_in_another_order() -> None:
+    """Behind a gather of features samples must be in order, as elsewhere: here they are reversed."""
+    model = double(
+        Apply(
+            lambda m, x: m.head(
+                m.first(x.gather(-1, torch.arange(3).flip(0).expand_as(x)) + x).index_select(
+                    0, torch.tensor([1, 0])
+                )
+            ),
+            first=nn.Linear(3, 4),
+            head=nn.Linear(4, 2),
+        )
+    )
+    with pytest.raises(PackpropError, match="samples are mixed"):
+        check(model, torch.randn(2, 2, 3).double())
+
+
+def test_positions_first_behind_features_in_another_order() -> None:
+    """Twelve rows of the loss are six positions of two samples, and not two groups of six rows."""
+    torch.manual_seed(0)
+    model = packprop.extend(nn.Sequential(nn.Linear(2, 2)).double())
+    x, y = torch.randn(2, 2, 3, 2).double(), torch.randn(6, 2, 2).double()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(2).transpose(1, 2)
+            out: Tensor = self.layer(x.gather(-1, torch.arange(2).roll(1).expand_as(x)))
+            return out.transpose(0, 1).flatten(0, 1)
+
+    whole = packprop.extend(Model())
+    with packprop.backpack(extensions.BatchGrad()):
+        packprop.extend(nn.MSELoss())(whole(x), y.flatten(0, 1)).backward()
+    weight = model[0].weight
+    for n in range(2):
+        with packprop.disable():
+            share = (whole(x)[n::2] - y[:, n]).square().sum() / 24
+        torch.testing.assert_close(weight.grad_batch[n], torch.autograd.grad(share, weight)[0])

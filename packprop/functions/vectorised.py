@@ -109,7 +109,8 @@ def gradients_of_copies(
     given = copied.by_sample(axis, samples)
     if not given or len(chosen) < 2:
         return None
-    places = None if len(chosen) == samples else torch.tensor(chosen, device=weight.device)
+    whole = list(chosen) == list(range(samples))
+    places = None if whole else torch.tensor(chosen, device=weight.device)
 
     def of_chosen(tensor: Tensor, axis: int = axis) -> Tensor:
         return tensor if places is None else tensor.index_select(axis, places)

@@ -58,7 +58,9 @@ def pulled_back(
     return gradients_of_copies(copied, [out], [cotangent], [Layout(0, SAMPLES)], chosen), expected
 
 
-@pytest.mark.parametrize("chosen", [range(SAMPLES), [1, 2, 4]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "chosen", [range(SAMPLES), [1, 2, 4], [4, 0, 3, 1, 2]], ids=["all", "some", "any order"]
+)
 @pytest.mark.parametrize("name", TAKEN)
 def test_gradients_of_single_samples(name: str, chosen: Sequence[int]) -> None:
     function, shape = TAKEN[name]

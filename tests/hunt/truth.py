@@ -8,6 +8,7 @@ differences show.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import warnings
 from dataclasses import dataclass, replace
@@ -286,7 +287,8 @@ def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
 
 def _inputs_mix(program: Program, made: Instance) -> bool:
     """Whether a program mixes the leading axis of its inputs before any parameter comes in."""
-    lines = program.text.split("        h = x\n")[-1].split("self.")[0].rpartition("\n")[0]
+    alone = program.text.split("        h = x\n")[-1].split("self.")[0].splitlines()[:-1]
+    lines = "\n".join(itertools.takewhile(lambda line: not line.endswith(":"), alone))  # no part of a loop
 
     def prepared(x: Tensor) -> Tensor:
         space = {"torch": torch, "F": F, "n": made.reading.samples, "h": x}

@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.hunt.examining import examine, start
 from tests.hunt.outcomes import BAD, Outcome, hunt
 
 
@@ -34,13 +33,13 @@ def main() -> int:
     end = time.monotonic() + chosen.seconds
     report = Report()
     if chosen.jobs == 1:
-        _start()
+        start()
         for seed in seeds:
             if time.monotonic() > end:
                 break
             report.add(*examine(seed))
     else:
-        with multiprocessing.get_context("spawn").Pool(chosen.jobs, _start) as pool:
+        with multiprocessing.get_context("spawn").Pool(chosen.jobs, start) as pool:
             for seed, text, tags, outcomes in pool.imap_unordered(examine, seeds, chunksize=8):
                 report.add(seed, text, tags, outcomes)
                 if time.monotonic() > end:
@@ -50,16 +49,6 @@ def main() -> int:
     report.print()
     print(f"written to {chosen.report}")
     return 1 if report.failures else 0
-
-
-def _start() -> None:
-    torch.set_num_threads(1)
-
-
-def examine(seed: int) -> tuple[int, str, tuple[str, ...], list[Outcome]]:
-    """What travels between processes about one program."""
-    program, outcomes = hunt(seed)
-    return seed, program.text, program.tags, outcomes
 
 
 def _one(seed: int) -> int:

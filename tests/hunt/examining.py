@@ -1,0 +1,18 @@
+"""What is done with one program, in whichever process."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.hunt.outcomes import Outcome, hunt
+
+
+def start() -> None:
+    """Begin a process: one thread."""
+    torch.set_num_threads(1)
+
+
+def examine(seed: int) -> tuple[int, str, tuple[str, ...], list[Outcome]]:
+    """What travels between processes about one program."""
+    program, outcomes = hunt(seed)
+    return seed, program.text, program.tags, outcomes

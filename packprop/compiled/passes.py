@@ -29,7 +29,6 @@ class Pass:
         extensions: What is computed along.
         hook: The user's extension hook.
         memory: The budget, or a plan.
-        loss_scale: What the loss that is meant is multiplied by.
     """
 
     model: nn.Module

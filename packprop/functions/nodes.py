@@ -6,6 +6,7 @@ elementwise, which costs time but is always right.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -144,7 +145,13 @@ def name_of_node(node: Node) -> str:
         if is_identity(node):
             return "HandedOn"
         return f"own {node.name()}"
-    return re.sub(r"Backward\d+$", "", node.name())
+    return short_name(node.name())
+
+
+@functools.lru_cache(maxsize=4096)
+def short_name(name: str) -> str:
+    """The name of a node of PyTorch's own without what they all end in."""
+    return re.sub(r"Backward\d+$", "", name)
 
 
 def kind_of(node: Node, dependent: Sequence[int], complex_numbers: bool = False) -> Kind:

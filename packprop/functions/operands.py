@@ -60,13 +60,14 @@ WITH_SUMMAND = names_of_nodes("Addmm Addbmm Baddbmm Addmv Addr")
 """Products to which something is added that they do not save."""
 
 
-INDEXED = names_of_nodes(
-    """
-    Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd
-    SelectScatter SliceScatter
-    """
+BY_DATA = names_of_nodes(
+    "Index IndexSelect Gather Take TakeAlongDim MaskedSelect Embedding EmbeddingBag IndexAdd Scatter ScatterAdd"
 )
-"""Functions that take indices."""
+"""Functions that take rows as indices or masks say."""
+
+
+INDEXED = BY_DATA | names_of_nodes("SelectScatter SliceScatter")
+"""Functions that take indices, or numbers in place of them."""
 
 
 VECTORS = names_of_nodes("Mv Dot")

@@ -24,7 +24,6 @@ from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.repeated import Products, one_by_one
-from packprop.tensors.traced import decided
 
 Made = tuple[list[Tensor], Tensor]
 """Outputs of all samples, and gradients of their copies ``[v, n, *p]``."""
@@ -136,7 +135,7 @@ def gradients_of_copies(
     pairs = [(made, of_chosen(output)) for made, (_, output, _, _) in zip(again, reached, strict=True)]
     far = [_is_far(made, output, output.detach().abs().amax()) for made, output in pairs]
     far.append(_is_far(rows.sum(1), total, rows.abs().sum(1).amax()))
-    if decided("whether gradients of copies are right", lambda: has_fault(torch.stack(far).any())):
+    if has_fault(torch.stack(far).any()):
         _remember(key, ())
         return None
     return rows
@@ -155,7 +154,7 @@ def _key_of(copied: Copied, axis: int) -> Any:
 
 
 def _remember(key: Any, ways: tuple[Callable[..., Made], ...]) -> None:
-    if len(_KNOWN) == MANY:
+    if len(_KNOWN) == MANY and key not in _KNOWN:
         _KNOWN.clear()
     _KNOWN[key] = ways
 
@@ -164,7 +163,7 @@ def _tried(make: Callable[..., Made], *given: Any) -> Made | None:
     """What is made, or nothing: ``vmap`` may not know the function, the function may not take one sample."""
     try:
         return make(*given)
-    except Exception:
+    except Exception:  # of any kind: it is the user's function, on arguments that it may not be made for
         return None
 
 

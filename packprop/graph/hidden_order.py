@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
-from packprop.functions.nodes import names_of_nodes
+from packprop.functions.nodes import names_of_nodes, short_name
+from packprop.functions.operands import BY_DATA
 
-INDEXED = names_of_nodes(
+UNSEEN = BY_DATA | names_of_nodes(
     """
-    Index IndexSelect IndexPut IndexPutImpl IndexAdd IndexCopy IndexFill IndexReduce Gather Take TakeAlongDim
-    Put Embedding EmbeddingBag MaskedSelect MaskedScatter Scatter ScatterAdd ScatterReduce SegmentReduce
+    IndexPut IndexPutImpl IndexCopy IndexFill IndexReduce Put MaskedScatter ScatterReduce SegmentReduce
     RepeatInterleave MaxUnpool2D MaxUnpool3D Sort Topk SparseAddmm SparseMm SparseSampledAddmm
     SparseMmReduceImpl
     """
@@ -35,18 +34,13 @@ PRODUCTS = {
 
 def hides_order(node: Node) -> bool:
     """Whether data that are not looked at say which rows meet in a node that carries no mark."""
-    name = _short_name(node.name())
+    name = short_name(node.name())
     if name in PRODUCTS:
         has_constants = any(above is None for above, _ in node.next_functions)
         return has_constants and any(_is_sparse(getattr(node, each, None)) for each in PRODUCTS[name])
     if isinstance(node, BackwardCFunction):
         return any(_may_be_indices(value) for value in _kept_by(node))
-    return name in INDEXED
-
-
-@functools.lru_cache(maxsize=4096)
-def _short_name(name: str) -> str:
-    return name.rstrip("0123456789").removesuffix("Backward")
+    return name in UNSEEN
 
 
 def own_options(node: Node) -> Any:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import packprop
 from packprop import extensions
-from tests.references.low_precision import NEAR, SIZE, problem
+from tests.references.low_precision import NEAR, SIZE, observed, problem
 from tests.references.oracle import Problem
 from tests.references.running import as_tensors, assert_all_near, assert_near, generator, results
 
@@ -36,15 +35,10 @@ def under_loss(name: str, dtype: torch.dtype, held: torch.dtype, mixed: bool) ->
     """The values of GGN extensions under one of these losses."""
     found, (make, target_of) = problem("linear", dtype, held), LOSSES[name]
     torch.manual_seed(2)
-    targets, loss = target_of(torch.randn(SIZE, 3).to(held).to(dtype)), packprop.extend(make())
-    packprop.extend(found.model)
-    with torch.autocast("cpu", dtype=held, enabled=mixed):
-        value = loss(found.model(found.inputs), targets)
-    source = generator()
+    targets, source = target_of(torch.randn(SIZE, 3).to(held).to(dtype)), generator()
     drawn = (make(2, generator=source) for make in (extensions.SqrtGGNMC, extensions.DiagGGNMC))
-    with packprop.backpack(extensions.DiagGGNExact(), extensions.KFLR(), *drawn):
-        value.backward()
-    return found
+    asked = (extensions.DiagGGNExact(), extensions.KFLR(), *drawn)
+    return observed(found, make(), targets, asked, held, mixed)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])

@@ -14,7 +14,7 @@ from packprop import extensions, operators
 from packprop.algebra import kronecker
 from packprop.compat.nothing import value_of_nothing
 from packprop.tensors.nesting import tensors_in
-from tests.references.low_precision import MODELS, NEAR, problem
+from tests.references.low_precision import MODELS, NEAR, observed, problem
 from tests.references.oracle import Oracle, Problem
 from tests.references.running import (
     HESSIANS,
@@ -91,13 +91,7 @@ def test_parameters_in_single_precision_under_autocast(dtype: torch.dtype, name:
 def values_of(name: str, model: str, dtype: torch.dtype, held: torch.dtype, mixed: bool) -> Problem:
     """The values of one extension that is not in the table of references."""
     found = problem(model, dtype, held)
-    packprop.extend(found.model)
-    packprop.extend(found.loss)
-    with torch.autocast("cpu", dtype=held, enabled=mixed):
-        loss = found.total()
-    with packprop.backpack(OTHERS[name]()):
-        loss.backward()
-    return found
+    return observed(found, found.loss, found.targets, [OTHERS[name]()], held, mixed)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])

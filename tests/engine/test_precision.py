@@ -50,16 +50,7 @@ def problem(dtype: torch.dtype, held: torch.dtype, reduction: str = "mean", size
     targets = torch.randint(3, (size,))
     loss = nn.CrossEntropyLoss(reduction=reduction)
     divisor = size if reduction == "mean" else 1
-    return Problem(
-        model,
-        loss,
-        inputs,
-        targets,
-        size,
-        total=lambda: loss(model(inputs), targets),
-        output=lambda n: model(inputs[n : n + 1]),
-        term=lambda f, n: loss(f, targets[n : n + 1]) / divisor,
-    )
+    return Problem.of_batch(model, loss, inputs, targets, divisor)
 
 
 def compare(found: Problem, oracle: Oracle, tolerance: float) -> None:

@@ -154,17 +154,6 @@ def test_the_eigenvectors_of_a_large_factor_are_unit_vectors(make: Any, approxim
     assert vectors == (4 if make is Words else 6)
 
 
-@pytest.mark.usefixtures("small")
-def test_what_has_no_eigenvectors_is_skipped() -> None:
-    with pytest.warns(PackpropWarning, match="no ekfac for") as caught:
-        found = blocks(ekfac(otherwise="skip"))
-    (warning,) = caught
-    for name in ("positions", "head.weight", "head.bias"):
-        assert found[name] is None
-        assert repr(name) in str(warning.message)
-    assert all(found[name] is not None for name in ("hidden.weight", "hidden.bias", "words.weight"))
-
-
 def test_the_inputs_of_a_table_have_no_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """One-hot inputs: the diagonal is the whole factor, so that nothing needs to be allowed."""
     for extension in (kflr(), extensions.EKFAC(fisher="exact")):
@@ -188,9 +177,10 @@ def test_the_inputs_of_a_table_have_no_other_entries(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_skipped_is_named_once() -> None:
-    with pytest.warns(PackpropWarning, match="no kflr for") as caught:
-        found = blocks(kflr(otherwise="skip"))
+@pytest.mark.parametrize(("make", "value"), [(kflr, "kflr"), (ekfac, "ekfac")], ids=["factors", "eigenvectors"])
+def test_what_is_skipped_is_named_once(make: Any, value: str) -> None:
+    with pytest.warns(PackpropWarning, match=f"no {value} for") as caught:
+        found = blocks(make(otherwise="skip"))
     (warning,) = caught
     for name in ("positions", "head.weight", "head.bias"):
         assert found[name] is None

@@ -72,7 +72,7 @@ def data(samples: int = SAMPLES, positions: int = TOKENS) -> tuple[Tensor, Tenso
 
 def built(*args: object, **options: object) -> Chunked:
     torch.manual_seed(1)
-    return Chunked(*args, **options).double()  # type: ignore[arg-type]
+    return Chunked(*args, **options).double()
 
 
 def found(model: nn.Module, asked: packprop.extensions.Extension, *batch: Tensor) -> dict[str, list[Tensor]]:
@@ -177,7 +177,7 @@ def test_samples_that_are_mixed_are_refused() -> None:
     """Rows of one sample behind another one's are no rows of samples in turn."""
     model = built("tokens", 5)
     forward = model.body.forward
-    model.body.forward = lambda x: forward(x + x.roll(1, 0))  # type: ignore[method-assign]
+    model.body.forward = lambda x: forward(x + x.roll(1, 0))
     with pytest.raises(PackpropError, match="mixed"):
         found(model, extensions.BatchGrad(), *data())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import packprop
+from packprop.types import Extension
 from tests.references.oracle import Problem
 
 # Over the largest entry of a tensor: activations, their cotangents and, in squares, both of two factors were
@@ -63,13 +65,17 @@ def problem(name: str, dtype: torch.dtype, held: torch.dtype) -> Problem:
     inputs = batch()
     inputs = inputs.to(held).to(dtype) if inputs.is_floating_point() else inputs
     targets, loss = torch.randint(3, (SIZE,)), nn.CrossEntropyLoss()
-    return Problem(
-        model,
-        loss,
-        inputs,
-        targets,
-        SIZE,
-        total=lambda: loss(model(inputs), targets),
-        output=lambda n: model(inputs[n : n + 1]),
-        term=lambda f, n: loss(f, targets[n : n + 1]) / SIZE,
-    )
+    return Problem.of_batch(model, loss, inputs, targets, SIZE)
+
+
+def observed(
+    found: Problem, loss: nn.Module, targets: Tensor, asked: Iterable[Extension], held: torch.dtype, mixed: bool
+) -> Problem:
+    """A problem after a pass with extensions; ``mixed``: its forward pass runs under autocast to ``held``."""
+    packprop.extend(found.model)
+    packprop.extend(loss)
+    with torch.autocast("cpu", dtype=held, enabled=mixed):
+        value = loss(found.model(found.inputs), targets)
+    with packprop.backpack(*asked):
+        value.backward()
+    return found

@@ -43,6 +43,20 @@ class Problem:
     output: Callable[[int], Tensor]
     term: Callable[[Tensor, int], Tensor]
 
+    @classmethod
+    def of_batch(cls, model: nn.Module, loss: Any, inputs: Tensor, targets: Tensor, divisor: int) -> Problem:
+        """A model of one tensor, under one loss that divides the sum over samples by ``divisor``."""
+        return cls(
+            model,
+            loss,
+            inputs,
+            targets,
+            len(targets),
+            total=lambda: loss(model(inputs), targets),
+            output=lambda n: model(inputs[n : n + 1]),
+            term=lambda f, n: loss(f, targets[n : n + 1]) / divisor,
+        )
+
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once."""

@@ -166,6 +166,9 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     compiled models. Public products go to MKL. On processors that Intel did not make MKL takes a slower path,
     at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without the operator
     everything works by ``torch.bmm``.
+
+    The operator copies its first matrix unless that is kept by rows. Where both are kept by columns, the
+    smaller one goes first: the product is then kept by columns.
     """
     fits = (
         device_kind(left) == device_kind(right)
@@ -174,7 +177,15 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
         and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
     )
     library: Any = torch.ops.mkldnn
-    return (lambda a, b: library._linear_pointwise(a, b, None, "none", [], "")) if fits else None
+
+    def product(first: Tensor, second: Tensor) -> Tensor:
+        value: Tensor = library._linear_pointwise(first, second, None, "none", [], "")
+        return value
+
+    if not fits:
+        return None
+    is_copied = left.stride(2) != 1
+    return (lambda a, b: product(b, a).mT) if is_copied and len(right[0]) < len(left[0]) else product
 
 
 def _plain(matrices: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,18 +29,23 @@ Add = Callable[[Tensor, int], object]
 Tally = tuple[Add, Callable[[], Any]]
 """Takes gradients one by one, and returns their statistic."""
 
-TALLIES: dict[Statistic, Callable[[Outer], Tally]] = {}
+MakeTally = Callable[[Outer, Tensor], Tally]
+"""Makes the tally of a structure; the first of its gradients shows how the others lie in memory, too."""
+
+TALLIES: dict[Statistic, MakeTally] = {}
 """How each statistic is computed from gradients that come one by one."""
 
 
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
     """Values of several statistics of one structure; see NOTE [One by one]."""
     gradients = _gradients_one_by_one(structure, statistics)
-    if gradients is None:
+    first = None if gradients is None else next(gradients, None)
+    if gradients is None or first is None:
         return [statistic(structure) for statistic in statistics]
     assert isinstance(structure, Outer)
-    tallies = [TALLIES[statistic](structure) for statistic in statistics]
-    for number, gradient in enumerate(islice(gradients, 3) if is_dry_run() else gradients, 1):
+    tallies = [TALLIES[statistic](structure, first) for statistic in statistics]
+    others = islice(gradients, 2) if is_dry_run() else gradients
+    for number, gradient in enumerate(chain((first,), others), 1):
         for add, _ in tallies:
             add(gradient, number)
     return [value() for _, value in tallies]
@@ -67,10 +72,10 @@ def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic
     return products_one_by_one(*structure.matrices) if goes_one_by_one(statistics, structure.extents) else None
 
 
-def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Callable[[Outer], Tally]]:
+def _tally_of(statistic: Statistic) -> Callable[[MakeTally], MakeTally]:
     """Register the tally of a statistic."""
 
-    def register(tally: Callable[[Outer], Tally]) -> Callable[[Outer], Tally]:
+    def register(tally: MakeTally) -> MakeTally:
         TALLIES[statistic] = tally
         return tally
 
@@ -78,7 +83,7 @@ def _tally_of(statistic: Statistic) -> Callable[[Callable[[Outer], Tally]], Call
 
 
 @_tally_of(per_sample_grad)
-def _tally_rows(structure: Outer) -> Tally:
+def _tally_rows(structure: Outer, first: Tensor) -> Tally:
     out = structure.out
     assert out is not None
     places = out.view(out.shape[1], -1, structure.shape[3])
@@ -86,21 +91,20 @@ def _tally_rows(structure: Outer) -> Tally:
 
 
 @_tally_of(summed_grad)
-def _tally_sum(structure: Outer) -> Tally:
-    total = _zeros(structure)
-    return lambda gradient, number: total.add_(gradient), lambda: fold_matrix(structure, total)
+def _tally_sum(structure: Outer, first: Tensor) -> Tally:
+    total = torch.zeros_like(first)
+    return lambda gradient, number: total.add_(gradient), lambda: _folded(structure, total)
 
 
 @_tally_of(sum_sq)
-def _tally_squares(structure: Outer) -> Tally:
-    total = _zeros(structure)
-    return lambda gradient, number: total.addcmul_(gradient, gradient), lambda: fold_matrix(structure, total)
+def _tally_squares(structure: Outer, first: Tensor) -> Tally:
+    total = torch.zeros_like(first)
+    return lambda gradient, number: total.addcmul_(gradient, gradient), lambda: _folded(structure, total)
 
 
 @_tally_of(sq_norm)
-def _tally_norms(structure: Outer) -> Tally:
-    assert structure.cotangent is not None
-    norms = structure.cotangent.new_empty(structure.shape[0])
+def _tally_norms(structure: Outer, first: Tensor) -> Tally:
+    norms = first.new_empty(structure.shape[0])
 
     def add(gradient: Tensor, number: int) -> None:
         torch.linalg.vector_norm(gradient, out=norms[number - 1])
@@ -109,19 +113,18 @@ def _tally_norms(structure: Outer) -> Tally:
 
 
 @_tally_of(moments)
-def _tally_moments(structure: Outer) -> Tally:
+def _tally_moments(structure: Outer, first: Tensor) -> Tally:
     """Mean and squared deviation by Welford (1962)."""
-    mean, deviation, samples = _zeros(structure), _zeros(structure), structure.shape[0]
+    mean, deviation, samples = torch.zeros_like(first), torch.zeros_like(first), structure.shape[0]
 
     def add(gradient: Tensor, number: int) -> None:
         shift = gradient - mean
         mean.add_(shift, alpha=1 / number)
         deviation.addcmul_(shift, shift, value=1 - 1 / number)
 
-    return add, lambda: Moments(samples, fold_matrix(structure, mean), fold_matrix(structure, deviation))
+    return add, lambda: Moments(samples, _folded(structure, mean), _folded(structure, deviation))
 
 
-def _zeros(structure: Outer) -> Tensor:
-    """Zeros ``[o, i]``."""
-    assert structure.cotangent is not None
-    return structure.cotangent.new_zeros(structure.cotangent.shape[4], structure.shape[3])
+def _folded(structure: Outer, total: Tensor) -> Tensor:
+    """``[o, i]`` as the parameter holds it, in memory, too."""
+    return fold_matrix(structure, total.contiguous())

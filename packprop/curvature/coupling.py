@@ -44,7 +44,7 @@ def couples_samples(graph: Graph) -> bool:
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(gradient.shape, generator=generator) for _, gradient in fed]
     info = [torch.finfo(gradient.dtype) for _, gradient in fed]
-    powers = random_powers(graph.samples, min(each.max for each in info), generator)
+    powers = random_powers(graph.samples, min(each.max for each in info))
     layouts = [use.layouts[index] for use, index in places]
 
     def sizes_by(exponents: Tensor) -> dict[int, Tensor]:

@@ -156,7 +156,8 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
         positions = value.shape[1]
     place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
     if seed.mc_samples is not None:
-        draws = root.draw(seed.mc_samples, seed.generator) / seed.mc_samples**0.5
+        draws = root.draw(seed.mc_samples, seed.generator)
+        draws = draws if seed.mc_samples == 1 else draws / seed.mc_samples**0.5
         if tokens:
             return columns_by_token(graph, loss, rule, draws)
         return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])

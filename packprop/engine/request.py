@@ -67,6 +67,11 @@ def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
     return tasks
 
 
+def needs_loss_inputs(extensions: Sequence[Extension]) -> bool:
+    """Whether more is asked for than what gradients, and what went into the uses, tell."""
+    return any(row.seed not in (GRADIENT, INPUTS) for extension in extensions for row in extension.rows)
+
+
 def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[Task]]]:
     """Tasks by the samples that they are about; ``None`` for all of them."""
     groups: dict[tuple[int, ...] | None, list[Task]] = {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.graph.evidence import Reading, Verdict, judge
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.readings import choices
-from packprop.graph.separation import Fitting, ModelOutput, by_sample, separate
+from packprop.graph.separation import Fitting, ModelOutput, noise_at, separate
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.layout import Layout
 
@@ -159,9 +158,7 @@ def _in_other_orders(outputs: Sequence[ModelOutput], chosen: Sequence[Layout]) -
 
 def _leaves_rows_out(graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], rows: int) -> bool:
     """Whether some of so many rows of a function's output do not lead to the loss."""
-    generator = torch.Generator().manual_seed(rows)
-    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
-    seeds = by_sample(outputs, chosen, noise, torch.ones(chosen[0].samples, dtype=torch.float64))
+    seeds = noise_at(outputs)
     found: list[bool] = []
 
     def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:

@@ -57,12 +57,22 @@ def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph."""
     freed = any(use.recorded.made is None for use in graph.uses)
     if freed or any(loss.call.released for loss in graph.losses):
-        raise FreedGraph(
-            "A second backward pass through one graph was asked for.",
-            "the loss that backward() was called on",
-            "the first pass freed the graph, and the inputs that were recorded on it",
-            "pass retain_graph=True to the first backward()",
-        )
+        raise _freed("the first pass freed the graph, and the inputs that were recorded on it")
+
+
+def require_loss_inputs(graph: Graph) -> None:
+    """Raise if an earlier pass that was refused has let go of what the losses were given."""
+    if any(loss.call.without_input for loss in graph.losses):
+        raise _freed("the first pass, which was refused, freed what the loss was given")
+
+
+def _freed(why: str) -> FreedGraph:
+    return FreedGraph(
+        "A second backward pass through one graph was asked for.",
+        "the loss that backward() was called on",
+        why,
+        "pass retain_graph=True to the first backward()",
+    )
 
 
 def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:

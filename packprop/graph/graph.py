@@ -275,6 +275,11 @@ class Graph:
             for loss in self.losses:
                 loss.call.held = False
 
+    def drop_loss_inputs(self) -> None:
+        """Let go of what the losses were given, which is as large as any tensor: no curvature is asked for."""
+        for loss in self.losses:
+            loss.call.drop_input()
+
     def drop_checkpoint_uses(self) -> None:
         """Drop the uses of reentrant checkpoints, which refer back to their checkpoint: no pass comes again."""
         for checkpoint in self.checkpoints:

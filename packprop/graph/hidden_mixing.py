@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.separation import Fitting, ModelOutput, by_sample, sizes_of_rows
+from packprop.graph.separation import Fitting, ModelOutput, by_sample, noise_at, ones_at, sizes_of_rows
 from packprop.graph.sweep import SweepOptions, Visit, sweep
 from packprop.tensors.layout import Layout
 from packprop.tensors.state import version
@@ -132,11 +132,11 @@ def dependence(
     """
     samples = next(layout.samples for layout in chosen)
     edges = [output.edge for output in outputs]
-    ones = [torch.ones(output.shape) for output in outputs]
+    ones = ones_at(outputs)
     lasting = {use: [list(layouts) for layouts in places] for use, places in fitting.items()}
     reached: set[ReachedUse] = set()
     for fed in parts(samples, every):
-        seeds = by_sample(outputs, chosen, ones, torch.where(fed, torch.nan, 0.0))
+        seeds = by_sample(ones, chosen, torch.where(fed, torch.nan, 0.0))
         try:
             with torch.autograd.set_detect_anomaly(False):
                 sizes = sizes_of_rows(graph, edges, seeds, lasting, _UNMASKED)
@@ -167,12 +167,12 @@ def find_hidden(
     """
     samples = next(layout.samples for layout in chosen)
     generator = torch.Generator().manual_seed(samples)
-    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
+    noise = noise_at(outputs)
     edges = [output.edge for output in outputs]
     tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
     for fed in parts(samples, every=True):
         leaks: list[tuple[ReachedUse, Tensor]] = []
-        seeds = by_sample(outputs, chosen, noise, fed.double())
+        seeds = by_sample(noise, chosen, fed)
         try:
             sweep(edges, seeds, graph.uses, _note_leaks(leaks, fitting, fed, tolerance), _DIFFERENTIABLE)
             for use, leak in leaks:

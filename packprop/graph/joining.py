@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from packprop.graph.hidden_mixing import parts
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import ModelOutput, by_sample
+from packprop.graph.separation import ModelOutput, by_sample, ones_at
 from packprop.graph.sweep import unmasked
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout, possible_layouts
@@ -37,7 +37,7 @@ def entries_join(
         return _is_reached(edge, ends, layouts)
     made = made_by(edge.node)[edge.output_nr]
     cotangent = torch.ones(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
-    ones = [torch.ones(end.shape) for end in ends]
+    ones = ones_at(ends)
     sweeps = parts(samples, every=True)
     count = torch.zeros(made.shape, dtype=torch.int64, device=made.device)
     try:
@@ -49,7 +49,7 @@ def entries_join(
         if not reached:
             return False
         for fed in sweeps:
-            vectors = by_sample(ends, layouts, ones, torch.where(fed, torch.nan, 0.0))
+            vectors = by_sample(ones, layouts, torch.where(fed, torch.nan, 0.0))
             with torch.autograd.set_detect_anomaly(False):
                 (along,) = pull_columns(
                     [products[p] for p in reached], [cotangent], [vectors[p] for p in reached], batched=False
@@ -77,7 +77,7 @@ def _has_samples_on_an_axis(
     sweeps = parts(samples, every=True)
     stand_in = ModelOutput(edge, shape, samples, made.dtype, made.device)
     for own in possible_layouts(shape, samples):
-        seeds = [by_sample([stand_in], [own], [torch.ones(shape)], fed.double()) for fed in sweeps]
+        seeds = [by_sample(ones_at([stand_in]), [own], fed) for fed in sweeps]
         if all(map(functools.partial(_comes_back_apart, edge, ends, layouts), seeds, sweeps)):
             return True
     return False

@@ -33,7 +33,7 @@ from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
 from packprop.graph.hidden_mixing import parts
 from packprop.graph.joining import entries_join
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import ModelOutput, by_sample
+from packprop.graph.separation import ModelOutput, by_sample, noise_at
 from packprop.graph.traversal import made_by
 from packprop.tensors.layout import Layout
 
@@ -205,8 +205,7 @@ class _Part:
         curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         if not curved:
             return True
-        generator = torch.Generator().manual_seed(self._samples)
-        noise = [torch.randn(end.shape, generator=generator) for end in self._ends]
+        noise = noise_at(self._ends)
         lasting = True
         for fed in parts(self._samples, every=False):
             for factors in (fed.double(), torch.where(fed, torch.nan, 0.0)):
@@ -231,7 +230,7 @@ class _Part:
 
     def _vectors(self, noise: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
         """Numbers for each end, those of each sample times a factor of its own."""
-        own = by_sample(self._ends, self._layouts, noise, factors)
+        own = by_sample(noise, self._layouts, factors)
         return [
             (random * factors.abs().amax()).to(vector) if layout.axis is None else vector
             for vector, random, layout in zip(own, noise, self._layouts, strict=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -134,15 +134,15 @@ def separate(
         use: [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
         for use in graph.uses
     }
-    generator = torch.Generator().manual_seed(samples)
-    noise = [torch.randn(output.shape, generator=generator) for output in outputs]
     edges = [output.edge for output in outputs]
     largest = min(torch.finfo(output.dtype).max for output in outputs)
-    powers = random_powers(samples, largest, generator)
+    powers = random_powers(samples, largest)
+    noise = noise_at(outputs)  # as large as what the losses were given: there is one of it at any time
 
     def scaled_by(exponents: Tensor) -> Sizes:
-        seeds = by_sample(outputs, chosen, noise, torch.exp2(exponents))
-        sizes = sizes_of_rows(graph, edges, seeds, fitting)
+        scale_by_sample(noise, chosen, torch.exp2(exponents))
+        sizes = sizes_of_rows(graph, edges, noise, fitting)
+        scale_by_sample(noise, chosen, torch.exp2(-exponents))
         return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
     first, second = scaled_by(powers), scaled_by(-powers)
@@ -157,8 +157,7 @@ def separate(
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
     in_parts |= any(layout.rows is not None for layout in chosen)
     if in_parts or any(use.recorded.reordered for use in graph.uses):
-        ones = [torch.ones(output.shape) for output in outputs]
-        noisy, even = (functools.partial(by_sample, outputs, chosen, given) for given in (noise, ones))
+        noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
         reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_parts, graph.documents)
     for use in graph.uses:  # those nearest to the loss come first
@@ -219,15 +218,34 @@ def _axes_of_rows(shape: torch.Size, documents: Tensor | None) -> list[tuple[int
     return axes + [each for each in extents if positions == math.prod(each[1]) and 1 not in each[1]]
 
 
-def by_sample(
-    outputs: Sequence[ModelOutput], chosen: Sequence[Layout], noise: Sequence[Tensor], factors: Tensor
-) -> list[Tensor]:
+def noise_at(outputs: Sequence[ModelOutput]) -> list[Tensor]:
+    """Random numbers for each output of the model, as it would hold them: the same ones in each call."""
+    generator = torch.Generator().manual_seed(len(outputs))
+    return [
+        torch.randn(output.shape, generator=generator).to(output.device, output.dtype) for output in outputs
+    ]
+
+
+def ones_at(outputs: Sequence[ModelOutput]) -> list[Tensor]:
+    """Ones for each output of the model, of which one is in memory."""
+    return [torch.ones((), dtype=output.dtype, device=output.device).expand(output.shape) for output in outputs]
+
+
+def by_sample(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> list[Tensor]:
     """Numbers for each output of the model, those of each sample times a factor of its own ``[n]``."""
-    seeds = []
-    for output, layout, random in zip(outputs, chosen, noise, strict=True):
-        own = layout.broadcast(factors, random.dim())
-        seeds.append((random * own).to(output.device, output.dtype))
-    return seeds
+    return [numbers * own for numbers, own in zip(given, _at_rows(given, chosen, factors), strict=True)]
+
+
+def scale_by_sample(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> None:
+    """Multiply in place the numbers of each sample by a factor of its own ``[n]``."""
+    for numbers, own in zip(given, _at_rows(given, chosen, factors), strict=True):
+        numbers.mul_(own)
+
+
+def _at_rows(given: Sequence[Tensor], chosen: Sequence[Layout], factors: Tensor) -> Iterator[Tensor]:
+    """The factors ``[n]`` for each output of the model, where it has the rows of the samples."""
+    for numbers, layout in zip(given, chosen, strict=True):
+        yield layout.broadcast(factors.to(numbers.device, numbers.dtype.to_real()), numbers.dim())
 
 
 def sizes_of_rows(
@@ -337,8 +355,8 @@ def _is_admitted(use: ReachedUse, index: int, layout: Layout) -> bool:
     )
 
 
-def random_powers(samples: int, largest: float, generator: torch.Generator) -> Tensor:
+def random_powers(samples: int, largest: float) -> Tensor:
     """Exponents of two, as different as the range of the precision allows, in random order."""
     spread = levels(samples, largest)
     spread = spread[torch.arange(samples) % len(spread)]
-    return spread[torch.randperm(samples, generator=generator)]
+    return spread[torch.randperm(samples, generator=torch.Generator().manual_seed(samples))]

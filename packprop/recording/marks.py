@@ -157,6 +157,7 @@ class RecordedLoss:
         version: Version of its input when it was called.
         held: Whether the arguments are kept although a backward pass frees the graph.
         released: Whether the arguments were dropped.
+        without_input: Whether numbers that are not there took the place of the input, to save its memory.
         number: Larger than that of any loss that was called before.
         documents: The document of each position of its input, if that was declared.
     """
@@ -169,6 +170,7 @@ class RecordedLoss:
     version: int
     held: bool = False
     released: bool = False
+    without_input: bool = False
     number: int = field(default_factory=itertools.count().__next__)
     documents: Tensor | None = None
 
@@ -178,6 +180,14 @@ class RecordedLoss:
         tensor = input_of(self.function, self.args, self.kwargs)
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def drop_input(self) -> None:
+        """Put NaN of the input's shape, of which one is in memory, in the place of the input."""
+        given = self.input
+        stand_in = given.new_full((), torch.nan).expand(given.shape)
+        self.args = tuple(stand_in if value is given else value for value in self.args)
+        self.kwargs = {name: stand_in if value is given else value for name, value in self.kwargs.items()}
+        self.without_input = True
 
     def release(self, _: Any = None) -> None:
         """As ``RecordedUse.release``."""

@@ -58,6 +58,45 @@ def test_enumerated_categorical_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near(mean, torch.zeros_like(mean), "the expected draw", 1e-15, floor=1.0)
 
 
+@pytest.mark.parametrize("classes", [257, 289, 300])
+def test_enumerated_draws_of_many_classes(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block and then a class in it: together as likely as the class."""
+    from packprop.functions.losses.roots import drawn_classes
+
+    p, steps = torch.randn(3, classes).double().mul(3).softmax(-1), []
+    width = int(classes**0.5)
+    for place in range(width):
+
+        def at_place(given: Tensor, draws: int, place: int = place, **_: Any) -> Tensor:
+            steps.append(given / given.sum(-1, keepdim=True))
+            return (
+                torch.arange(draws).expand(len(given), -1) if draws > 1 else torch.full((len(given), 1), place)
+            )
+
+        monkeypatch.setattr(torch, "multinomial", at_place)
+        blocks = classes // width + 1
+        drawn = drawn_classes(p, blocks, None)
+        block, inside = steps[-2:]
+        wanted = torch.arange(blocks) * width + place
+        there = (wanted < classes).expand_as(drawn)
+        assert torch.equal(drawn, wanted.clamp(max=classes - 1).expand_as(drawn))
+        likely = (block * inside[:, place].view_as(block))[there]
+        assert_near(likely, p.gather(-1, drawn)[there], "how likely it is", 1e-13)
+        assert (inside.view(3, blocks, width)[..., place][~there].nan_to_num() == 0).all()
+
+
+def test_draws_of_many_classes_hit_what_is_likely() -> None:
+    from packprop.functions.losses.roots import drawn_classes
+
+    p = torch.zeros(4, 1000)
+    p[0, 999], p[1, 0], p[2, 500:502], p[3] = 1.0, 1.0, 0.5, torch.nan
+    drawn = drawn_classes(p, 64, torch.Generator().manual_seed(0))
+    assert (drawn[0] == 999).all()
+    assert (drawn[1] == 0).all()
+    assert set(drawn[2].tolist()) == {500, 501}
+    assert ((drawn[3] >= 0) & (drawn[3] < 1000)).all()
+
+
 def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     from packprop.functions.losses.roots import bernoulli_root
 

@@ -154,3 +154,38 @@ def test_results_that_are_not_written_over_are_gone_before_their_like_are_made()
     asked = extensions.SqrtGGNMC(mc_samples=3)
     plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked])
     assert measured(model, batch, asked) == pytest.approx(plan.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("row", [extensions.BatchL2Grad, extensions.Variance])
+def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any) -> None:
+    """What finds the samples is as large as the logits, and takes the place of gradients in them."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 2000, bias=False)
+    model, loss = nn.Sequential(*layers), nn.CrossEntropyLoss()
+    tokens = torch.randint(40, (4, 32))
+
+    def peak(*asked: Any) -> int:
+        model.zero_grad()
+        with LiveBytes() as live:
+            value = loss(model(tokens).flatten(0, 1), tokens.flatten())
+            with packprop.backpack(*asked):
+                value.backward()
+        return live.peak
+
+    plain = peak()
+    packprop.extend(model)
+    packprop.extend(loss)
+    assert peak(row()) < 1.05 * plain
+
+
+def test_a_refused_pass_says_what_it_has_freed() -> None:
+    """Only gradients were asked for: what the loss was given went before it was seen that samples are mixed."""
+    model, loss = packprop.extend(nn.Linear(3, 2)), packprop.extend(nn.CrossEntropyLoss())
+    y = model(torch.randn(4, 3))
+    value = loss(y - y.mean(0), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(PackpropError, match="mix"), packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    with pytest.raises(PackpropError, match="refused, freed"), packprop.backpack(extensions.DiagGGNMC()):
+        value.backward()
+    value.backward()
+    assert model.weight.grad is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,9 @@ from packprop.functions.losses.description import Root
 from packprop.tensors.dry import has_fault
 from packprop.tensors.precision import accumulation_dtype
 
+MANY_CLASSES = 256
+"""From more classes one is drawn in two steps."""
+
 
 def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     """The root of ``scale * (diag(p) - p p^T)``, which has rank ``c - 1``.
@@ -22,27 +27,32 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
     z (Householder 1958) leaves the columns ``sqrt(scale p_k) (e_k - (p + sqrt(p_z) e_z) / (1 + sqrt(p_z)))`` of
     the other classes.
     """
-    log_p = logits.log_softmax(-1)
     strength = scale.sqrt()
     classes = logits.shape[-1]
 
+    @cache
+    def log_p() -> Tensor:
+        return logits.log_softmax(-1)
+
     def entrywise(t: int, start: int, stop: int) -> Tensor:
-        log_p_t = log_p[:, t]
+        log_p_t = log_p()[:, t]
         unit = torch.eye(classes, dtype=log_p_t.dtype, device=log_p_t.device)[start:stop]
         root = (0.5 * log_p_t[:, start:stop]).exp()  # stays differentiable where p underflows
         return (unit[:, None] - log_p_t.exp()) * root.T[..., None] * strength[:, t, None]
 
     def draw(draws: int, generator: torch.Generator | None) -> Tensor:
-        p = log_p.exp()
-        index = _drawn_classes(p.detach().reshape(-1, classes), draws, generator)
+        p = logits.softmax(-1)
+        index = drawn_classes(p.detach().reshape(-1, classes), draws, generator)
         index = index.T.reshape(draws, *p.shape[:-1], 1)
-        columns = p.expand(draws, *p.shape).scatter_add(-1, index, p.new_full((), -1.0).expand(index.shape))
-        if columns.requires_grad or strength.requires_grad:
-            return columns * strength[..., None]
-        return columns.mul_(strength[..., None])  # as large as the logits, which may be all that fits
+        less = p.new_full((), -1.0).expand(index.shape)
+        if p.requires_grad or strength.requires_grad:
+            return p.expand(draws, *p.shape).scatter_add(-1, index, less) * strength[..., None]
+        columns = p[None] if draws == 1 else p.repeat(draws, *[1] * p.dim())
+        # as large as the logits, which may be all that fits
+        return columns.scatter_add_(-1, index, less).mul_(strength[..., None])
 
     def reflected(t: int, start: int, stop: int) -> Tensor:
-        log_p_t = log_p[:, t].to(accumulation_dtype(log_p.dtype))
+        log_p_t = log_p()[:, t].to(accumulation_dtype(logits.dtype))
         p, root = log_p_t.exp(), (0.5 * log_p_t).exp()
         factor, last = root[:, start:stop] * strength[:, t, None], root[:, -1:]
         complement, divisor = (1 - p)[:, start:stop], 1 + last
@@ -52,17 +62,38 @@ def softmax_root(logits: Tensor, scale: Tensor) -> Root:
         off_diagonal = torch.cat([p[:, :-1] / divisor, last], -1).neg()
         columns = factor.T.contiguous()[..., None] * off_diagonal
         columns.diagonal(start, 0, 2).copy_(factor * (complement + last) / divisor)
-        return columns.to(log_p.dtype)
+        return columns.to(logits.dtype)
 
     every_class = Root(classes, entrywise, draw)
     return every_class if classes == 1 else Root(classes - 1, reflected, draw, every_class)
 
 
-def _drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
-    """Classes drawn with the probabilities in each row ``[k, c]``: ``[k, m]``."""
+def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    """Classes drawn with the probabilities in each row ``[k, c]``: ``[k, m]``.
+
+    A draw takes a random number for each class. Of many classes, a block is drawn first, and then one in it.
+    """
+    classes = p.shape[-1]
+    if classes <= MANY_CLASSES:
+        return _drawn(p, draws, generator)
+    width = math.isqrt(classes)
+    whole = classes // width * width
+    blocks = p[:, :whole].unflatten(-1, (-1, width)), p[:, None, whole:]  # the last one is smaller, or empty
+    sums = torch.cat([each.sum(-1, dtype=accumulation_dtype(p.dtype)) for each in blocks], -1)
+    block = _drawn(sums, draws, generator)
+    places = block[..., None] * width + torch.arange(width, device=p.device)
+    inside = p.gather(-1, places.clamp(max=classes - 1).flatten(1)).view_as(places)
+    inside = inside.where(places < classes, 0.0).flatten(0, 1)
+    drawn = block * width + _drawn(inside, 1, generator).view_as(block)
+    return drawn.clamp_(max=classes - 1)  # rows that are not finite draw among empty places, too
+
+
+def _drawn(p: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    """Classes ``[k, m]`` of rows ``[k, c]`` that are proportional to their probabilities."""
     finite = p.isfinite().all(-1, keepdim=True)  # where it is not, the column is NaN for any target
-    p = torch.where(finite, p, 1.0 / p.shape[-1])
-    return torch.multinomial(p, draws, replacement=True, generator=generator)
+    return torch.multinomial(
+        torch.where(finite, p, 1.0 / p.shape[-1]), draws, replacement=True, generator=generator
+    )
 
 
 def gaussian_root(outputs: Tensor, scale: Tensor) -> Root:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.problems import ALL_EIGHT, PRODUCT, Problem, Task
+from benchmarks.problems import ALL_EIGHT, PRODUCT, ClassesSecond, First, Problem, Task
 
 Results = dict[str, dict[str, Any]]
 """Extension, then parameter name, then a tensor or a list of Kronecker factors."""
@@ -151,7 +151,8 @@ def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool
     missing = [name for name in quantity.extensions if not hasattr(extensions, name)]
     if missing:
         raise Gap(f"{library} has no {', '.join(missing)}")
-    model, loss = package.extend(deepcopy(task.model)), package.extend(deepcopy(task.loss))
+    adapted = _for_backpack(task.model) if library == "backpack" else deepcopy(task.model)
+    model, loss = package.extend(adapted), package.extend(deepcopy(task.loss))
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext
     if save_memory is not None:
         algorithms = _library(f"{library}.core.derivatives.convnd")
@@ -187,6 +188,17 @@ def _extended(library: str, task: Task, quantity: Quantity, *, save_memory: bool
         return {"trace": {"": torch.stack(sums).sum()}}
 
     return traced if quantity.traced else call
+
+
+def _for_backpack(model: nn.Module) -> nn.Module:
+    """A copy in which modules of ours are those that BackPACK has for the same."""
+    copy = deepcopy(model)
+    for name, layer in copy.named_children():
+        if isinstance(layer, First):
+            setattr(copy, name, _library("backpack.custom_module.reduce_tuple").ReduceTuple(index=0))
+        elif isinstance(layer, ClassesSecond):
+            setattr(copy, name, _library("backpack.custom_module.permute").Permute(0, 2, 1))
+    return copy
 
 
 def _take(parameter: Tensor, attribute: str) -> Any:
@@ -335,10 +347,23 @@ def sampled_columns(loss: nn.Module, outputs: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- Opacus
 
 
+def _for_opacus(model: nn.Module) -> nn.Module:
+    """A copy in which recurrent layers are Opacus' own, with the same parameters."""
+    copy = deepcopy(model)
+    for name, layer in copy.named_children():
+        if isinstance(layer, nn.LSTM):
+            own = _library("opacus.layers").DPLSTM(
+                layer.input_size, layer.hidden_size, batch_first=layer.batch_first
+            )
+            own.load_state_dict(layer.state_dict())
+            setattr(copy, name, own)
+    return copy
+
+
 def _opacus(task: Task, quantity: Quantity) -> Call:
     """Per-sample gradients by hooks; ``"sum"`` so that rows keep the 1/N of the mean loss."""
     grad_sample = _library("opacus.grad_sample")
-    inner = deepcopy(task.model)
+    inner = _for_opacus(task.model)
     model, loss = grad_sample.GradSampleModule(inner, loss_reduction="sum"), task.loss
 
     def call() -> Results:
@@ -356,7 +381,7 @@ def _opacus(task: Task, quantity: Quantity) -> Call:
 def _opacus_norms(task: Task, quantity: Quantity) -> Call:
     """Norms without per-sample gradients (ghost clipping), up to the point where it would clip."""
     grad_sample = _library("opacus.grad_sample")
-    inner = deepcopy(task.model)
+    inner = _for_opacus(task.model)
     model = grad_sample.GradSampleModuleFastGradientClipping(
         inner, loss_reduction="sum", max_grad_norm=1, use_ghost_clipping=True
     )

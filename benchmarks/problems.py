@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks.vision import vision_model
+
 ALL_EIGHT = (
     "BatchGrad",
     "BatchL2Grad",
@@ -243,6 +245,31 @@ class LowRank(nn.Module):
         return changed
 
 
+class First(nn.Module):
+    """The first of several outputs: those of all steps of a recurrent layer."""
+
+    def forward(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        return outputs[0]
+
+
+class ClassesSecond(nn.Module):
+    """From ``[n, t, c]`` to ``[n, c, t]``."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.mT
+
+
+def recurrent_language_model(words: int = 1024, width: int = 256) -> nn.Sequential:
+    """An LSTM between an embedding and a head, in the form that every library can take."""
+    return nn.Sequential(
+        nn.Embedding(words, width // 2),
+        nn.LSTM(width // 2, width, batch_first=True),
+        First(),
+        nn.Linear(width, words),
+        ClassesSecond(),
+    )
+
+
 def language_model() -> CausalModel:
     """Four blocks of width 256, 256 tokens, 8192 words: 7.4 million parameters."""
     return CausalModel(words=8192, width=256, heads=4, layers=4, tokens=256)
@@ -354,7 +381,39 @@ PROBLEMS: dict[str, Problem] = {
         nn.CrossEntropyLoss,
         tokens,
         batch=8,
-        quantities=("BatchGrad", "BatchL2Grad", "DiagGGNMC", "KFAC"),
+        quantities=(
+            "BatchGrad",
+            "BatchL2Grad",
+            "SumGradSquared",
+            "Variance",
+            "gradient seed",
+            "DiagGGNMC",
+            "KFAC",
+        ),
+    ),
+    "recurrent-language-model": Problem(
+        "Recurrent language model: LSTM of width 256, 48 tokens, vocabulary 1024, N = 32",
+        recurrent_language_model,
+        nn.CrossEntropyLoss,
+        partial(tokens, words=1024, length=48),
+        batch=32,
+        quantities=("BatchGrad", "BatchL2Grad", "Variance"),
+    ),
+    "vision-transformer": Problem(
+        "Vision transformer of timm: vit_tiny_patch16_224, images 3 x 224 x 224, N = 8, C = 10",
+        partial(vision_model, "vit_tiny_patch16_224"),
+        nn.CrossEntropyLoss,
+        partial(random_images, size=224),
+        batch=8,
+        quantities=("BatchL2Grad", "DiagGGNMC"),
+    ),
+    "convnext": Problem(
+        "ConvNeXt of timm: convnext_tiny, images 3 x 224 x 224, N = 4, C = 10",
+        partial(vision_model, "convnext_tiny"),
+        nn.CrossEntropyLoss,
+        partial(random_images, size=224),
+        batch=4,
+        quantities=("BatchL2Grad", "DiagGGNMC"),
     ),
 }
 

@@ -13,7 +13,7 @@ from packprop.algebra.algorithms import forced_algorithm
 from packprop.tensors.device import device_kind
 from packprop.tensors.traced import is_traced
 
-WORTH_A_CALL = 3 * 2**20
+WORTH_A_CALL = 12 * 2**20
 """Multiplications for each thread from which on a product is faster in a call of its own than in a batch.
 
 The products of a batch are shared out among threads at no cost; in a call for one small product threads wait.
@@ -27,6 +27,9 @@ BLOCKS = 4
 
 LONG = 256
 """Sums of fewer terms take less time than copying their results does."""
+
+LARGE_IMAGE = 100
+"""Pixels from which on gradients of filters for single channels are computed sample by sample."""
 
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
@@ -44,9 +47,15 @@ def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     return out
 
 
-def products_one_by_one(left: Tensor, right: Tensor) -> Iterator[Tensor] | None:
-    """The products of ``outer_products`` one after the other; ``None`` where a batch is faster."""
-    kernel = _kernel_for(left, right)
+def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> Iterator[Tensor] | None:
+    """The products of ``outer_products`` one after the other; ``None`` where a batch is faster.
+
+    Args:
+        left: Matrices ``[b, o, s]``.
+        right: Matrices ``[b, i, s]``.
+        by_rows: Whether each product shall be kept in memory by rows: it is copied to such a place.
+    """
+    kernel = _kernel_for(left, right, by_rows)
     return None if kernel is None else map(kernel, _plain(left), _plain(right))
 
 
@@ -147,6 +156,14 @@ def grouped_gradients(
     """
     gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[len(shape) - 3]
     samples = len(images)
+    if _is_faster_by_channels_last(cotangent, shape, groups):
+        options: Any = list(stride), list(padding), list(dilation), groups
+        images, cotangent = (each.contiguous(memory_format=torch.channels_last) for each in (images, cotangent))
+        rows = [
+            gradient(image, shape, own, *options)  # type: ignore[no-untyped-call]  # torch's own
+            for image, own in zip(images.split(1), cotangent.split(1), strict=True)
+        ]
+        return torch.stack(rows)[None]
     merged: Tensor = gradient(  # type: ignore[no-untyped-call]  # torch's own
         images.reshape(1, -1, *images.shape[2:]),
         (samples * shape[0], *shape[1:]),
@@ -159,7 +176,20 @@ def grouped_gradients(
     return merged.view(1, samples, *shape)
 
 
-def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: int) -> bool:
+    """Whether oneDNN's gradient of a convolution with a filter for each channel is faster for single samples.
+
+    It has a kernel for channels that lie side by side; samples that are merged into groups do not.
+    """
+    positions = cotangent[0, 0].numel()
+    is_depthwise = len(shape) == 4 and shape[0] == groups and shape[1] == 1
+    fits = device_kind(cotangent) == "cpu" and cotangent.dtype == torch.float32 and not is_traced()
+    return is_depthwise and fits and positions >= LARGE_IMAGE and torch.backends.mkldnn.is_available()
+
+
+def _kernel_for(
+    left: Tensor, right: Tensor, by_rows: bool = False
+) -> Callable[[Tensor, Tensor], Tensor] | None:
     """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster in calls of its own than in a batch.
 
     This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
@@ -168,7 +198,7 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
     everything works by ``torch.bmm``.
 
     The operator copies its first matrix unless that is kept by rows. Where both are kept by columns, the
-    smaller one goes first: the product is then kept by columns.
+    smaller one goes first, unless the product shall be kept ``by_rows``: it is then kept by columns.
     """
     fits = (
         device_kind(left) == device_kind(right)
@@ -184,8 +214,8 @@ def _kernel_for(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tenso
 
     if not fits:
         return None
-    is_copied = left.stride(2) != 1
-    return (lambda a, b: product(b, a).mT) if is_copied and len(right[0]) < len(left[0]) else product
+    is_swapped = not by_rows and left.stride(2) != 1 and right.shape[1] < left.shape[1]
+    return (lambda a, b: product(b, a).mT) if is_swapped else product
 
 
 def _plain(matrices: Tensor) -> Tensor:

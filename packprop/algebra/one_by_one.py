@@ -69,7 +69,9 @@ def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic
         return None
     if structure.out is None and per_sample_grad in statistics:
         return None
-    return products_one_by_one(*structure.matrices) if goes_one_by_one(statistics, structure.extents) else None
+    if not goes_one_by_one(statistics, structure.extents):
+        return None
+    return products_one_by_one(*structure.matrices, by_rows=per_sample_grad in statistics)
 
 
 def _tally_of(statistic: Statistic) -> Callable[[MakeTally], MakeTally]:

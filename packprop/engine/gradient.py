@@ -22,7 +22,7 @@ from packprop.graph.site import Site
 from packprop.graph.sweep import SweepOptions, Watch, sweep
 from packprop.recording.regions import opened
 
-WORTH_SUMMING = 2**24
+WORTH_SUMMING = 2**22
 """From this many multiplications on, it is worth an effort not to compute a weight's gradient twice."""
 
 

@@ -123,7 +123,7 @@ class Accumulator:
                 self._partial.at(leaf, task).put(value, columns, extent)
             if self._log is not None:
                 self._log(leaf, [use for use, _, _ in contributions], structure, step)
-            del structure, values
+            del structure, values, value  # before the next chunk has its own
             start = start_after(start, step, count)
 
     def _statistics(self, leaf: Tensor, structure: Statistical, tasks: list[Task]) -> list[Any]:

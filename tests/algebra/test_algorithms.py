@@ -47,6 +47,8 @@ def test_a_forced_algorithm_changes_no_number(names: dict[str, str]) -> None:
 CONVOLUTIONS = {
     "strided, groups": (nn.Conv2d(4, 6, 3, padding=1, stride=2, groups=2), (5, 4, 9, 9)),
     "uneven padding": (nn.Conv1d(3, 2, 4, padding="same"), (5, 3, 9)),
+    "one filter for each channel": (nn.Conv2d(6, 6, 7, padding=3, groups=6), (5, 6, 14, 14)),
+    "one filter for each channel, strided": (nn.Conv2d(6, 6, 3, stride=2, groups=6), (5, 6, 24, 24)),
     "3d, dilated": (nn.Conv3d(2, 3, 2, dilation=2), (5, 2, 6, 6, 6)),
     "transposed": (nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1, groups=2), (5, 4, 7, 7)),
     "transposed 1d": (nn.ConvTranspose1d(4, 6, 3, stride=3, dilation=2), (5, 4, 7)),

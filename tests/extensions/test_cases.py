@@ -103,9 +103,9 @@ def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...],
     monkeypatch.setattr(ChunkSizes, "samples_at_once", lambda *_: 2)
     taken = []
 
-    def noted(left: torch.Tensor, right: torch.Tensor) -> Any:
+    def noted(left: torch.Tensor, right: torch.Tensor, by_rows: bool) -> Any:
         taken.append(len(left))
-        return kernels.products_one_by_one(left, right)
+        return kernels.products_one_by_one(left, right, by_rows)
 
     monkeypatch.setattr(one_by_one, "products_one_by_one", noted)
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32, names)

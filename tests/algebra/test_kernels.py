@@ -1,0 +1,31 @@
+"""Products of matrices: equal to those of a batch, wherever their operands and they lie in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import packprop
+from packprop.algebra.kernels import outer_products, products_one_by_one
+
+
+def laid_out(by_rows: bool, rows: int, columns: int) -> Tensor:
+    """Three matrices, kept by rows or by columns."""
+    return torch.randn(3, rows, columns) if by_rows else torch.randn(3, columns, rows).mT
+
+
+@pytest.mark.parametrize("kept_by_rows", [False, True], ids=["product as it comes", "product by rows"])
+@pytest.mark.parametrize("right", [False, True], ids=["inputs by columns", "inputs by rows"])
+@pytest.mark.parametrize("left", [False, True], ids=["cotangents by columns", "cotangents by rows"])
+def test_products_do_not_depend_on_the_order_in_memory(left: bool, right: bool, kept_by_rows: bool) -> None:
+    cotangents, inputs = laid_out(left, 7, 4), laid_out(right, 5, 4)
+    with packprop.algorithms(products="single"):
+        products = products_one_by_one(cotangents, inputs, kept_by_rows)
+        if products is None:
+            pytest.skip("no operator of oneDNN here")
+        found = list(products)
+        torch.testing.assert_close(outer_products(cotangents, inputs), cotangents @ inputs.mT)
+    torch.testing.assert_close(torch.stack(found), cotangents @ inputs.mT)
+    if kept_by_rows:
+        assert all(product.is_contiguous() for product in found)

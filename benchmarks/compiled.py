@@ -1,10 +1,10 @@
 """``python -m benchmarks.compiled``: compiled steps beside ordinary passes; writes ``results/compiled.json``.
 
 Over plain forward and backward passes, in turns within one process, in changing order: a plain pass that went
-through ``torch.compile``, an ordinary pass inside ``backpack(...)``, the traced graph replayed without a
-compiler, and the graph through Inductor. Traces and compilations are timed alone, with caches of earlier
-runs unless ``--fresh`` is given. Seconds are those of a clock on the wall: on a machine that others use, too,
-only ratios tell something.
+through ``torch.compile``, BackPACK's where it has one, an ordinary pass inside ``backpack(...)``, the traced
+graph replayed without a compiler, and the graph through Inductor. Traces and compilations are timed alone, with
+caches of earlier runs unless ``--fresh`` is given. Seconds are those of a clock on the wall: on a machine that
+others use, too, only ratios tell something.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import packprop
+from benchmarks.contestants import CONTESTANTS, Gap, Quantity
 from benchmarks.measure import take_turns
 from benchmarks.problems import PROBLEMS
 from benchmarks.run import environment, write_results
@@ -46,7 +47,7 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def contestants(problem: str, asked: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """A plain pass, the same one compiled, an ordinary pass, a replayed step and a compiled one."""
+    """A plain pass, the same one compiled, BackPACK's, an ordinary pass, a replayed step and a compiled one."""
     plain, fast, eager, replayed, compiled = (PROBLEMS[problem].build() for _ in range(5))
     chosen = [getattr(extensions, name)() for name in asked]
     packprop.extend(eager.model)
@@ -66,9 +67,15 @@ def contestants(problem: str, asked: Sequence[str]) -> dict[str, Callable[[], An
         "replayed": packprop.compile(replayed.model, replayed.loss, *chosen, backend="eager"),
         "compiled": packprop.compile(compiled.model, compiled.loss, *chosen),
     }
+    try:
+        peer = {"backpack": CONTESTANTS["BackPACK"].prepare(PROBLEMS[problem].build(), Quantity(tuple(asked)))}
+        peer["backpack"]()
+    except (Gap, NotImplementedError):
+        peer = {}
     return {
         "plain": lambda: plain.loss(plain.model(plain.inputs), plain.targets).backward(),
         "plain_compiled": lambda: fast_value(fast.inputs, fast.targets).backward(),
+        **peer,
         "eager": run_eager,
         "replayed": lambda: steps["replayed"](replayed.inputs, replayed.targets),
         "compiled": lambda: steps["compiled"](compiled.inputs, compiled.targets),

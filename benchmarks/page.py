@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from benchmarks.compiled_page import CONTESTANTS as CONTENDERS
+from benchmarks.compiled_page import draw, rows_of
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
@@ -42,8 +44,9 @@ STYLES: dict[str, tuple[str, str]] = {
 
 HEAD = """# Benchmarks
 
-Every number on this page was measured by `python -m benchmarks.run` (or `.planning`, `.choices`,
-`.eager`) and stands in `benchmarks/results/`; `python -m benchmarks.page` wrote the page from there.
+Every number on this page was measured by `python -m benchmarks.run` (or `.compiled`, `.planning`,
+`.choices`, `.eager`) and stands in `benchmarks/results/`; `python -m benchmarks.page` wrote the page
+from there.
 `plain` is a forward and a backward pass without any library.
 
 - **Time** is the median over rounds, in each of which every contestant has one turn in one process,
@@ -478,6 +481,27 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
     ]
 
 
+def _compiled_section(content: dict[str, Any], images: Path) -> list[str]:
+    """What ``python -m benchmarks.compiled`` found: steps replayed and compiled beside ordinary ones."""
+    records = content["records"]
+    draw(records, images / "benchmark-compiled.png")
+    heads = ["time over plain", "plain", *(label for label, *_ in CONTENDERS.values())]
+    return [
+        "## Compiled steps (`packprop.compile`)",
+        "Steps whose pass is run as a graph: replayed operation by operation, or compiled by Inductor. Beside "
+        "them ordinary passes, plain passes that went through `torch.compile`, and BackPACK where it has what "
+        "is asked for. Tracing and compiling happen once; "
+        + (
+            "no cache of an earlier run was used."
+            if content["fresh_caches"]
+            else "caches of earlier runs may help."
+        ),
+        "![Time over plain of each kind of step](images/benchmark-compiled.png)",
+        markdown([*heads, "operations", "to trace", "to compile"], rows_of(records)),
+        _environment(content["environment"]),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -494,6 +518,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts += ["## Figures aimed at", targets(everything)]
     for suite, content in suites.items():
         parts += _section(suite, content, images)
+    compiled = options.results / "compiled.json"
+    if compiled.exists():
+        parts += _compiled_section(json.loads(compiled.read_text()), images)
     planning = options.results / "planning.json"
     if planning.exists():
         parts += _planning_section(json.loads(planning.read_text()), images)

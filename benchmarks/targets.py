@@ -112,7 +112,7 @@ def _against_peer(problem: str, name: str, quantity: str, time: float, peak: flo
     ]
 
 
-CNN = "convolution"
+CNN, LM, ADAPTERS, LSTM = "convolution", "language-model", "low-rank-adapters", "recurrent-language-model"
 TARGETS: tuple[Target, ...] = (
     Target("CNN, BatchGrad", "time over plain", _time(CNN, "BatchGrad"), 1.5),
     Target(
@@ -224,5 +224,34 @@ TARGETS: tuple[Target, ...] = (
                 1.0,
             ),
         )
+    ),
+    Target("Language model, BatchL2Grad", "time over plain", _time(LM, "BatchL2Grad"), 1.0),
+    Target(
+        "Language model, BatchL2Grad", "resident peak over plain", _peak_over(LM, "BatchL2Grad", "plain"), 1.05
+    ),
+    *(
+        Target(f"Language model, {quantity}", "time over plain", _time(LM, quantity), bound)
+        for quantity, bound in (("SumGradSquared", 1.1), ("Variance", 1.1), ("DiagGGNMC", 1.8), ("KFAC", 2.5))
+    ),
+    Target("Language model, all of the gradient seed", "time over plain", _time(LM, "gradient seed"), 1.25),
+    Target("Adapters, all of the gradient seed", "time over plain", _time(ADAPTERS, "gradient seed"), 1.1),
+    Target(
+        "Adapters, all of the gradient seed",
+        "resident peak over plain + results",
+        _peak_over_plain_and_results(ADAPTERS, "gradient seed"),
+        1.0,
+    ),
+    *(
+        target
+        for peer in (PEER, "Opacus")
+        for target in (
+            Target("LSTM, BatchGrad", f"time over {peer}'s", _time_over(LSTM, "BatchGrad", peer), 1.0),
+            Target("LSTM, BatchGrad", f"resident peak over {peer}'s", _peak_over(LSTM, "BatchGrad", peer), 1.0),
+        )
+    ),
+    *(
+        Target(f"{name}, {quantity}", "time over plain", _time(problem, quantity), bound)
+        for problem, name in (("vision-transformer", "Vision transformer"), ("convnext", "ConvNeXt"))
+        for quantity, bound in (("BatchL2Grad", 1.3), ("DiagGGNMC", 2.0))
     ),
 )

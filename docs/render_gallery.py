@@ -26,7 +26,14 @@ import torch
 
 GALLERY = Path(__file__).resolve().parent / "gallery"
 # The order in which they are read.
-PAGES = ("hessian_trace", "convolutions", "auto_encoder", "variance_gradient", "eager_penalties")
+PAGES = (
+    "hessian_trace",
+    "convolutions",
+    "auto_encoder",
+    "variance_gradient",
+    "eager_penalties",
+    "compiled_steps",
+)
 INDEX = """# Gallery
 
 Programs to read from top to bottom and to copy from. Each does a job by hand first, then as people

@@ -1,0 +1,152 @@
+"""# A training loop that looks at itself in every step
+
+Norms of samples' gradients and the trace of the curvature tell how a training goes. In a small
+network most of the time of a pass goes to Python, not to arithmetic, so that looking costs several
+times what a step costs. A step that is traced once and run as a graph from then on has no Python in it.
+"""
+
+# %%
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import backpack, extend
+from packprop.examples import load_one_batch_mnist
+from packprop.extensions import BatchL2Grad, DiagGGNExact
+
+plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
+torch.manual_seed(0)
+images, digits = load_one_batch_mnist(batch_size=512)
+STEPS = 400
+
+# %% [markdown]
+# ## The loop
+#
+# In each step it takes 64 digits, runs one training step, and writes down the loss, how far the
+# norms of samples' gradients are spread, and the trace of the GGN. What a step is comes from outside.
+
+
+# %%
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""From a batch to the loss; it leaves `.grad`, `.batch_l2` and `.diag_ggn_exact` on the parameters."""
+
+
+def train(model: nn.Module, step: Step) -> tuple[Tensor, list[float]]:
+    """What was written down in each step `[steps, 3]`, and the seconds since the start after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    order = torch.Generator().manual_seed(2)
+    log, clock, start = [], [], time.perf_counter()
+    for _ in range(STEPS):
+        batch = torch.randint(len(images), (64,), generator=order)
+        optimizer.zero_grad()
+        loss = step(images[batch], digits[batch])
+        norms = sum(parameter.batch_l2 for parameter in model.parameters()).sqrt()
+        trace = sum(parameter.diag_ggn_exact.sum() for parameter in model.parameters())
+        log.append(torch.stack([loss.detach(), norms.max() / norms.median(), trace]))
+        optimizer.step()
+        clock.append(time.perf_counter() - start)
+    return torch.stack(log), clock
+
+
+# %% [markdown]
+# ## As it is written
+#
+# The model and the loss are extended, and a backward pass inside `backpack(...)` does the rest.
+
+# %%
+extended, loss_function = extend(network()), extend(nn.CrossEntropyLoss())
+
+
+def ordinary_step(x: Tensor, y: Tensor) -> Tensor:
+    loss = loss_function(extended(x), y)
+    with backpack(BatchL2Grad(), DiagGGNExact()):
+        loss.backward()
+    return loss
+
+
+logs, clocks = {}, {}
+logs["ordinary"], clocks["ordinary"] = train(extended, ordinary_step)
+for step in (0, STEPS - 1):
+    loss, spread, trace = logs["ordinary"][step].tolist()
+    print(f"step {step}: loss {loss:.3f}, largest norm over the median {spread:.2f}, trace {trace:.2f}")
+
+# %% [markdown]
+# ## Compiled
+#
+# `packprop.compile` takes the same four things and returns the step. `backend="eager"` replays the
+# traced graph operation by operation, and needs no compiler; the default hands it to PyTorch's compiler,
+# Inductor, which takes seconds at first and less in each step. The first calls are ordinary ones: the
+# samples are found, the pass is traced, and the graph is compared with an ordinary pass.
+
+# %%
+for name, backend in (("replayed", "eager"), ("compiled", "inductor")):
+    model = network()
+    step = packprop.compile(model, nn.CrossEntropyLoss(), BatchL2Grad(), DiagGGNExact(), backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a compiler for C++ the graph is replayed, with a warning
+        logs[name], clocks[name] = train(model, step)
+    torch.testing.assert_close(logs[name], logs["ordinary"], rtol=1e-3, atol=1e-4)
+print("all three write down the same")
+
+# %% [markdown]
+# ## What it costs to look
+#
+# Without norms and curvature the loop would take the time of a plain pass.
+
+
+# %%
+def plain_loop() -> list[float]:
+    """Seconds since the start after each step of a loop that writes down nothing but the loss."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    clock, start = [], time.perf_counter()
+    for _ in range(STEPS):
+        batch = torch.randint(len(images), (64,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), digits[batch]).backward()
+        optimizer.step()
+        clock.append(time.perf_counter() - start)
+    return clock
+
+
+clocks["plain"] = plain_loop()
+
+
+def of_one_step(clock: list[float]) -> float:
+    """Milliseconds of a step, over the second half of the steps."""
+    half = len(clock) // 2
+    return 1e3 * (clock[-1] - clock[half]) / (len(clock) - 1 - half)
+
+
+for name, clock in clocks.items():
+    print(f"{name}: {of_one_step(clock):.2f} ms a step, {clock[9]:.2f} s for the first ten")
+
+# %%
+figure, axes = plt.subplots()
+for name, color in (("ordinary", "0.55"), ("replayed", "C0"), ("compiled", "C2"), ("plain", "C1")):
+    axes.loglog(range(1, STEPS + 1), clocks[name], color=color, label=name)
+axes.set(
+    title="64 digits a step, with norms and the trace of the GGN",
+    xlabel="steps",
+    ylabel="seconds since the start",
+)
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# The replayed graph is ahead after few steps. Compiling pays in long runs: its seconds come once, and
+# `print(step)` says how many there were. What is not worth a graph stays an ordinary pass, which
+# [the guide](../guide/compiled.md) tells in full.

@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fresh:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     warnings.simplefilter("ignore", FutureWarning)
+    described = environment(options.threads, options.rounds, processes=1)
     records = []
     for problem, asked in CASES:
         if options.problem and problem not in options.problem:
@@ -127,9 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios = {k: round(v["median"], 2) for k, v in records[-1].items() if k.endswith("over_plain")}
         print(problem, *asked, json.dumps(ratios), records[-1]["compiled_says"].splitlines()[-1], flush=True)
         torch._dynamo.reset()
-    if not options.problem:
-        described = environment(options.threads, options.rounds, processes=1)
-        write_results("compiled", described, fresh_caches=options.fresh, records=records)
+        if not options.problem:  # after each case: a compiler may take longer than anybody waits
+            write_results("compiled", described, fresh_caches=options.fresh, records=records)
     return 0
 
 

@@ -43,6 +43,7 @@ DISTRIBUTIONS = (
     "backpack-for-pytorch",
     "opacus",
     "numpy",
+    "timm",
     "scikit-learn",
 )
 

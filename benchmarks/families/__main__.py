@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import time
 import warnings
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from benchmarks.families.check import Outcome, outcomes
 from benchmarks.families.family import Family
 from benchmarks.families.page import keep, write
+from benchmarks.vision import load_timm
 
 LIBRARIES = ("torch", "transformers", "peft", "timm")
 """Each has a file ``of_LIBRARY.py`` here."""
@@ -18,6 +20,8 @@ LIBRARIES = ("torch", "transformers", "peft", "timm")
 
 def families(libraries: list[str]) -> Iterator[Family]:
     """The families of the libraries that are installed."""
+    with contextlib.suppress(ImportError):
+        load_timm()  # before transformers, which asks for torchvision, too
     for library in libraries:
         try:
             importlib.import_module(library)

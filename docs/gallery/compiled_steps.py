@@ -147,6 +147,6 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The replayed graph is ahead after few steps. Compiling pays in long runs: its seconds come once, and
-# `print(step)` says how many there were. What is not worth a graph stays an ordinary pass, which
+# The replayed graph is ahead after some dozens of steps. Compiling pays in long runs: its seconds come
+# once, and `print(step)` says how many there were. What is not worth a graph stays an ordinary pass, which
 # [the guide](../guide/compiled.md) tells in full.

@@ -86,6 +86,8 @@ class Entry:
         constant: Whether the parameter is known to be multiplied by one number, the same for all samples.
         squares: As ``structure_of``, with the square of what multiplies the parameter. ``None`` if the
             structure itself tells the squares (``with_squares``), or if they are not known.
+        effort: Says how samples are pulled back, once some were, from the layout of the first output: for the
+            fallback. ``None`` where a rule says how the parameter enters.
     """
 
     parameter: Tensor
@@ -100,6 +102,7 @@ class Entry:
     linear: bool = False
     constant: bool = False
     squares: StructureOf | None = None
+    effort: Callable[[Layout], str] | None = None
 
 
 class Taken(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from packprop.algebra.structures import Dense, Structure
 from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place
 from packprop.functions.pulling import pulled
-from packprop.functions.vectorised import Copied, gradients_of_copies
+from packprop.functions.vectorised import Copied, effort_of_copies, gradients_of_copies
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.nesting import map_tensors, tensors_in
@@ -57,7 +57,11 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
                 return Dense(rows.to(accumulation_dtype(rows.dtype)))
         return pulled_samplewise(outputs, weight, cotangents, layouts, samples)
 
-    return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()))
+    def effort(layout: Layout) -> str:
+        copied = Copied(call.function, (call.args, call.kwargs), parameter, call.parameters)
+        return effort_of_copies(copied, layout.axis)
+
+    return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()), effort=effort)
 
 
 def _from_outside(outputs: Sequence[Any], cotangents: Cotangents, input_nodes: set[Any]) -> Cotangents:

@@ -141,6 +141,12 @@ def gradients_of_copies(
     return rows
 
 
+def effort_of_copies(copied: Copied, axis: int | None) -> str:
+    """What the gradients of samples take, in calls of the function: known after the first ones."""
+    ways = () if axis is None else _KNOWN.get(_key_of(copied, axis), ())
+    return EFFORTS.get(ways, "one pass over the whole batch for each sample")
+
+
 MANY = 256
 """For how many kinds of calls it is remembered what could be done."""
 
@@ -193,6 +199,13 @@ def _one_after_another(
     rows = [row for (row,) in one_by_one(inputs[0].shape[axis], gradient) if row is not None]
     again = [torch.stack(each, axis) for each in zip(*outputs, strict=True)]
     return again, torch.stack(rows, 1)
+
+
+EFFORTS: dict[tuple[Callable[..., Made], ...], str] = {
+    (_all_at_once,): "all samples in one call",
+    (_one_after_another,): "one call for each sample",
+}
+"""What each way takes, for people."""
 
 
 def _only(cotangent: Tensor, axis: int, places: Tensor | None) -> Tensor:

@@ -101,6 +101,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
     missing: dict[int, list[str]] = {}
     for leaf, node in graph.missing if graph is not None else ():
         missing.setdefault(id(leaf), []).append(node.name())
+    efforts = {} if accepted is None else _efforts(accepted)
     factors = {} if accepted is None else _factors(accepted)
     routes = {} if accepted is None else _hessian_routes(accepted)
     names: dict[int, list[str]] = {}
@@ -117,6 +118,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             tuple(missing.get(id(parameter), ())),
             factors.get(id(parameter), ""),
             routes.get(id(parameter), ""),
+            efforts.get(id(parameter), ()),
         )
         for name, parameter in model.named_parameters()
     }
@@ -158,7 +160,8 @@ def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, li
 
 def _consumption(recorded: RecordedUse, entry: Entry, leaf: Tensor) -> Consumption:
     refusal = "" if entry.refusal is None else entry.refusal[0]
-    return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal)
+    fallback = entry.effort is not None and not refusal
+    return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal, fallback)
 
 
 def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
@@ -171,6 +174,22 @@ def _leaves(parameter: Tensor) -> list[Tensor]:
     if parameter.grad_fn is None:
         return [parameter]
     return leaves_above(parameter)
+
+
+def _efforts(graph: Graph) -> dict[int, tuple[str, ...]]:
+    """What the gradients of samples take for each leaf that the fallback serves: two of them are tried."""
+    efforts: dict[int, tuple[str, ...]] = {}
+    for use in graph.uses:
+        shapes, device = use.recorded.shapes, graph.leaves()[0].device
+        for site in use.sites:
+            if site.entry.effort is None or site.entry.refusal is not None:
+                continue
+            ones = [torch.ones(1, *shape, dtype=site.leaf.dtype, device=device) for shape in shapes]
+            with torch.no_grad():
+                site.structure_of(ones, use.layouts, slice(0, 2))
+            said = f"{use.recorded.name}, {site.entry.effort(use.layouts[0])}"
+            efforts[id(site.leaf)] = tuple(dict.fromkeys((*efforts.get(id(site.leaf), ()), said)))
+    return efforts
 
 
 def _factors(graph: Graph) -> dict[int, str]:

@@ -22,12 +22,14 @@ class Consumption:
         structure: How the parameter enters the function; ``Dense`` where per-sample gradients are formed.
         direct: Whether the parameter itself was its argument, not a tensor computed from it.
         refusal: Why nothing can be computed for it; empty if something can.
+        fallback: Whether no rule says how the parameter enters, so that the function is called again.
     """
 
     function: str
     structure: str
     direct: bool
     refusal: str = ""
+    fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class ParameterCoverage:
         hessian: The route to the Hessian's diagonal, see NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
             ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
             unknown.
+        efforts: For functions without a rule, their name, and how often each is called again.
     """
 
     name: str
@@ -57,6 +60,7 @@ class ParameterCoverage:
     missing: tuple[str, ...] = ()
     factors: str = ""
     hessian: str = ""
+    efforts: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -119,6 +123,14 @@ class Coverage:
         """Whether every trainable parameter gets every per-sample quantity."""
         return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
 
+    @property
+    def fallback_share(self) -> float:
+        """The share of the entries of trainable parameters that functions without a rule use, from 0 to 1."""
+        trained = [parameter for parameter in self.parameters.values() if parameter.trainable]
+        served = [parameter for parameter in trained if any(use.fallback for use in parameter.uses)]
+        total = sum(parameter.shape.numel() for parameter in trained)
+        return sum(parameter.shape.numel() for parameter in served) / total if total else 0.0
+
     def __rich__(self) -> Group:
         table = Table("parameter", "shape", "layer", "used by", "structure", "KFAC", "Hessian")
         for parameter in self.parameters.values():
@@ -132,6 +144,12 @@ class Coverage:
         counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
         lines = [f"{self.samples} samples; parameters: {', '.join(counts) or 'none'}"]
         lines += [f"mixes samples: {mixer}" for mixer in self.mixers]
+        efforts = dict.fromkeys(
+            effort for parameter in self.parameters.values() for effort in parameter.efforts
+        )
+        if self.fallback_share:
+            lines.append(f"functions without a rule, called again: {self.fallback_share:.3g} of all entries")
+        lines += [f"- {effort}" for effort in efforts]
         routes = {parameter.hessian for parameter in self.parameters.values()}
         lines += [f"Hessian diagonals, {route}: {text}" for route, text in ROUTES.items() if route in routes]
         lines += [str(self.refusal)] if self.refusal is not None else []

@@ -37,10 +37,12 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
             weight = parameter.view_as(parameter) if differentiable else parameter.detach()
             weight.requires_grad_(True)
 
+            isolated = {id(parameter): weight}
+
             def isolate(tensor: Tensor) -> Tensor:
-                if tensor is parameter:
-                    return weight
-                return tensor if differentiable else tensor.detach()
+                if id(tensor) not in isolated:
+                    isolated[id(tensor)] = tensor if differentiable else tensor.detach()
+                return isolated[id(tensor)]
 
             args, kwargs = map_tensors(isolate, call.args), map_tensors(isolate, call.kwargs)
             if is_in_place(call.function):  # what it overwrites is needed the next time
@@ -51,7 +53,8 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
         cotangents = _from_outside(outputs, cotangents, input_nodes)
         if not (differentiable or is_in_place(call.function) or call.random_state is not None):
             chosen = _sample_numbers(samples, layouts[0].samples)
-            copied = Copied(call.function, (args, kwargs), weight, call.parameters)
+            shared = [isolated[id(other)] for other in call.parameters if id(other) in isolated]
+            copied = Copied(call.function, (args, kwargs), weight, shared)
             rows = gradients_of_copies(copied, outputs, cotangents, layouts, chosen)
             if rows is not None:
                 return Dense(rows.to(accumulation_dtype(rows.dtype)))

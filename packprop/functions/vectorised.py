@@ -7,7 +7,9 @@ one: the gradient of a copy is the gradient of its sample. But nothing says on w
 rule takes its samples, or that it keeps them apart. It is tried with the axis of its outputs: all tensors that
 have as many entries there are given sample by sample. That is right if the outputs are what they were, and if
 the gradients of the samples add up to that of the batch. Otherwise, or where ``vmap`` does not know the
-function, it is pulled back once for each sample.
+function, it is pulled back once for each sample. A tensor that was computed from parameters alone, and
+expanded to the batch (a learned query, say), has a row for each sample, which meets that sample alone: its
+gradient is one pass over the batch, taken apart.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class Copied(NamedTuple):
     weight: Tensor
     shared: Sequence[Tensor]
 
-    def by_sample(self, axis: int, samples: int) -> list[Tensor]:
-        """Arguments with as many entries along an axis as there are samples, each once."""
-        alike = {id(self.weight), *map(id, self.shared)}
+    def by_sample(self, axis: int, samples: int, with_parameters: bool = False) -> list[Tensor]:
+        """Arguments with as many entries along an axis as there are samples, each once; perhaps shared ones."""
+        alike = {id(self.weight)} | (set() if with_parameters else set(map(id, self.shared)))
         found = {
             id(tensor): tensor
             for tensor in tensors_in(self.arguments)
@@ -77,6 +79,41 @@ class Copied(NamedTuple):
         return call
 
 
+class Batch(NamedTuple):
+    """What is pulled back.
+
+    Args:
+        copied: The call.
+        numbers: The outputs that something arrived at.
+        cotangents: What arrived there for the chosen samples ``[v, *y]``.
+        axis: Where the outputs hold the samples.
+        samples: Number of samples.
+        places: The chosen samples ``[m]``; ``None`` for all of them in order.
+    """
+
+    copied: Copied
+    numbers: Sequence[int]
+    cotangents: Sequence[Tensor]
+    axis: int
+    samples: int
+    places: Tensor | None
+
+    def chosen(self, tensor: Tensor) -> Tensor:
+        """The chosen samples of a tensor."""
+        return _chosen(tensor, self.axis, self.places)
+
+    def of_one(self, with_parameters: bool = False) -> tuple[OfOne, list[Tensor]]:
+        """The function of one sample, and what it is given of the chosen samples."""
+        given = self.copied.by_sample(self.axis, self.samples, with_parameters)
+        if not given:
+            raise ValueError("nothing holds the samples where the outputs do")
+        return self.copied.of_one(given, self.axis, self.numbers), [self.chosen(tensor) for tensor in given]
+
+
+Way = Callable[[Batch], Made]
+"""From what is pulled back to the outputs again, and gradients of single samples."""
+
+
 def gradients_of_copies(
     copied: Copied,
     outputs: Sequence[Any],
@@ -100,45 +137,41 @@ def gradients_of_copies(
         if cotangent is not None and isinstance(output, Tensor) and output.requires_grad
     ]
     layout = layouts[0]
-    axis, samples, weight = layout.axis, layout.samples, copied.weight
-    if axis is None or layout.parts != 1 or layout.rows is not None:
+    axis, samples = layout.axis, layout.samples
+    if axis is None or layout.parts != 1 or layout.rows is not None or len(chosen) < 2:
         return None
     if not reached or any(other != layout for _, _, _, other in reached):
         return None
-    given = copied.by_sample(axis, samples)
-    if not given or len(chosen) < 2:
-        return None
-    whole = list(chosen) == list(range(samples))
-    places = None if whole else torch.tensor(chosen, device=weight.device)
-
-    def of_chosen(tensor: Tensor, axis: int = axis) -> Tensor:
-        return tensor if places is None else tensor.index_select(axis, places)
-
-    of_one = copied.of_one(given, axis, [number for number, _, _, _ in reached])
-    inputs = [of_chosen(tensor) for tensor in given]
-    arrived = [of_chosen(cotangent, axis + 1) for _, _, cotangent, _ in reached]
+    places = None
+    if list(chosen) != list(range(samples)):
+        places = torch.tensor(chosen, device=copied.weight.device)
+    arrived = [_chosen(cotangent, axis + 1, places) for _, _, cotangent, _ in reached]
+    batch = Batch(copied, [number for number, _, _, _ in reached], arrived, axis, samples, places)
+    expected = [_chosen(output, axis, places) for _, output, _, _ in reached]
+    total: Tensor | None = None
     key = _key_of(copied, axis)
-    made = None
-    for way in _KNOWN.get(key, (_all_at_once, _one_after_another)):
-        made = _tried(way, of_one, weight, inputs, arrived, axis)
-        if made is not None:
-            break
-    _remember(key, () if made is None else (way,))
-    if made is None:
-        return None
-    again, rows = made
-    total = pulled(
-        [output for _, output, _, _ in reached],
-        weight,
-        [_only(cotangent, axis + 1, places) for _, _, cotangent, _ in reached],
-    )
-    pairs = [(made, of_chosen(output)) for made, (_, output, _, _) in zip(again, reached, strict=True)]
-    far = [_is_far(made, output, output.detach().abs().amax()) for made, output in pairs]
+    for way in _KNOWN.get(key, _ways(batch)):
+        made = _tried(way, batch)
+        if made is None:
+            continue
+        if total is None:
+            only = [_only(cotangent, axis + 1, places) for _, _, cotangent, _ in reached]
+            total = pulled([output for _, output, _, _ in reached], copied.weight, only)
+        if _is_right(*made, expected, total):
+            _remember(key, (way,))
+            return made[1]
+    _remember(key, ())
+    return None
+
+
+def _is_right(again: Sequence[Tensor], rows: Tensor, expected: Sequence[Tensor], total: Tensor) -> bool:
+    """Whether outputs are what they were, and gradients ``[v, n, *p]`` add up to that of the batch."""
+    far = [
+        _is_far(made, output, output.detach().abs().amax())
+        for made, output in zip(again, expected, strict=True)
+    ]
     far.append(_is_far(rows.sum(1), total, rows.abs().sum(1).amax()))
-    if has_fault(torch.stack(far).any()):
-        _remember(key, ())
-        return None
-    return rows
+    return not has_fault(torch.stack(far).any())
 
 
 def effort_of_copies(copied: Copied, axis: int | None) -> str:
@@ -151,7 +184,7 @@ MANY = 256
 """For how many kinds of calls it is remembered what could be done."""
 
 
-_KNOWN: dict[Any, tuple[Callable[..., Made], ...]] = {}
+_KNOWN: dict[Any, tuple[Way, ...]] = {}
 """What could be done for a function and shapes of its arguments: attempts in vain take memory and time."""
 
 
@@ -159,49 +192,78 @@ def _key_of(copied: Copied, axis: int) -> Any:
     return copied.function, axis, tuple(tensor.shape for tensor in tensors_in(copied.arguments))
 
 
-def _remember(key: Any, ways: tuple[Callable[..., Made], ...]) -> None:
+def _remember(key: Any, ways: tuple[Way, ...]) -> None:
     if len(_KNOWN) == MANY and key not in _KNOWN:
         _KNOWN.clear()
     _KNOWN[key] = ways
 
 
-def _tried(make: Callable[..., Made], *given: Any) -> Made | None:
+def _ways(batch: Batch) -> tuple[Way, ...]:
+    """What to try, the most likely first."""
+    weight, axis = batch.copied.weight, batch.axis
+    has_rows = weight.dim() > axis and weight.shape[axis] == batch.samples
+    return (*((_by_rows_of_its_own,) if has_rows else ()), _all_at_once, _one_after_another)
+
+
+def _tried(make: Way, batch: Batch) -> Made | None:
     """What is made, or nothing: ``vmap`` may not know the function, the function may not take one sample."""
     try:
-        return make(*given)
+        return make(batch)
     except Exception:  # of any kind: it is the user's function, on arguments that it may not be made for
         return None
 
 
-def _all_at_once(
-    of_one: OfOne, weight: Tensor, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], axis: int
-) -> Made:
+def _by_rows_of_its_own(batch: Batch) -> Made:
+    """All samples by one call, in which each meets its own row of the parameter."""
+    copied, axis = batch.copied, batch.axis
+    of_one, inputs = batch.of_one(with_parameters=True)
+    own = batch.chosen(copied.weight.detach()).requires_grad_(True)
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        again = torch.func.vmap(
+            lambda row, *others: of_one(row.unsqueeze(axis), *others), in_dims=axis, out_dims=axis
+        )(own, *inputs)
+    gradients = pulled(again, own, batch.cotangents).movedim(axis + 1, 1)  # [v, n, ...]
+    rows = gradients.new_zeros(*gradients.shape[:2], *copied.weight.shape)
+    numbers = torch.arange(len(own.movedim(axis, 0)), device=own.device)
+    rows.movedim(axis + 2, 2)[:, numbers, numbers if batch.places is None else batch.places] = gradients
+    return [output.detach() for output in again], rows
+
+
+def _all_at_once(batch: Batch) -> Made:
     """All samples by one call."""
+    of_one, inputs = batch.of_one()
+    weight, axis = batch.copied.weight, batch.axis
     copies = weight.detach().expand(inputs[0].shape[axis], *weight.shape).requires_grad_(True)
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # vmap calls what it does not know once for each sample, and says so
         again = torch.func.vmap(of_one, in_dims=(0, *[axis] * len(inputs)), out_dims=axis)(copies, *inputs)
-    return [output.detach() for output in again], pulled(again, copies, cotangents)
+    return [output.detach() for output in again], pulled(again, copies, batch.cotangents)
 
 
-def _one_after_another(
-    of_one: OfOne, weight: Tensor, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], axis: int
-) -> Made:
+def _one_after_another(batch: Batch) -> Made:
     """Sample by sample."""
+    of_one, inputs = batch.of_one()
+    weight, axis = batch.copied.weight, batch.axis
     outputs: list[list[Tensor]] = []
 
     def gradient(place: int) -> Products:
         with torch.enable_grad():
             made = of_one(weight, *(tensor.select(axis, place) for tensor in inputs))
         outputs.append([output.detach() for output in made])
-        return [pulled(made, weight, [cotangent.select(axis + 1, place) for cotangent in cotangents])]
+        return [pulled(made, weight, [cotangent.select(axis + 1, place) for cotangent in batch.cotangents])]
 
     rows = [row for (row,) in one_by_one(inputs[0].shape[axis], gradient) if row is not None]
     again = [torch.stack(each, axis) for each in zip(*outputs, strict=True)]
     return again, torch.stack(rows, 1)
 
 
-EFFORTS: dict[tuple[Callable[..., Made], ...], str] = {
+def _chosen(tensor: Tensor, axis: int, places: Tensor | None) -> Tensor:
+    return tensor if places is None else tensor.index_select(axis, places)
+
+
+EFFORTS: dict[tuple[Way, ...], str] = {
+    (_by_rows_of_its_own,): "all samples in one call",
     (_all_at_once,): "all samples in one call",
     (_one_after_another,): "one call for each sample",
 }

@@ -32,12 +32,20 @@ TAKEN: dict[str, tuple[Function, tuple[int, ...]]] = {
     "solution": (lambda x, w: torch.linalg.solve(w + 9 * torch.eye(3), x[..., None])[..., 0], (3, 3)),
     "largest of a bag": (lambda x, w: F.embedding_bag((x.abs() * 2).long() % 6, w, mode="max"), (6, 2)),
     "loops": (steps, (3,)),
+    "as many as samples": (torch.cdist, (SAMPLES, 3)),
+    "a row for each sample": (lambda x, w: x * w, (SAMPLES, 3)),
+    "a query for each sample": (
+        lambda x, w: F.scaled_dot_product_attention(
+            w, torch.stack([x, x.sin()], 1), torch.stack([x, x.cos()], 1)
+        ),
+        (SAMPLES, 2, 3),
+    ),
 }
 
 LEFT: dict[str, tuple[Function, tuple[int, ...]]] = {
     "in another order": (lambda x, w: x.flip(0) * w, (3,)),
     "of the whole batch": (lambda x, w: (x - x.mean(0)) * w, (3,)),
-    "a weight for each sample": (lambda x, w: x * w, (SAMPLES, 3)),
+    "a row of another sample": (lambda x, w: x * w.flip(0), (SAMPLES, 3)),
 }
 
 

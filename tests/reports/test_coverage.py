@@ -139,6 +139,11 @@ def attending(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(x, keys, keys)
 
 
+def turning(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A function that takes the samples on one axis, and has them on another one."""
+    return torch.cdist(model.weight, x.flatten(1)).mT
+
+
 def test_functions_without_a_rule_and_what_they_take() -> None:
     found = coverage(Distances(), torch.randn(SIZE, 4, 3))
     assert [use.fallback for use in found.parameters["points"].uses] == [True]
@@ -153,7 +158,8 @@ def test_functions_without_a_rule_and_what_they_take() -> None:
     [
         (filtered, (5,), "mul, all samples in one call"),
         (measuring, (40, 8), "cdist, one call for each sample"),
-        (attending, (4, 8), "scaled_dot_product_attention, one pass over the whole batch for each sample"),
+        (attending, (4, 8), "scaled_dot_product_attention, all samples in one call"),
+        (turning, (4, 24), "cdist, one pass over the whole batch for each sample"),
     ],
 )
 def test_how_often_functions_are_called_again(function: Any, shape: tuple[int, ...], said: str) -> None:

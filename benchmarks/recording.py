@@ -14,6 +14,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.measure import Spread
+from benchmarks.problems import PROBLEMS as SUITES
 from benchmarks.run import environment, write_results
 from packprop import extend
 
@@ -131,11 +133,21 @@ def perceptron() -> Problem:
     return nn.Sequential(*layers), torch.randn(128, 256), torch.randint(10, (128,))
 
 
+def of_a_suite(name: str) -> Problem:
+    """The model and data of a suite of ``benchmarks.run``."""
+    task = SUITES[name].build()
+    return task.model, task.inputs, task.targets
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "decoder": decoder,
     "mobile": mobile,
     "cells": cells,
     "perceptron": perceptron,
+    **{
+        name: partial(of_a_suite, name)
+        for name in ("language-model", "recurrent-language-model", "vision-transformer", "convnext")
+    },
 }
 
 

@@ -74,7 +74,7 @@ def test_enumerated_draws_of_many_classes(classes: int, monkeypatch: pytest.Monk
             )
 
         monkeypatch.setattr(torch, "multinomial", at_place)
-        blocks = classes // width + 1
+        blocks = -(-classes // width)
         drawn = drawn_classes(p, blocks, None)
         block, inside = steps[-2:]
         wanted = torch.arange(blocks) * width + place
@@ -95,6 +95,16 @@ def test_draws_of_many_classes_hit_what_is_likely() -> None:
     assert (drawn[1] == 0).all()
     assert set(drawn[2].tolist()) == {500, 501}
     assert ((drawn[3] >= 0) & (drawn[3] < 1000)).all()
+
+
+@pytest.mark.parametrize("classes", [1024, 1025])
+def test_draws_of_rows_that_are_not_finite(classes: int) -> None:
+    """Any class is drawn, also where the last block would be empty."""
+    from packprop.functions.losses.roots import drawn_classes
+
+    drawn = drawn_classes(torch.full((2, classes), torch.nan), 2000, torch.Generator().manual_seed(0))
+    assert drawn.min() >= 0
+    assert classes - 100 < drawn.max() < classes
 
 
 def test_enumerated_bernoulli_draws(monkeypatch: pytest.MonkeyPatch) -> None:

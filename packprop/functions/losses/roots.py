@@ -78,7 +78,9 @@ def drawn_classes(p: Tensor, draws: int, generator: torch.Generator | None) -> T
         return _drawn(p, draws, generator)
     width = math.isqrt(classes)
     whole = classes // width * width
-    blocks = p[:, :whole].unflatten(-1, (-1, width)), p[:, None, whole:]  # the last one is smaller, or empty
+    blocks = [p[:, :whole].unflatten(-1, (-1, width))]
+    if whole < classes:  # an empty block would be drawn from rows that are not finite
+        blocks.append(p[:, None, whole:])
     sums = torch.cat([each.sum(-1, dtype=accumulation_dtype(p.dtype)) for each in blocks], -1)
     block = _drawn(sums, draws, generator)
     places = block[..., None] * width + torch.arange(width, device=p.device)

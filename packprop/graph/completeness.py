@@ -104,6 +104,34 @@ def require_derivatives(graph: Graph, cut: Sequence[Node]) -> None:
         )
 
 
+def require_data(graph: Graph) -> None:
+    """Raise if there is nothing to look at: tensors without data, or with rows whose lengths are no numbers."""
+    asked = "A quantity beyond the gradient was asked for."
+    leaf = next((leaf for leaf in graph.leaves() if leaf.is_meta), None)
+    if leaf is not None:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(leaf)!r}, on the meta device",
+            "tensors there have no data, and it is data that show where the samples are",
+            "move the model and the batch to a device with to_empty(device=...), and load the weights; what a "
+            "step takes is found without data by packprop.plan",
+        )
+    nested = [
+        use
+        for use in graph.uses
+        for shape in use.recorded.shapes
+        if any(isinstance(n, torch.SymInt) for n in shape)
+    ]
+    if nested:
+        raise PackpropError(
+            asked,
+            graph.label(nested[-1]),
+            "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
+            "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
+            "or ignore_index",
+        )
+
+
 def require_separable(graph: Graph) -> None:
     """Raise if a layer is known to mix the samples."""
     if graph.mixers:

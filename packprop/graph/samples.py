@@ -17,7 +17,13 @@ from packprop.graph.ambiguity import (
     require_the_only_reading,
     require_whole_batches,
 )
-from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_separable
+from packprop.graph.completeness import (
+    EXTEND_FIRST,
+    UNSEEN,
+    require_complete,
+    require_data,
+    require_separable,
+)
 from packprop.graph.evidence import Reading, judge
 from packprop.graph.graph import WHOLE, Graph
 from packprop.graph.hidden_mixing import Dependence, Look, dependence, find_hidden
@@ -35,7 +41,7 @@ from packprop.graph.separation import (
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
-from packprop.tensors.traced import require_untraced
+from packprop.tensors.traced import is_traced, require_untraced
 
 MANY = 256
 """How many kinds of passes are remembered for a module."""
@@ -109,6 +115,8 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
     if of_samples:
         require_separable(graph)
     require_complete(graph)
+    if not (is_dry_run() or is_traced()):
+        require_data(graph)
     if graph.leaves() and of_samples:
         locate_samples(graph)
     elif not of_samples:

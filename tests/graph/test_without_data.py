@@ -1,0 +1,45 @@
+"""Tensors that samples cannot be found in: those without data, and rows of several lengths in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+from packprop.errors import PackpropError
+from packprop.types import Extension
+from tests.references.refusals import batch, check, network
+
+MAKERS = [extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFAC, extensions.HMP]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_meta_tensors_are_refused(make: Callable[[], Extension]) -> None:
+    model, loss = packprop.extend(network().to("meta")), packprop.extend(nn.CrossEntropyLoss())
+    x, y = (each.to("meta") for each in batch())
+    value = loss(model(x), y)
+    with pytest.raises(PackpropError) as error, packprop.backpack(make()):
+        value.backward()
+    check(error.value, "parameter '", "meta device", "packprop.plan")
+
+
+def test_coverage_of_meta_tensors_says_why_not() -> None:
+    assert "meta device" in " ".join(
+        str(packprop.coverage(network().to("meta"), batch()[0].to("meta"))).split()
+    )
+
+
+@pytest.mark.parametrize("read", [lambda out: out.values(), lambda out: out.to_padded_tensor(0.0).mean(1)])
+def test_nested_tensors_are_refused(read: Callable[[Tensor], Tensor]) -> None:
+    """The lengths of their rows have no numbers."""
+    rows = torch.nested.nested_tensor([torch.randn(3, 3), torch.randn(5, 3)], layout=torch.jagged)
+    model, loss = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
+    scores = read(model(rows))
+    value = loss(scores, torch.zeros(len(scores), dtype=torch.long))
+    with pytest.raises(PackpropError) as error, packprop.backpack(extensions.BatchGrad()):
+        value.backward()
+    check(error.value, "linear of '0.weight'", "nested", "mask")

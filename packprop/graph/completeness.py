@@ -17,6 +17,7 @@ from packprop.errors import FreedGraph, PackpropError
 from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.functions.fallback import pulled_samplewise
 from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.sample_errors import nested
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
@@ -116,20 +117,14 @@ def require_data(graph: Graph) -> None:
             "move the model and the batch to a device with to_empty(device=...), and load the weights; what a "
             "step takes is found without data by packprop.plan",
         )
-    nested = [
+    made_nested = [
         use
         for use in graph.uses
         for shape in use.recorded.shapes
         if any(isinstance(n, torch.SymInt) for n in shape)
     ]
-    if nested:
-        raise PackpropError(
-            asked,
-            graph.label(nested[-1]),
-            "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
-            "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
-            "or ignore_index",
-        )
+    if made_nested:
+        raise nested(graph.label(made_nested[-1]))
 
 
 def require_separable(graph: Graph) -> None:

@@ -88,3 +88,14 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "pass at least one sample; let the model return what the scalar is computed from, and compute the "
             "loss outside of it; or give the loss function that it calls a rule by packprop.register_loss",
         )
+
+
+def nested(where: str) -> PackpropError:
+    """The error for rows that differ in length within one tensor."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        where,
+        "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
+        "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
+        "or ignore_index",
+    )

@@ -37,6 +37,7 @@ from packprop.functions.operands import (
     saved_constants,
 )
 from packprop.graph.graph import Graph
+from packprop.graph.sample_errors import nested
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import depth_first, made_by, upstream_of
 from packprop.recording.marks import CHOSEN, EXTENDED, marks_of
@@ -235,7 +236,10 @@ class _Terms:
 
 def _shape_of(node: Node) -> torch.Size:
     """The shape of a node's first output."""
-    return torch.Size(made_by(node)[0].shape)
+    try:
+        return torch.Size(made_by(node)[0].shape)
+    except RuntimeError as error:  # torch's own words are about its inside
+        raise nested(f"{node.name()}, which the backward pass goes through") from error
 
 
 def _shape_at(node: Node, place: int) -> torch.Size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import _global_backward_hooks
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropWarning
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, SampleAxis, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, warn_of_compiled
@@ -174,11 +175,25 @@ def _begin_outermost(module: nn.Module, inputs: Any, owner: FrameType) -> None:
     if recorder is None:
         if current.disabled or not torch.is_grad_enabled():
             return
+        if _are_shapeless(inputs):
+            warnings.warn(NESTED, PackpropWarning, stacklevel=4)
+            return
         recorder = _start(module, owner, inputs)
     elif recorder.nesting.outermost is None:  # the outermost module inside record()
         recorder.open(module, inputs)
     if recorder.nesting.enter(module):
         _watch_end(module)
+
+
+NESTED = (
+    "A nested tensor of the strided layout went into an extended module. It has no shape, so this call is not "
+    "recorded, and no backward pass through it computes more than gradients. Pad the rows to one length, and "
+    "take what was padded out of the loss."
+)
+
+
+def _are_shapeless(inputs: Any) -> bool:
+    return any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors_in(inputs))
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

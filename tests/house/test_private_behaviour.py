@@ -124,7 +124,7 @@ def test_one_dnn_is_given_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch)
         given.extend((a, b))
         return a @ b.T
 
-    monkeypatch.setattr(kernels, "_kernel_for", lambda left, right: product)
+    monkeypatch.setattr(kernels, "_kernel_for", lambda left, right, by_rows=False: product)
     rows = torch.randn(300, 40, dtype=torch.float64)[:, :30]
     batch = torch.randn(3, 8, 9)[:, :, :5]
     for least in (0, 2**40):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.algebra import kernels
 from packprop.engine import chunks
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
@@ -96,7 +97,10 @@ MIXED = [
 
 
 @pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
-def test_only_the_use_that_holds_most_changes_its_algorithm(mixed: Any) -> None:
+def test_only_the_use_that_holds_most_changes_its_algorithm(
+    mixed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)  # whatever the number of threads
     build, shape, dtype, make, large, algorithm = mixed
     small = {"0.weight": "2.weight", "2.weight": "0.weight"}[large]
     loss = nn.CrossEntropyLoss()

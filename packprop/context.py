@@ -15,16 +15,10 @@ from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.request import Request, needs_loss_inputs
+from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph.completeness import (
-    EXTEND_FIRST,
-    UNSEEN,
-    require_complete,
-    require_differentiable,
-    require_loss_inputs,
-)
+from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
 from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
@@ -184,10 +178,7 @@ class Backpack(OwnMode):
             graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
-        if needs_loss_inputs(self.extensions):
-            require_loss_inputs(graph)
-        elif not (call.keeps_graph or call.create_graph):
-            graph.drop_loss_inputs()
+        settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         check_graph(graph, not all(extension.of_batch for extension in self.extensions))
         if call.create_graph:
             require_differentiable(graph)

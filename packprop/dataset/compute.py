@@ -18,7 +18,7 @@ from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
 from packprop.engine.backward_pass import BackwardPass, long_work_of
 from packprop.engine.chunks import ChunkSizes
-from packprop.engine.request import Request
+from packprop.engine.request import Request, settle_loss_inputs
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
@@ -172,6 +172,7 @@ class _BatchStream:
         with torch.enable_grad(), record():
             _, value = outputs_and_loss(ASKED, self._model, self._loss, inputs, targets)
         graph = walk([value], [None], None)
+        settle_loss_inputs(graph, self.results.extensions)
         check_graph(graph)
         reduction, divisor = _loss_terms(graph)
         terms = float(divisor)

@@ -11,6 +11,7 @@ from packprop.algebra.statistics import summed_grad
 from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput, PackpropError
+from packprop.graph.completeness import require_loss_inputs
 from packprop.graph.graph import Graph
 from packprop.graph.samples import require_terms
 from packprop.recording.reentrant import OTHER_KIND
@@ -67,9 +68,18 @@ def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
     return tasks
 
 
-def needs_loss_inputs(extensions: Sequence[Extension]) -> bool:
-    """Whether more is asked for than what gradients, and what went into the uses, tell."""
-    return any(row.seed not in (GRADIENT, INPUTS) for extension in extensions for row in extension.rows)
+def settle_loss_inputs(graph: Graph, extensions: Sequence[Extension], kept: bool = False) -> None:
+    """Let go of what the losses were given, unless more is asked for than gradients and inputs of uses tell.
+
+    ``kept``: whether a later pass may ask for more.
+
+    Raises:
+        FreedGraph: If it is asked for, and is gone already.
+    """
+    if any(row.seed not in (GRADIENT, INPUTS) for extension in extensions for row in extension.rows):
+        require_loss_inputs(graph)
+    elif not kept:
+        graph.drop_loss_inputs()
 
 
 def by_subsampling(tasks: Sequence[Task]) -> list[tuple[list[int] | None, list[Task]]]:

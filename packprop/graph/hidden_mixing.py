@@ -142,6 +142,7 @@ def dependence(
                 sizes = sizes_of_rows(graph, edges, seeds, lasting, _UNMASKED)
         except Exception:  # a user's function that refuses NaN
             return Dependence(fitting, True, False)
+        del seeds  # before the next ones are made: they are as large as what the losses were given
         for (use, index, layout), rows in sizes.items():
             if bool(rows[fed].isnan().any()):
                 reached.add(use)

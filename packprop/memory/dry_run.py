@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from packprop.algebra.structures import Statistical
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
-from packprop.engine.request import Request
+from packprop.engine.request import Request, settle_loss_inputs
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph, copy_sample_locations, is_order_of_data
@@ -83,6 +83,7 @@ class DryRun:
             forward = peaks.end_part()
             peaks.live.phase = "temporary"
             graph = walk([loss], [None], None)
+            settle_loss_inputs(graph, step.extensions)
             check_graph(graph, not all(extension.of_batch for extension in step.extensions))
             locating = peaks.end_part()
             self._backward(graph, loss)

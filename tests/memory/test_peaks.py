@@ -156,6 +156,17 @@ def test_results_that_are_not_written_over_are_gone_before_their_like_are_made()
     assert measured(model, batch, asked) == pytest.approx(plan.peak, rel=0.05)
 
 
+@pytest.mark.parametrize("make", [extensions.BatchL2Grad, extensions.DiagGGNMC])
+def test_what_a_wide_head_takes_is_what_was_predicted(make: Any) -> None:
+    """The logits are let go of where only gradients are asked for: plans know it."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 2000, bias=False), nn.Flatten(0, 1)
+    tokens = torch.randint(40, (4, 32))
+    model, batch = nn.Sequential(*layers), (tokens, tokens.flatten())
+    plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [make()])
+    assert measured(model, batch, make()) == pytest.approx(plan.peak, rel=0.05)
+
+
 @pytest.mark.parametrize("row", [extensions.BatchL2Grad, extensions.Variance])
 def test_the_first_pass_of_a_wide_head_takes_no_more_than_a_plain_one(row: Any) -> None:
     """What finds the samples is as large as the logits, and takes the place of gradients in them."""

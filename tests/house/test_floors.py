@@ -32,6 +32,7 @@ FLOORS = (
     ("engine",),
     ("extensions",),
     ("memory",),
+    ("distributed",),
     ("context",),
     ("compiled",),
     ("dataset",),

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.identity import identity_of
+from packprop.dataset.identity import Identity, difference, identity_of
 from packprop.dataset.parts import needs_second_reading
+from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stream import BatchStream
+from packprop.distributed.ranks import AllRanks
 from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
@@ -42,6 +46,7 @@ def compute(
     memory: int | str | None = None,
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
+    ranks: AllRanks | Literal["own", "all"] | None = None,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -73,34 +78,55 @@ def compute(
             as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
         every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
             batches. By the clock, writing takes at most a fiftieth of the time.
+        ranks: Whose samples the values are made of: those of this rank (``"own"``), or those of all
+            (``"all"``, or ``AllRanks`` for some of them), which must all call ``compute``; by default all,
+            where there is a process group. A data set with indices is divided among them, batch by batch; other
+            batches are each rank's own. All get the same values; rows of samples are in the order of steps,
+            then ranks. The first rank writes the checkpoint.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
             read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
             other files.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
-            or a checkpoint that cannot be read.
+            or a checkpoint that cannot be read; if another rank fails or ends.
     """
+    group = ranks_for(ranks)
+    group.arrive()
     chosen = check_extensions(ASKED, list(extensions))
-    _require_mergeable(chosen)
-    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
-    _require_rereadable(chosen, batches, data)
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    chunk_sizes = ChunkSizesByBatch(
-        lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
-    )
-    results = MergedResults(chosen)
-    kept = None
-    if checkpoint is not None:
-        options = {"data": batches.source.facts(), "memory": memory}
-        kept = Checkpoint(checkpoint, Every(every), identity_of(model, loss, chosen, **options))
-    with contextlib.nullcontext() if kept is None else kept.open(), extended(model):
-        stream = BatchStream(ASKED, model, loss, place, results)
-        run = Run(batches, stream, chunk_sizes, place, kept, progress)
-        with long_work_of(chosen, bar=False):
-            run.go_on()
-            run.to_the_end()
-    return results.result()
+    with contextlib.ExitStack() as stack:
+        kept: Checkpoint | None = None
+        facts, failure = None, None
+        try:
+            _require_mergeable(chosen)
+            batches = (
+                data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
+            )
+            _require_rereadable(chosen, batches, data)
+            pace = Every(every)
+            if checkpoint is not None or group.world > 1:
+                options = {"data": batches.source.facts(), "memory": memory}
+                facts = identity_of(model, loss, chosen, **options)
+                _require_shards(batches, group)
+            state, pieces = None, []
+            if checkpoint is not None and facts is not None and group.rank == 0:
+                kept = stack.enter_context(Checkpoint(checkpoint, pace, facts).open())
+                state, pieces = kept.load() or (None, [])
+            told = (facts, state)
+        except Exception as error:
+            failure = error
+        of_ranks = group.agree(None if failure else told, failure)
+        _require_same([identity for identity, _ in of_ranks])
+        chunk_sizes = ChunkSizesByBatch(
+            lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+        )
+        stack.enter_context(extended(model))
+        stack.enter_context(long_work_of(chosen, bar=False))
+        stream = BatchStream(ASKED, model, loss, place, MergedResults(chosen))
+        run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
+        run.go_on(kept, of_ranks[0][1], pieces)
+        return run.to_the_end()
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
@@ -149,3 +175,42 @@ def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data:
             "it goes over the samples twice, and these data can be read once",
             "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
         )
+
+
+def _require_shards(batches: Batches, ranks: Ranks) -> None:
+    """Refuse a sampler that gives some samples to two ranks, so that all have equally many.
+
+    Raises:
+        BadInput: If the data come from such a sampler.
+    """
+    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself
+    if sampler.total_size > samples:
+        raise BadInput(
+            ASKED,
+            f"a DistributedSampler of {samples} samples for {sampler.num_replicas} ranks",
+            f"it gives {sampler.total_size - samples} of them twice, so that all ranks have equally many",
+            "give the Dataset itself: it is divided without that",
+        )
+
+
+def _require_same(identities: Sequence[Identity | None]) -> None:
+    """Refuse ranks that are not at work on the same thing.
+
+    Raises:
+        BadInput: On every rank, with the first difference.
+    """
+    for rank, identity in enumerate(identities):
+        if identity is None or identities[0] is None:
+            continue
+        found = difference(identities[0], identity)
+        if found is not None:
+            raise BadInput(
+                ASKED,
+                f"rank {rank}",
+                f"it is at work on something else than rank 0, by its {found[0]}: {found[1]}",
+                "call compute(...) with the same model, extensions, options and data set on every rank; only "
+                "batches may be other ones; or with ranks='own'",
+            )

@@ -48,8 +48,18 @@ class BatchStream:
         self._asked, self._model, self._loss, self._device = asked, model, loss, device
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def add(self, batch: tuple[Any, Any], chunk_sizes: ChunkSizes, parts: Sequence[Part], second: bool) -> None:
-        """Add the results of one batch: of the parts that the first or ``second`` reading asks for."""
+    def add(
+        self,
+        batch: tuple[Any, Any],
+        chunk_sizes: ChunkSizes,
+        parts: Sequence[Part],
+        second: bool,
+        number: int,
+    ) -> None:
+        """Add the results of one batch: of the parts that the first or ``second`` reading asks for.
+
+        ``number``: that of the batch among those of all ranks.
+        """
         if _is_empty(batch):
             return
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
@@ -82,7 +92,7 @@ class BatchStream:
         if second:
             self.results.count_again(graph.samples, terms)
         else:
-            self.results.count(graph.samples, terms, value.detach(), reduction)
+            self.results.count(number, graph.samples, terms, value.detach(), reduction)
 
 
 def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:

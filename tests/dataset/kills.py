@@ -94,9 +94,8 @@ def done_batches(folder: Path) -> int:
         return 0
     facts, _, _ = Folder(folder).read(numbers[0])
     state = dict(facts["state"]["items"])
-    place = dict(state["place"]["items"])
     batches = SAMPLES // SIZE
-    return 2 * batches if state["complete"] else state["reading"] * batches + place["batches"]
+    return 2 * batches if state["complete"] else state["reading"] * batches + state["number"]
 
 
 def killed_until_the_end(form: str, span: float, source: random.Random, counts: dict[str, int]) -> Result:

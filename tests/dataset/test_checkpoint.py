@@ -227,7 +227,7 @@ def test_other_data_are_noticed(change: str, tmp_path: Path) -> None:
     assert ("2 batches only" if change == "fewer" else "another order") in error.value.why
 
 
-def interrupted(_: Any) -> None:
+def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from packprop.context import backpack
 from packprop.engine.saving import Hook
 from packprop.memory.plan import Plan
+from packprop.memory.search import budget_of
 from packprop.recording.switch import extended, record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.types import Extension
@@ -41,6 +42,11 @@ class Pass:
     def modules(self) -> list[nn.Module]:
         """The modules that are called."""
         return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of tensor storage that may be alive at once, if there is a limit."""
+        return self.memory.memory if isinstance(self.memory, Plan) else budget_of(self.memory)
 
     def run(self, inputs: Any, targets: Any, hook: Hook | None = None) -> Tensor:
         """Forward and backward pass; returns the loss, cut from its graph."""

@@ -21,7 +21,6 @@ from packprop.context import SIZES_OF_CHUNKS, check_extensions
 from packprop.engine.saving import Hook
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.memory.plan import Plan, gradients_are_there
-from packprop.memory.search import budget_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.hooks import has_late_hooks
@@ -122,8 +121,8 @@ class CompiledStep:
         require_callable(model, loss, hook)
         chosen = check_extensions(ASKED_FOR, extensions)
         require_finished(chosen)
-        budget_of(None if isinstance(memory, Plan) else memory)
         self._pass = Pass(model, loss, chosen, hook, memory)
+        _ = self._pass.budget  # refuses one that is no number of bytes
         self._backend, self._mode = backend, mode
         self._kinds: dict[Any, Kind] = {}
         self._traced_last: tuple[Any, ...] | None = None
@@ -238,7 +237,7 @@ class CompiledStep:
         if bool(outputs[0]):
             return self._run_again(state, inputs, targets)
         kind.replays += 1
-        if kind.replays == WORTH and kind.backend == REPLAY != self._backend:
+        if kind.replays == WORTH and kind.backend == REPLAY != self._backend and runner.verdict is None:
             kind.backend, kind.runner = self._backend, None  # the next call is a check again
         return self._delivered(traced.outcome(outputs), state)
 
@@ -341,7 +340,8 @@ def _told(kind: Kind) -> str:
     if kind.runner is None:
         return f"{said}; the next call is eager, beside a replay"
     if kind.runner.seconds is not None:
-        said += f", compiled in {kind.runner.seconds:.2g} s by {kind.runner.backend!r}"
+        said += f", compiled in {kind.runner.seconds:.2g} s"
+        said += f" by {kind.runner.backend!r}" if kind.runner.verdict is None else f"; {kind.runner.verdict}"
     return f"{said}; {kind.replays} replays"
 
 

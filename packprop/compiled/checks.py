@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.compiled.compiler import Runner
-from packprop.compiled.passes import Outcome, Pass, run_apart
+from packprop.compiled.passes import Outcome, Pass
 from packprop.compiled.state import State
 from packprop.compiled.trace import Traced
 from packprop.tensors.nesting import tensors_in
@@ -27,7 +27,7 @@ def checked(
     apart = [tensor if tensor.requires_grad else tensor.detach().clone() for tensor in state.tensors]
     generators = _generators(step)
     before, own_before = random_states(), [each.get_state() for each in generators]
-    outcome = run_apart(step, state.parameters, inputs, targets)
+    outcome = step.run_apart(state.parameters, inputs, targets)
     after, own_after = random_states(), [each.get_state() for each in generators]
     try:
         set_random_states(before)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compiled import compiler
-from packprop.compiled import step as steps
+from packprop.compiled import compiler, replayer
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 
@@ -75,7 +74,7 @@ def test_a_compiler_that_is_wrong() -> None:
 
 
 def test_other_kinds_are_compiled_when_they_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "WORTH", 2)
+    monkeypatch.setattr(replayer, "WORTH", 2)
     compilations = []
 
     def counting(graph: Any, inputs: Any) -> Any:

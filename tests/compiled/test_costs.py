@@ -66,7 +66,7 @@ def test_slow_code_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "seconds_in_turns", lambda runs, tensors: [1.2, 1.0])
-    monkeypatch.setattr("packprop.compiled.step.WORTH", 2)
+    monkeypatch.setattr("packprop.compiled.replayer.WORTH", 2)
     step = compiled(network(), extensions.BatchL2Grad(), backend="aot_eager")
     settle(step)
     for _ in range(4):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns
+from packprop.distributed.joint import JointPass, is_empty
+from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
@@ -66,6 +68,7 @@ def backpack(
     retain_graph: bool = False,
     debug: bool = False,
     loss_scale: float | Tensor = 1.0,
+    ranks: str | AllRanks = "own",
 ) -> Backpack:
     """Compute more than the gradient in every backward pass inside the context.
 
@@ -82,13 +85,17 @@ def backpack(
             loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
             not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
             ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
+        ranks: Whose samples values are made of, where several processes train: ``"own"`` for those of this
+            process, ``"all"`` for those of all, or ``packprop.distributed.AllRanks(...)``, which says more.
+            Values of all ranks are saved, and the hook called, when the backward pass is over.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
-            number of bytes. In the backward pass, before any work: for a budget that no choice of chunks keeps
-            to, or a plan that was made for something else.
+            number of bytes, or is given with ``ranks``; for ``ranks`` without a process group. In the backward
+            pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was made for
+            something else.
     """
-    return Backpack(extensions, extension_hook, memory, debug, loss_scale)
+    return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks)
 
 
 class Backpack(OwnMode):
@@ -101,6 +108,7 @@ class Backpack(OwnMode):
         memory: int | str | Plan | None,
         debug: bool,
         loss_scale: float | Tensor = 1.0,
+        ranks: str | AllRanks = "own",
     ) -> None:
         super().__init__()
         self.extensions = check_extensions("backpack(...) was entered.", extensions)
@@ -112,6 +120,16 @@ class Backpack(OwnMode):
                 "give a function of one module",
             )
         self._loss_scale = _scale_of(loss_scale)
+        self._ranks = ranks_of(ranks)
+        if self._ranks is not None and memory is not None:
+            raise BadInput(
+                "backpack(memory=..., ranks=...) was entered.",
+                "a budget for values of all ranks",
+                "a plan does not count what ranks exchange",
+                "leave memory out, or ask for values of this rank's own samples, ranks='own'",
+            )
+        self.rows = range(0)
+        """Which of the samples of all ranks the last pass was given here, in the order of ranks."""
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
@@ -168,24 +186,42 @@ class Backpack(OwnMode):
         """Run the user's ``backward``, and compute the extensions along with it."""
         if not self.extensions or call.is_refused_by_torch:
             return backward()
+        if self._ranks is None:
+            return self._pass(call, backward, None)
+        with JointPass(self._ranks, self.extensions) as joint:
+            joint.require_possible(call.create_graph)
+            self._pass(call, backward, joint)
+            self.rows = joint.rows
+
+    def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
+        """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
             require_complete(graph)
             if meets_samples_unseen(graph):
-                warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
-            return backward()
+                warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
+        if not graph.uses or (joint is not None and is_empty(graph)):
+            if joint is None:
+                return backward()
+            joint.agree(graph, None)
+            backward()
+            return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
         if is_traced():
             graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
-        check_graph(graph, not all(extension.of_batch for extension in self.extensions))
+        of_samples = not all(extension.of_batch for extension in self.extensions)
+        check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
+        request = Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn)
+        if joint is not None:
+            joint.agree(graph, request)
         backward_pass = BackwardPass(
-            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
-            saver.save,
+            request,
+            saver.save if joint is None else joint.keep,
             begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
@@ -204,6 +240,8 @@ class Backpack(OwnMode):
                 )
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
+            if joint is not None:
+                joint.hand_over(saver)
             saver.warn_of_skipped()
             keep = call.keeps_graph
         finally:

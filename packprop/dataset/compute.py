@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +17,9 @@ from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
 from packprop.engine.backward_pass import BackwardPass, long_work_of
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.loss_terms import reduction_and_divisor
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
 from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
@@ -192,18 +191,8 @@ class _BatchStream:
 def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
     """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
     calls = [loss.call for loss in graph.losses]
-    if len(calls) == 1 and not graph.without_loss:
-        (call,) = calls
-        divisor = describe(call.function, call.args, call.kwargs).divisor
-        given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-        given.apply_defaults()
-        deprecated = [given.arguments.get(flag) for flag in ("size_average", "reduce")]
-        reduction = given.arguments.get("reduction", "mean")
-        # without the argument, a divisor of 1 may come from a sum or from a mean over one term
-        known = divisor is not None and ("reduction" in given.arguments or divisor != 1)
-        if known and deprecated == [None, None] and reduction in ("mean", "sum"):
-            assert divisor is not None
-            return reduction, divisor
+    if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:
+        return known
     raise PackpropError(
         "Quantities of a loss over several batches were asked for.",
         f"the loss of a batch, made of {len(calls)} recorded loss functions",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.monoid import SUM, Moments, lift, rescale
+from packprop.algebra.monoid import SUM, lift, nothing_like, rescale
 from packprop.dataset.result import Result, Value
 from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
@@ -91,7 +91,7 @@ class MergedResults:
                     continue
                 key = (position, index, name)
                 if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
-                    value = _nothing_like(value)
+                    value = nothing_like(value)
                 partial = lift(row.over_n, rescale(value, terms, row.degree))
                 before = self.partial.get(key)
                 if before is not None and row.over_n.axis is not None:
@@ -136,10 +136,3 @@ def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Seque
             "sequences of other lengths",
             "fill all batches up to one length, with targets that are ignored",
         )
-
-
-def _nothing_like(value: Any) -> Any:
-    """Zeros in place of all sums; the number of samples stays."""
-    if isinstance(value, Moments):
-        return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
-    return map_tensors(torch.zeros_like, value)

@@ -46,7 +46,7 @@ def test_one_that_raises_ends_the_others() -> None:
 
 
 def test_one_that_dies_is_named() -> None:
-    found = outcomes_of(one_dies, 2, patient=True)
+    found = outcomes_of(one_dies, 2, group=False, patient=True)
     assert (found[0].value, found[0].error) == (0, None)
     assert found[1].error == "it died"
 

@@ -36,6 +36,7 @@ def test_an_extension_of_ones_own() -> None:
 @pytest.mark.parametrize(
     "page",
     [
+        "docs/guide/distributed.md",
         "docs/guide/extending.md",
         "docs/guide/hugging_face.md",
         "docs/guide/language_models.md",
@@ -51,4 +52,4 @@ def test_what_the_pages_show_runs(page: str, capsys: pytest.CaptureFixture[str])
             script(block, 2, name)
         else:
             exec(compile(block, name, "exec"), names)
-    assert len(blocks) >= 3
+    assert len(blocks) >= (1 if "distributed" in page else 3)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
 
+from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
-from packprop.dataset.batches import Batches, Data
+from packprop.dataset.batches import Batches, Data, described
+from packprop.dataset.checkpoint import Checkpoint, Every
+from packprop.dataset.chunks import ChunkSizesByBatch
+from packprop.dataset.identity import identity_of
+from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.result import Result
+from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
-from packprop.engine.backward_pass import BackwardPass, long_work_of
-from packprop.engine.chunks import ChunkSizes
-from packprop.engine.loss_terms import reduction_and_divisor
-from packprop.engine.request import Request, settle_loss_inputs
-from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
-from packprop.graph.walk import walk
+from packprop.dataset.stream import BatchStream
+from packprop.engine.backward_pass import long_work_of
+from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
-from packprop.recording.switch import extended, record
-from packprop.tensors.calling import LossFunction, outputs_and_loss
-from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.recording.switch import extended
+from packprop.tensors.calling import LossFunction
 from packprop.types import Extension
 
 ASKED = "compute(...) was called."
@@ -42,6 +40,8 @@ def compute(
     progress: bool = True,
     device: torch.device | str | None = None,
     memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | str = "30s",
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -67,28 +67,40 @@ def compute(
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. A plan is made for the first batch, and again for
             each batch that is larger than those before.
+        checkpoint: A folder that the run is kept in, made if it is missing. A run that was ended, by whatever
+            means, goes on from there when ``compute`` is called again with the same arguments, and ends with
+            the same values. A folder of a run that came to its end gives its values at once. Batches that come
+            as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
+        every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
+            batches. By the clock, writing takes at most a fiftieth of the time.
 
     Raises:
-        BadInput: For extensions that need all samples in one batch, no data, or no loss.
-        PackpropError: For a loss whose number of terms is not known, or a parameter that some
-            batches do not use.
+        BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
+            read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
+            other files.
+        PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
+            or a checkpoint that cannot be read.
     """
     chosen = check_extensions(ASKED, list(extensions))
     _require_mergeable(chosen)
     batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
+    _require_rereadable(chosen, batches, data)
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    chunk_sizes = _ChunkSizesByBatch(
+    chunk_sizes = ChunkSizesByBatch(
         lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
     )
-    chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
-    stream = _BatchStream(model, loss, place, MergedResults(chosen))
-    with extended(model):
-        console = Console(stderr=True)
-        hidden = not (progress and console.is_terminal)
-        with batches.explained(), long_work_of(chosen, bar=False):
-            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                stream.add(batch, chunk_sizes.of(batch))
-    return stream.results.result()
+    results = MergedResults(chosen)
+    kept = None
+    if checkpoint is not None:
+        options = {"data": batches.source.facts(), "memory": memory}
+        kept = Checkpoint(checkpoint, Every(every), identity_of(model, loss, chosen, **options))
+    with contextlib.nullcontext() if kept is None else kept.open(), extended(model):
+        stream = BatchStream(ASKED, model, loss, place, results)
+        run = Run(batches, stream, chunk_sizes, place, kept, progress)
+        with long_work_of(chosen, bar=False):
+            run.go_on()
+            run.to_the_end()
+    return results.result()
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
@@ -98,12 +110,12 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
         BadInput: With the first of them.
     """
     for extension in extensions:
-        if any(row.after is not None for row in extension.rows):
+        if any(row.over_n is SINGLE for row in extension.rows):
             raise BadInput(
                 ASKED,
                 f"extension {extension.name}",
-                "it goes over the samples twice, and data are read once",
-                "use it in `with backpack(...)` on one batch, or ask for KFAC or KFLR",
+                "its value is a function that belongs to the graph of one backward pass",
+                "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
             )
         if any(row.whole for row in extension.rows) or extension.subsampling is not None:
             raise BadInput(
@@ -123,79 +135,17 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
             )
 
 
-class _ChunkSizesByBatch:
-    """Chunk sizes for batches of different sizes: those of one batch are good for all that are no larger."""
+def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:
+    """Refuse what goes over the samples twice, if the data are gone when they have been read.
 
-    def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
-        self._plan = plan
-        self._planned: list[tuple[list[tuple[int, ...]], ChunkSizes]] = []
-
-    def of(self, batch: tuple[Any, Any]) -> ChunkSizes:
-        """Planned only where no batch before was as large in every axis of every tensor."""
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
-        for known, chunk_sizes in reversed(self._planned):
-            if [*map(len, known)] == [*map(len, shapes)] and all(
-                size <= most
-                for shape, largest in zip(shapes, known, strict=True)
-                for size, most in zip(shape, largest, strict=True)
-            ):
-                return chunk_sizes
-        self._planned.append((shapes, self._plan(batch)))
-        return self._planned[-1][1]
-
-
-class _BatchStream:
-    """Runs batches through the model and the loss, and merges their results.
-
-    Args:
-        model: The model, extended while batches are added.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        device: Where batches are moved to.
-        results: What the results of batches are merged into.
+    Raises:
+        BadInput: With the first such extension.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction | None,
-        device: torch.device | str,
-        results: MergedResults,
-    ) -> None:
-        self.results = results
-        self._model, self._loss, self._device = model, loss, device
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def add(self, batch: tuple[Any, Any], chunk_sizes: ChunkSizes) -> None:
-        """Add the results of one batch."""
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
-        with torch.enable_grad(), record():
-            _, value = outputs_and_loss(ASKED, self._model, self._loss, inputs, targets)
-        graph = walk([value], [None], None)
-        settle_loss_inputs(graph, self.results.extensions)
-        check_graph(graph)
-        reduction, divisor = _loss_terms(graph)
-        terms = float(divisor)
-
-        def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
-            name = self._names.get(id(leaf)) or graph.name(leaf)
-            self.results.add(name, leaf.dtype, graph.samples, terms, results)
-
-        with warnings.catch_warnings():
-            if not terms:
-                warnings.simplefilter("ignore", PackpropWarning)
-            BackwardPass(Request(graph, self.results.extensions, chunk_sizes), done).run(None)
-        graph.release(keep=False)
-        self.results.count(graph.samples, terms, value.detach(), reduction)
-
-
-def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
-    calls = [loss.call for loss in graph.losses]
-    if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:
-        return known
-    raise PackpropError(
-        "Quantities of a loss over several batches were asked for.",
-        f"the loss of a batch, made of {len(calls)} recorded loss functions",
-        "what it is divided by is not known, so that batches cannot be given their weight",
-        "use one loss function of torch with reduction='mean' or reduction='sum'",
-    )
+    twice = [extension for extension in extensions if needs_second_reading(extension)]
+    if twice and batches.is_read_once:
+        raise BadInput(
+            ASKED,
+            f"extension {twice[0].name}, with data {described(data)}",
+            "it goes over the samples twice, and these data can be read once",
+            "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
+        )

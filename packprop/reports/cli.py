@@ -18,6 +18,7 @@ from torch import nn
 
 from packprop import examples
 from packprop.dataset.batches import explanation
+from packprop.dataset.checkpoint import require_checkpoint
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text, resident_peak
 from packprop.reports.arguments import parser
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _warnings_in_short(sys.stderr):
             _profile(options, started)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        kept = options.checkpoint or options.resume
+        end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
+        print(f"interrupted; {end}", file=sys.stderr)
         return 130
     except Exception as error:
         if options.debug:
@@ -61,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _profile(options: argparse.Namespace, started: float) -> None:
     # what can be refused at once is refused before the factory runs, which may take long
     check_folder(options.output)
+    if options.resume is not None:
+        require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
     device = None if options.device is None else _device(options.device)
     factory = None if options.factory is None else load_factory(options.factory)
     threads = options.threads or (1 if factory is None else None)
@@ -88,6 +93,8 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         seed=options.seed,
         progress=not options.no_progress,
         memory=options.memory,
+        checkpoint=options.checkpoint or options.resume,
+        every=options.every,
     )
     paths = result.save(options.output)
     console = Console()

@@ -150,3 +150,45 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert "ZeroDivisionError" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+BREAKING = """
+import os
+import torch
+from torch import nn
+
+
+class Batches:
+    def __iter__(self):
+        source = torch.Generator().manual_seed(0)
+        for number in range(4):
+            if number == 2 and os.path.exists("broken"):
+                raise OSError("the disk is gone")
+            yield torch.randn(5, 4, generator=source), torch.randint(2, (5,), generator=source)
+
+
+def factory():
+    return nn.Linear(4, 2), nn.CrossEntropyLoss(), Batches()
+"""
+
+
+def test_a_profile_goes_on_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "breaking_data.py").write_text(BREAKING)
+    run("breaking_data:factory", "--output", "alone")
+    (tmp_path / "broken").touch()
+    status, _, err = run("breaking_data:factory", "--checkpoint", "kept", "--every", "1")
+    assert status == 2
+    assert "the first 2 batches, 10 samples" in err
+    (tmp_path / "broken").unlink()
+    status, _, err = run("breaking_data:factory", "--resume", "kept", "--mc-samples", "2")
+    assert status == 2
+    assert "mc_samples: 1 there, 2 here" in err
+    status, out, _ = run("breaking_data:factory", "--resume", "kept")
+    assert status == 0
+    assert "20 samples in 4 batches" in out
+    alone, found = Profile.load(tmp_path / "alone"), Profile.load(tmp_path / "profile")
+    assert (found.layers, found.total, found.loss) == (alone.layers, alone.total, alone.loss)
+    status, _, err = run("breaking_data:factory", "--resume", "nowhere")
+    assert status == 2
+    assert "no checkpoint in that folder" in err
+    assert not (tmp_path / "nowhere").exists()

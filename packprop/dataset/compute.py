@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from packprop.context import check_extensions
 from packprop.dataset.batches import Batches, Data
 from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import StoredResults, stored_results
 from packprop.engine.backward_pass import BackwardPass, long_work_of
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request, settle_loss_inputs
@@ -26,6 +29,7 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extended, record
+from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
@@ -43,6 +47,7 @@ def compute(
     progress: bool = True,
     device: torch.device | str | None = None,
     memory: int | str | None = None,
+    store: StoreWriter | str | Path | None = None,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -68,9 +73,13 @@ def compute(
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. A plan is made for the first batch, and again for
             each batch that is larger than those before.
+        store: Where values of single samples go as they come, instead of into the result: a folder, which is
+            made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
+            terms.
 
     Raises:
-        BadInput: For extensions that need all samples in one batch, no data, or no loss.
+        BadInput: For extensions that need all samples in one batch, no data, or no loss; for a store that
+            nothing would go to, or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, or a parameter that some
             batches do not use.
     """
@@ -82,8 +91,11 @@ def compute(
         lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
     )
     chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
-    stream = _BatchStream(model, loss, place, MergedResults(chosen))
-    with extended(model):
+    stored = stored_results(ASKED, store, model, chosen)
+    kept = [extension for extension in chosen if stored is None or extension not in stored.extensions]
+    stream = _BatchStream(model, loss, place, MergedResults(kept), chosen, stored)
+    own = stored.writer if stored is not None and stored.writer is not store else contextlib.nullcontext()
+    with own, extended(model):
         console = Console(stderr=True)
         hidden = not (progress and console.is_terminal)
         with batches.explained(), long_work_of(chosen, bar=False):
@@ -153,6 +165,8 @@ class _BatchStream:
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         device: Where batches are moved to.
         results: What the results of batches are merged into.
+        extensions: What is computed.
+        stored: Takes those of them that go to a store.
     """
 
     def __init__(
@@ -161,8 +175,10 @@ class _BatchStream:
         loss: LossFunction | None,
         device: torch.device | str,
         results: MergedResults,
+        extensions: Sequence[Extension],
+        stored: StoredResults | None = None,
     ) -> None:
-        self.results = results
+        self.results, self._extensions, self._stored = results, extensions, stored
         self._model, self._loss, self._device = model, loss, device
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -172,20 +188,24 @@ class _BatchStream:
         with torch.enable_grad(), record():
             _, value = outputs_and_loss(ASKED, self._model, self._loss, inputs, targets)
         graph = walk([value], [None], None)
-        settle_loss_inputs(graph, self.results.extensions)
+        settle_loss_inputs(graph, self._extensions)
         check_graph(graph)
         reduction, divisor = _loss_terms(graph)
         terms = float(divisor)
 
         def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
             name = self._names.get(id(leaf)) or graph.name(leaf)
+            if self._stored is not None:
+                results = self._stored.take(name, leaf.dtype, graph.samples, terms, results)
             self.results.add(name, leaf.dtype, graph.samples, terms, results)
 
         with warnings.catch_warnings():
             if not terms:
                 warnings.simplefilter("ignore", PackpropWarning)
-            BackwardPass(Request(graph, self.results.extensions, chunk_sizes), done).run(None)
+            BackwardPass(Request(graph, self._extensions, chunk_sizes), done).run(None)
         graph.release(keep=False)
+        if self._stored is not None:
+            self._stored.end_batch(batch, graph.samples, terms)
         self.results.count(graph.samples, terms, value.detach(), reduction)
 
 

@@ -91,7 +91,7 @@ class MergedResults:
                     continue
                 key = (position, index, name)
                 if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
-                    value = _nothing_like(value)
+                    value = nothing_like(value)
                 partial = lift(row.over_n, rescale(value, terms, row.degree))
                 before = self.partial.get(key)
                 if before is not None and row.over_n.axis is not None:
@@ -138,7 +138,7 @@ def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Seque
         )
 
 
-def _nothing_like(value: Any) -> Any:
+def nothing_like(value: Any) -> Any:
     """Zeros in place of all sums; the number of samples stays."""
     if isinstance(value, Moments):
         return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))

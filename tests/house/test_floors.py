@@ -33,7 +33,7 @@ FLOORS = (
     ("extensions",),
     ("memory",),
     ("context",),
-    ("compiled",),
+    ("compiled", "store"),
     ("dataset",),
     ("eager", "examples"),
     ("reports",),

@@ -19,11 +19,13 @@ from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extended
+from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
 from packprop.types import Extension
 
@@ -42,6 +44,7 @@ def compute(
     memory: int | str | None = None,
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
+    store: StoreWriter | str | Path | None = None,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -73,11 +76,14 @@ def compute(
             as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
         every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
             batches. By the clock, writing takes at most a fiftieth of the time.
+        store: Where values of single samples go as they come, instead of into the result: a folder, which is
+            made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
+            terms.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
             read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
-            other files.
+            other files; for a store that nothing would go to, or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
             or a checkpoint that cannot be read.
     """
@@ -89,13 +95,22 @@ def compute(
     chunk_sizes = ChunkSizesByBatch(
         lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
     )
-    results = MergedResults(chosen)
+    stored = stored_results(ASKED, store, model, chosen)
+    if checkpoint is not None and stored is not None:
+        raise BadInput(
+            ASKED,
+            f"checkpoint={str(checkpoint)!r} with store={str(stored.writer.folder)!r}",
+            "rows that were stored since the last checkpoint would be stored once more",
+            "leave one of the two out",
+        )
+    results = MergedResults([each for each in chosen if stored is None or each not in stored.extensions])
     kept = None
     if checkpoint is not None:
         options = {"data": batches.source.facts(), "memory": memory}
         kept = Checkpoint(checkpoint, Every(every), identity_of(model, loss, chosen, **options))
-    with contextlib.nullcontext() if kept is None else kept.open(), extended(model):
-        stream = BatchStream(ASKED, model, loss, place, results)
+    own = stored.writer if stored is not None and stored.writer is not store else contextlib.nullcontext()
+    with contextlib.nullcontext() if kept is None else kept.open(), own, extended(model):
+        stream = BatchStream(ASKED, model, loss, place, results, chosen, stored)
         run = Run(batches, stream, chunk_sizes, place, kept, progress)
         with long_work_of(chosen, bar=False):
             run.go_on()

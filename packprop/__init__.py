@@ -23,6 +23,8 @@ from packprop.reports.coverage import coverage
 from packprop.reports.coverage_values import Coverage
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile
+from packprop.store.reading import Store, StoredArray
+from packprop.store.writing import StoreWriter
 
 # Tutorials for BackPACK import from `custom_module`, `core` and `utils`: packages in compat/paths.
 __path__.append(f"{__path__[0]}/compat/paths")
@@ -36,6 +38,9 @@ __all__ = [
     "Plan",
     "Profile",
     "Result",
+    "Store",
+    "StoreWriter",
+    "StoredArray",
     "algorithms",
     "backpack",
     "compile",

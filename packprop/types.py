@@ -93,6 +93,8 @@ class Extension:
     """What takes less time in its place, if something does: for the warning about work that takes long."""
     rounded: ClassVar[bool] = False
     """Whether values are rounded to the parameter's precision: gradients side by side, which are large."""
+    sample_axis: ClassVar[int] = 0
+    """Which axis of a value that grows with the samples is theirs."""
     subsampling: Sequence[int] | None = None
 
     def __post_init__(self) -> None:

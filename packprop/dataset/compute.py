@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
 from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extended
+from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
 from packprop.types import Extension
 
@@ -47,6 +49,7 @@ def compute(
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
     ranks: AllRanks | Literal["own", "all"] | None = None,
+    store: StoreWriter | str | Path | None = None,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -83,49 +86,61 @@ def compute(
             where there is a process group. A data set with indices is divided among them, batch by batch; other
             batches are each rank's own. All get the same values; rows of samples are in the order of steps,
             then ranks. The first rank writes the checkpoint.
+        store: Where values of single samples go as they come, instead of into the result: a folder, which is
+            made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
+            terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
+            ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
             read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
-            other files.
+            other files; for a store that nothing would go to, or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
             or a checkpoint that cannot be read; if another rank fails or ends.
     """
     group = ranks_for(ranks)
     group.arrive()
-    chosen = check_extensions(ASKED, list(extensions))
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        kept: Checkpoint | None = None
-        facts, failure = None, None
-        try:
+
+        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
+            chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
-            batches = (
-                data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
-            )
+            batches = data
+            if not isinstance(batches, Batches):
+                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
             _require_rereadable(chosen, batches, data)
-            pace = Every(every)
-            if checkpoint is not None or group.world > 1:
-                options = {"data": batches.source.facts(), "memory": memory}
-                facts = identity_of(model, loss, chosen, **options)
-                _require_shards(batches, group)
-            state, pieces = None, []
-            if checkpoint is not None and facts is not None and group.rank == 0:
-                kept = stack.enter_context(Checkpoint(checkpoint, pace, facts).open())
-                state, pieces = kept.load() or (None, [])
-            told = (facts, state)
-        except Exception as error:
-            failure = error
-        of_ranks = group.agree(None if failure else told, failure)
-        _require_same([identity for identity, _ in of_ranks])
+            if checkpoint is None and group.world == 1:
+                return chosen, batches, None
+            _require_shards(batches, group)
+            options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            return chosen, batches, identity_of(model, loss, chosen, **options)
+
+        def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
+            if checkpoint is None or identity is None or group.rank:
+                return None, None, []
+            kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
+            return kept, *(kept.load() or (None, []))
+
+        def stream_of() -> BatchStream:
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None)
+            if stored is not None and stored.writer is not store:
+                stack.enter_context(stored.writer)
+            merged = [each for each in chosen if stored is None or each not in stored.extensions]
+            return BatchStream(ASKED, model, loss, place, MergedResults(merged), chosen, stored)
+
+        chosen, batches, identity = group.attempt(checked)
+        _require_same(group.each(identity))
+        kept, own_state, pieces = group.attempt(loaded)
+        state = group.each(own_state)[0]
+        place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
         )
         stack.enter_context(extended(model))
         stack.enter_context(long_work_of(chosen, bar=False))
-        stream = BatchStream(ASKED, model, loss, place, MergedResults(chosen))
         run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
-        run.go_on(kept, of_ranks[0][1], pieces)
+        group.attempt(lambda: run.go_on(kept, state, pieces))
         return run.to_the_end()
 
 

@@ -92,17 +92,19 @@ class Ranks:
             self._round([False, True, False])
             self.each(str(error) or type(error).__name__)
 
-    def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
-        """The values of all ranks, if none of them has failed.
+    def attempt(self, work: Callable[[], Value]) -> Value:
+        """What ``work`` returns, if it succeeds on all ranks.
 
         Raises:
             OtherRankFailed: With what another one says.
         """
-        told = self.each((value, None if error is None else str(error) or type(error).__name__))
-        if error is not None:
-            raise error
-        self._raise_what_is_told([failure for _, failure in told])
-        return [each for each, _ in told]
+        try:
+            value = work()
+        except Exception as error:
+            self.each(str(error) or type(error).__name__)
+            raise
+        self._raise_what_is_told(self.each(None))
+        return value
 
     def each(self, value: Value) -> list[Value]:
         """The values of all ranks, in their order."""

@@ -31,12 +31,14 @@ class Moment(NamedTuple):
         draws: Random states, of the global generators and of those of extensions.
         number: The number of the next batch, among those of all ranks.
         steps: Batches since this run began.
+        stored: Samples and terms in the store, if there is one.
     """
 
     place: dict[str, Any]
     draws: dict[str, Any]
     number: int
     steps: int
+    stored: tuple[int, float] | None
 
 
 class Run:
@@ -66,8 +68,8 @@ class Run:
         self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
         self._checkpoint: Checkpoint | None = None
         self._results = stream.results
-        self._readings = readings_of(self._results.extensions)
-        self._generators = generators_of(self._results.extensions)
+        self._readings = readings_of(stream.extensions)
+        self._generators = generators_of(stream.extensions)
         self._reading, self._is_complete = 0, False
         self._number, self._steps, self._written = 0, 0, 0
         self._moment: Moment | None = None
@@ -107,6 +109,8 @@ class Run:
         else:
             self._batches.go_to(place, self._number)
         self._set_draws(place["now"])
+        if self._stream.stored is not None:
+            self._stream.stored.go_to(place["stored"])
 
     def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What the checkpoint says of this rank; of one that was not there, what follows from the first one."""
@@ -151,6 +155,9 @@ class Run:
             first = self._batches.first()
             if first is not None:
                 self._chunk_sizes.of(first)  # a budget that nothing fits is refused before any work
+            if self._keeps and self._stream.stored is not None and self._moment is None:
+                self._note_moment()  # a store without a checkpoint would be one of something else
+                self._keep()
             self._read()
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
                 asked, instead = self._batches.asked, "give at least one sample"
@@ -215,7 +222,8 @@ class Run:
 
     def _note_moment(self) -> None:
         """Batches before this moment are merged, and no others."""
-        self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps)
+        stored = None if self._stream.stored is None else self._stream.stored.place
+        self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
         self._results.whole = True
 
     def _keep_what_is_lacking(self) -> None:
@@ -230,6 +238,8 @@ class Run:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
         since, count = self._written, len(self._results.batches)
+        if self._stream.stored is not None:
+            self._stream.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
         found = self._results.of_all(self._ranks, since)
         of_ranks = self._ranks.each(self._own_state())
         written = True
@@ -283,7 +293,8 @@ class Run:
         """What this rank goes on from."""
         assert self._moment is not None
         loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
-        return {**self._moment.place, **loader, "now": self._moment.draws, "begin": self._begin}
+        draws = {"now": self._moment.draws, "begin": self._begin}
+        return {**self._moment.place, **loader, **draws, "stored": self._moment.stored}
 
     def _draws(self) -> dict[str, Any]:
         """The random states that the next draws are made from."""

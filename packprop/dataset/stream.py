@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packprop.dataset.parts import Part, drawn_as_before
 from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import StoredResults
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.loss_terms import reduction_and_divisor
@@ -34,6 +35,8 @@ class BatchStream:
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         device: Where batches are moved to.
         results: What the results of batches are merged into.
+        extensions: What is computed.
+        stored: Takes those of them that go to a store.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class BatchStream:
         loss: LossFunction | None,
         device: torch.device | str,
         results: MergedResults,
+        extensions: Sequence[Extension],
+        stored: StoredResults | None = None,
     ) -> None:
-        self.results = results
+        self.results, self.extensions, self.stored = results, extensions, stored
         self._asked, self._model, self._loss, self._device = asked, model, loss, device
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -80,15 +85,19 @@ class BatchStream:
 
         def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
             kept = {part: found[part] for part in parts if part in found and not (second and part.is_whole)}
+            if self.stored is not None and not second:
+                kept = self.stored.take(name_of(leaf), leaf.dtype, graph.samples, terms, kept)
             self.results.add(name_of(leaf), leaf.dtype, 0 if second else graph.samples, terms, kept)
 
-        drawn = drawn_as_before(graph, self.results.extensions) if second else {}
+        drawn = drawn_as_before(graph, self.extensions) if second else {}
         request = Request(graph, parts, chunk_sizes, drawn=drawn, known=known if second else None)
         with warnings.catch_warnings():
             if not terms:
                 warnings.simplefilter("ignore", PackpropWarning)
             BackwardPass(request, done).run(None)
         graph.release(keep=False)
+        if self.stored is not None and not second:
+            self.stored.end_batch(batch, graph.samples, terms)
         if second:
             self.results.count_again(graph.samples, terms)
         else:

@@ -29,6 +29,7 @@ class SqrtGGNExact(Extension):
     cheaper: ClassVar[str] = "SqrtGGNMC"
     rounded: ClassVar[bool] = True
     savefield = "sqrt_ggn_exact"
+    sample_axis = 1
     rows = (Row(ENTRYWISE, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)
 
 
@@ -46,6 +47,7 @@ class SqrtGGNMC(Sampled):
 
     rounded: ClassVar[bool] = True
     savefield = "sqrt_ggn_mc"
+    sample_axis = 1
 
     @property
     def rows(self) -> tuple[Row, ...]:

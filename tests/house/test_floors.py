@@ -34,7 +34,7 @@ FLOORS = (
     ("memory",),
     ("distributed",),
     ("context",),
-    ("compiled",),
+    ("compiled", "store"),
     ("dataset",),
     ("eager", "examples"),
     ("reports",),

@@ -1,0 +1,113 @@
+"""Values of single samples that go to a store as they come, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.algebra.monoid import nothing_like, rescale
+from packprop.dataset.parts import Part
+from packprop.errors import BadInput
+from packprop.store.describing import described_extension, grows
+from packprop.store.values import samples_first
+from packprop.store.writing import StoreWriter
+from packprop.types import Extension
+
+
+class StoredResults:
+    """Takes the results of a batch that are to be stored, and stores them together when the batch is done.
+
+    A batch that does not use a parameter gives it rows of zeros, which they are.
+
+    Args:
+        writer: Where they are stored.
+        extensions: All that is computed.
+    """
+
+    def __init__(self, writer: StoreWriter, extensions: Sequence[Extension]) -> None:
+        self.writer = writer
+        stored = [described_extension(extension) for extension in writer.extensions]
+        self.extensions = [extension for extension in extensions if described_extension(extension) in stored]
+        self._values: dict[tuple[str, str], Tensor] = {}
+
+    def take(
+        self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Part, list[Any]]
+    ) -> dict[Part, list[Any]]:
+        """Keep the results of one parameter that are to be stored, and return the others.
+
+        As in ``MergedResults``, they are brought to the scale of a loss that is summed over its terms.
+        """
+        for part, found in results.items():
+            extension = part.whole
+            if extension in self.extensions:
+                values = [
+                    rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
+                    for row, value in zip(extension.rows, found, strict=True)
+                ]
+                value = extension.finish(values, samples).to(extension.dtype_of(dtype))
+                self._values[extension.savefield, name] = samples_first(extension, value)
+        return {part: values for part, values in results.items() if part.whole not in self.extensions}
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """How many samples are stored, and how many terms their losses had."""
+        return self.writer.samples, self.writer.terms
+
+    def go_to(self, place: Sequence[Any]) -> None:
+        """Go back to a place; rows that came after it are gone.
+
+        Raises:
+            BadInput: If fewer samples are safe.
+        """
+        self._values = {}
+        self.writer.resume_at(place[0], place[1])
+
+    def end_batch(self, batch: Any, samples: int, terms: float) -> None:
+        """Store what was kept of a batch."""
+        values, self._values = self._values, {}
+        identify = self.writer.identify
+        self.writer.add(values, samples, terms, None if identify is None else identify(batch))
+
+
+def stored_results(
+    asked: str,
+    store: StoreWriter | str | Path | None,
+    model: nn.Module,
+    extensions: Sequence[Extension],
+    resume: bool = False,
+) -> StoredResults | None:
+    """What takes results to a store: one that is open, or one that is made in a folder.
+
+    ``resume``: whether a store in that folder goes on.
+
+    Raises:
+        BadInput: If none of the extensions grows with the data, or the store was opened for others.
+    """
+    if store is None:
+        return None
+    if not isinstance(store, StoreWriter):
+        growing = [extension for extension in extensions if grows(extension)]
+        if not growing:
+            names = ", ".join(extension.name for extension in extensions)
+            raise BadInput(
+                asked,
+                f"store={str(store)!r} with {names}",
+                "none of these values grows with the data: there is nothing to store",
+                "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
+            )
+        store = StoreWriter(store, model, growing, resume=resume)
+    found = StoredResults(store, extensions)
+    if len(found.extensions) != len(store.extensions):
+        known = [described_extension(extension) for extension in extensions]
+        missing = next(each for each in store.extensions if described_extension(each) not in known)
+        raise BadInput(
+            asked,
+            f"the store {str(store.folder)!r}",
+            f"it was opened for {missing.name}, which is not asked for",
+            "give compute(...) the extensions of the store, with the same options",
+        )
+    return found

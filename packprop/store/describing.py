@@ -1,0 +1,91 @@
+"""What a store says about the extensions and the model that its values come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from packprop.errors import BadInput
+from packprop.store.plain import name_of
+from packprop.types import Extension
+
+
+def version() -> str:
+    """The version of packprop."""
+    try:
+        return importlib.metadata.version("packprop")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def described_extension(extension: Extension) -> dict[str, Any]:
+    """Name, attribute and options of an extension, as JSON has them."""
+    options: dict[str, Any] = {}
+    if dataclasses.is_dataclass(extension):
+        options = {
+            field.name: _plain(getattr(extension, field.name)) for field in dataclasses.fields(extension)
+        }
+    return {"name": extension.name, "attribute": extension.savefield, "options": options}
+
+
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """Names, shapes and precisions of all parameters, and which are trained."""
+    return {
+        name: [list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad]
+        for name, parameter in model.named_parameters()
+    }
+
+
+def grows(extension: Extension) -> bool:
+    """Whether the value has a row for each sample, which rows of other samples can stand beside."""
+    return all(row.over_n.grows and not row.whole for row in extension.rows)
+
+
+def require_storable(asked: str, extensions: Sequence[Extension]) -> None:
+    """Refuse extensions whose values have no rows of samples.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for extension in extensions:
+        if not grows(extension):
+            raise BadInput(
+                asked,
+                f"extension {extension.name}",
+                "its value has no row for each sample: it does not grow with the data",
+                "keep it in memory: packprop.compute(...) returns it beside what it stores",
+            )
+        if extension.subsampling is not None:
+            raise BadInput(
+                asked,
+                f"extension {extension.name}(subsampling=...)",
+                "its rows are those of some samples of a batch, and the store has a row for each of them",
+                "leave subsampling out, or give batches of these samples alone",
+            )
+    fields = [extension.savefield for extension in extensions]
+    for extension in extensions:
+        if fields.count(extension.savefield) > 1:
+            raise BadInput(
+                asked,
+                f"extension {extension.name}",
+                f"another one that is saved as {extension.savefield!r} is there, too",
+                "store one of them, or both in folders of their own",
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A value of JSON for an option."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Generator):
+        return {"generator": value.initial_seed()}
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Extension):
+        return described_extension(value)
+    return type(value).__name__

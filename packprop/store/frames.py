@@ -1,0 +1,51 @@
+"""Values of samples as a data frame of pandas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from packprop.errors import BadInput
+
+MOST_COLUMNS = 10_000
+"""More than that is no table that anyone reads."""
+
+
+def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], quantities: Sequence[str]) -> Any:
+    """A row for each sample, and a column for each entry: ``"batch_l2/0.weight"``, ``"loss"``, ``"x[0]"``.
+
+    Raises:
+        BadInput: If pandas is missing, for a quantity that is not there, or too many columns.
+    """
+    asked = "A data frame of a store was asked for."
+    try:
+        import pandas
+    except ImportError as error:
+        raise BadInput(asked, "pandas", "it is not installed", "pip install pandas") from error
+    known = list(dict.fromkeys(quantity for quantity, _ in arrays))
+    for quantity in quantities:
+        if quantity not in known:
+            raise BadInput(asked, f"quantity {quantity!r}", f"the store has {known}", "choose from these")
+    chosen = {
+        key: array
+        for key, array in arrays.items()
+        if (key[0] in quantities if quantities else math.prod(array.shape[1:]) == 1)
+    }
+    number = sum(math.prod(array.shape[1:]) for array in chosen.values())
+    if number > MOST_COLUMNS:
+        raise BadInput(
+            asked,
+            f"{', '.join(dict.fromkeys(key[0] for key in chosen))}",
+            f"they have {number} entries for each sample",
+            f"choose quantities of at most {MOST_COLUMNS} entries, or read arrays by themselves",
+        )
+    columns: dict[str, np.ndarray] = {}
+    for (quantity, parameter), array in chosen.items():
+        name = f"{quantity}/{parameter}" if parameter else quantity
+        values = array.numpy().reshape(len(array), -1)
+        for index in range(values.shape[1]):
+            columns[f"{name}[{index}]" if len(array.shape) > 1 else name] = values[:, index]
+    return pandas.DataFrame(columns, index=pandas.Index(identifiers, name="sample"))

@@ -1,0 +1,56 @@
+"""Where a writer may write, and what its files are called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packprop.errors import BadInput
+
+
+def rank_of_process() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def require_place(asked: str, folder: Path) -> None:
+    """Refuse a folder that holds anything but shards.
+
+    Raises:
+        BadInput: With the first of what is there.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(asked, f"path {str(folder)!r}", "it is a file", "give a folder")
+    others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    others = [name for name in others if not re.fullmatch(r"shard-\d{5}", name)]
+    if others:
+        raise BadInput(
+            asked,
+            f"folder {str(folder)!r}",
+            f"it is not empty: {others[0]!r} is there, which belongs to no store",
+            "give an empty folder, or one that does not exist yet",
+        )
+
+
+def file_name(quantity: str, parameter: str, used: set[str]) -> str:
+    """A path for an array, of characters that every file system has; ``used`` ones are noted in lower case."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", parameter)[:150] or "values"
+    folder = re.sub(r"[^A-Za-z0-9._-]", "_", quantity)[:100]
+    name = f"{folder}/{plain}.npy"
+    number = 2
+    while name.lower() in used:
+        name, number = f"{folder}/{plain}-{number}.npy", number + 1
+    used.add(name.lower())
+    return name
+
+
+def short(value: Any) -> str:
+    """What a value is, for messages, in a line or two."""
+    text = str(value)
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -1,0 +1,196 @@
+"""One array in one ``.npy`` file that grows along its first axis."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packprop.errors import BadInput
+
+MAGIC = b"\x93NUMPY\x01\x00"
+"""What a ``.npy`` file of version 1.0 begins with."""
+
+DIGITS = 20
+"""Room for the number of rows, so that the header never changes its length."""
+
+DESCRIPTIONS = {
+    torch.float64: "<f8",
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.bfloat16: "<u2",
+    torch.complex128: "<c16",
+    torch.complex64: "<c8",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.int16: "<i2",
+    torch.int8: "|i1",
+    torch.uint8: "|u1",
+    torch.bool: "|b1",
+}
+"""How each precision is stored; numpy has no bfloat16, whose 16 bits are stored as whole numbers."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a precision in headers: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The precision of a name; ``None`` if there is none that can be stored."""
+    return next((dtype for dtype in DESCRIPTIONS if name_of(dtype) == name), None)
+
+
+def header_of(rows: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
+    """The header of a file of ``rows`` rows ``[*shape]``: of the same length for any number of them."""
+    sizes = "".join(f" {size}," for size in shape)
+    text = f"{{'descr': {DESCRIPTIONS[dtype]!r}, 'fortran_order': False, 'shape': ({rows},{sizes}), }}"
+    start = len(MAGIC) + 2
+    longest = start + len(text) - len(str(rows)) + DIGITS + 1
+    total = -(-longest // 64) * 64
+    return MAGIC + (total - start).to_bytes(2, "little") + text.ljust(total - start - 1).encode() + b"\n"
+
+
+class GrowingArray:
+    """A ``.npy`` file that rows are appended to.
+
+    Rows that are written stay invisible to readers of the file alone until ``show`` counts them in its header.
+
+    Args:
+        path: The file; it is made with the first rows.
+        shape: Shape of a row.
+        dtype: Precision.
+    """
+
+    def __init__(self, path: Path, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.path, self.shape, self.dtype = path, tuple(shape), dtype
+        self.row_bytes = math.prod(self.shape) * dtype.itemsize
+        self.offset = len(header_of(0, self.shape, dtype))
+        self._pending: list[np.ndarray] = []
+        self._pending_at = 0
+        self._file: int | None = None
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Keep some rows ``[n, *shape]``, of this precision and on the processor, from row ``start`` on.
+
+        Few bytes wait for more, in memory of their own; ``flush`` writes them.
+        """
+        values = as_array(rows.contiguous())
+        if values.nbytes >= LARGE:
+            self.flush()
+            self._write(start, [values])
+            return
+        end = self._pending_at + sum(len(each) for each in self._pending)
+        if start != end or sum(each.nbytes for each in self._pending) >= LARGE:
+            self.flush()
+        if not self._pending:
+            self._pending_at = start
+        self._pending.append(values.copy())
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if self._pending:
+            self._write(self._pending_at, self._pending)
+            self._pending = []
+
+    def fill(self, rows: int) -> None:
+        """Write what waits, and make the file as long as ``rows`` rows: zeros for those that never came."""
+        self.flush()
+        file = self._opened()
+        needed = self.offset + rows * self.row_bytes
+        if os.fstat(file).st_size < needed:
+            os.ftruncate(file, needed)
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._pending = []
+
+    def show(self, rows: int) -> None:
+        """Say in the file that it has so many rows, which must be there; nothing else in it is touched."""
+        file = os.open(self.path, os.O_RDWR)
+        try:
+            os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
+        finally:
+            os.close(file)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        file = os.open(self.path, os.O_RDWR)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def cut(self, rows: int) -> None:
+        """Drop all rows from ``rows`` on."""
+        self.forget()
+        os.ftruncate(self._opened(), self.offset + rows * self.row_bytes)
+        self.show(rows)
+
+    def close(self) -> None:
+        """Close the file; it is opened again when it is needed."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _opened(self) -> int:
+        if self._file is None:
+            self.path.parent.mkdir(exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            if os.fstat(self._file).st_size < self.offset:
+                os.pwrite(self._file, header_of(0, self.shape, self.dtype), 0)
+        return self._file
+
+    def _write(self, start: int, pieces: Sequence[np.ndarray]) -> None:
+        file = self._opened()
+        place = self.offset + start * self.row_bytes
+        for piece in pieces:
+            rest = memoryview(piece.reshape(-1).view(np.uint8).data)
+            while rest:
+                written = os.pwrite(file, rest, place)
+                place, rest = place + written, rest[written:]
+
+
+def require_length(asked: str, array: GrowingArray, rows: int) -> None:
+    """Refuse a file that is shorter than what was finished.
+
+    Raises:
+        BadInput: With the sizes.
+    """
+    needed = array.offset + rows * array.row_bytes
+    size = array.path.stat().st_size if array.path.exists() else 0
+    if rows and size < needed:
+        raise BadInput(
+            asked,
+            f"file {str(array.path)!r}",
+            f"it has {size} bytes, and {needed} were written for {rows} samples",
+            "take the file from a copy of the store, or write the store again",
+        )
+
+
+LARGE = 2**20
+"""Bytes that are written at once rather than kept waiting."""
+
+
+def as_array(values: Tensor) -> np.ndarray:
+    """A tensor's entries as numpy has them: those of bfloat16 as their bits."""
+    values = values.detach().resolve_conj().resolve_neg()
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def as_tensor(values: np.ndarray, dtype: torch.dtype, copy: bool = True) -> Tensor:
+    """The tensor of entries that ``as_array`` has made; in memory of its own, or not to be written to."""
+    tensor = torch.from_numpy(np.array(values, order="C") if copy else values)
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+
+
+def mapped(path: Path, offset: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray:
+    """The first rows of a file, mapped into memory; what is written to them stays in memory."""
+    if not rows * math.prod(shape):
+        return np.zeros((rows, *shape), DESCRIPTIONS[dtype])
+    return np.memmap(path, DESCRIPTIONS[dtype], "c", offset, (rows, *shape))

@@ -1,0 +1,283 @@
+"""Reading a store: arrays are mapped into memory, and what is read of them is copied when it is asked for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packprop.errors import BadInput
+from packprop.store.folder import SAMPLES, ArrayHeader, Mark, ShardHeader, marks
+from packprop.store.frames import to_frame
+from packprop.store.plain import GrowingArray, as_tensor, mapped, require_length
+from packprop.store.search import Found, largest_products
+
+BITE = 32 * 2**20
+"""Bytes that are read at once where no number is given."""
+
+
+class StoredArray:
+    """Rows of all samples, on disk.
+
+    ``array[5]``, ``array[10:20]`` and ``array[[4, 2, 7]]`` copy these rows into a tensor; iteration goes
+    through single rows.
+
+    Args:
+        header: What the array holds.
+        parts: The rows of each shard, mapped into memory.
+    """
+
+    def __init__(self, header: ArrayHeader, parts: Sequence[np.ndarray]) -> None:
+        self.header, self._parts = header, list(parts)
+        self._starts = np.cumsum([0, *(len(part) for part in self._parts)]).tolist()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Samples, and the shape of a row."""
+        return torch.Size([self._starts[-1], *self.header.shape])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the entries."""
+        return self.header.precision
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        of = f" of {self.header.parameter!r}" if self.header.parameter else ""
+        return f"StoredArray({self.header.quantity!r}{of}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray) -> Tensor:
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step == 1:
+                return self._between(start, max(start, stop))
+            return self._chosen(np.arange(start, stop, step))
+        if isinstance(rows, (Sequence, Tensor, np.ndarray)) and not (
+            isinstance(rows, Tensor) and not rows.dim()
+        ):
+            chosen = np.asarray(rows)
+            if chosen.dtype == bool:
+                if chosen.shape != (len(self),):
+                    raise IndexError(f"a mask of shape {list(chosen.shape)} for {len(self)} samples")
+                chosen = chosen.nonzero()[0]
+            return self._chosen(chosen.astype(np.int64, casting="same_kind") if chosen.size else np.arange(0))
+        return self._chosen(np.array([operator.index(rows)]))[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for block in self.blocks():
+            yield from block
+
+    def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
+        """All rows in order, so many at once ``[rows, ...]``; by default what takes about 32 MiB."""
+        each = max(1, self.header.row_bytes)
+        step = rows or max(1, BITE // each)
+        for start in range(0, len(self), step):
+            yield self[start : start + step]
+
+    def lent(self, start: int, stop: int) -> Tensor:
+        """Rows from ``start`` to ``stop``, where possible as they are mapped: they must not be written to."""
+        return self._between(start, min(stop, len(self)), copy=False)
+
+    def torch(self) -> Tensor:
+        """All rows, in memory."""
+        return self[:]
+
+    def numpy(self) -> np.ndarray:
+        """All rows, as numpy has them: mapped, not read, where there is one shard; bfloat16 as float32."""
+        if self.dtype == torch.bfloat16:
+            return self.torch().float().numpy()
+        rows = self._parts[0].view() if len(self._parts) == 1 else np.concatenate(self._parts)
+        rows.flags.writeable = False
+        return rows
+
+    def _between(self, start: int, stop: int, copy: bool = True) -> Tensor:
+        pieces = [
+            part[max(0, start - first) : max(0, stop - first)]
+            for part, first in zip(self._parts, self._starts, strict=False)
+        ]
+        pieces = [piece for piece in pieces if len(piece)] or [self._parts[0][:0]]
+        alone = len(pieces) == 1 and pieces[0].flags.writeable
+        return as_tensor(pieces[0] if alone else np.concatenate(pieces), self.dtype, copy and alone)
+
+    def _chosen(self, rows: np.ndarray) -> Tensor:
+        if rows.ndim != 1 or (len(rows) and not (-len(self) <= rows.min() and rows.max() < len(self))):
+            raise IndexError(f"rows {rows.tolist()} of {len(self)}")
+        rows = rows % max(len(self), 1)
+        found = np.empty((len(rows), *self.header.shape), self._parts[0].dtype)
+        for part, first in zip(self._parts, self._starts, strict=False):
+            here = (first <= rows) & (rows < first + len(part))
+            found[here] = part[rows[here] - first]
+        return as_tensor(found, self.dtype)
+
+
+class Store(Mapping[Any, Any]):
+    """What writers have put into a folder and marked as finished, when it was opened; writing may go on.
+
+    ``store["grad_batch"]`` are arrays by parameter, ``store["grad_batch", "0.weight"]`` is one of them;
+    values that have no parameter, such as losses, are ``store["loss"]``. Rows are those of a loss that is
+    summed over its terms (``compute``), or as they were written. Shards are read as one, one after the other.
+
+    Args:
+        folder: Folder of the store.
+
+    Raises:
+        BadInput: For a folder that holds no store, a header that cannot be read, shards of different stores,
+            or a file that is shorter than what was finished.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._asked = f"Store({str(folder)!r}) was opened."
+        places = sorted(self.folder.glob("shard-*")) if self.folder.is_dir() else []
+        if not places:
+            raise BadInput(
+                self._asked,
+                f"path {str(folder)!r}",
+                "it is not the folder of a store",
+                "give the folder that StoreWriter or compute(..., store=...) wrote to",
+            )
+        self.headers = [ShardHeader.load(place, self._asked) for place in places]
+        for header in self.headers[1:]:
+            if difference := self.headers[0].difference(header):
+                raise BadInput(
+                    self._asked,
+                    f"shards {self.headers[0].shard} and {header.shard}",
+                    f"they are of different stores, with other {difference}",
+                    "keep each store in a folder of its own",
+                )
+        self._marks = [(marks(place, self._asked) or [Mark()])[-1] for place in places]
+        ids = ArrayHeader("samples", "", SAMPLES, (), "int64")
+        self._identifiers = self._array(places, [ids] * len(places), ids)
+        self._arrays: dict[tuple[str, str], StoredArray] = {}
+        by_shard = [
+            {(each.quantity, each.parameter): each for each in header.arrays} for header in self.headers
+        ]
+        for key in dict.fromkeys(key for known in by_shard for key in known):
+            self._arrays[key] = self._array(places, [known.get(key) for known in by_shard])
+
+    def _array(
+        self, places: Sequence[Path], headers: Sequence[ArrayHeader | None], like: ArrayHeader | None = None
+    ) -> StoredArray:
+        """One array over all shards; one that a shard does not have is zero there."""
+        like = like or next(header for header in headers if header is not None)
+        parts = []
+        for place, header, mark in zip(places, headers, self._marks, strict=True):
+            if header is None:
+                parts.append(np.broadcast_to(np.zeros((), like.numpy_dtype), (mark.samples, *like.shape)))
+                continue
+            if (header.shape, header.dtype) != (like.shape, like.dtype):
+                raise BadInput(
+                    self._asked,
+                    f"{like.quantity!r} of {like.parameter!r} in {place.name}",
+                    f"rows are {list(header.shape)} in {header.dtype}, and {list(like.shape)} in {like.dtype} "
+                    "in another shard",
+                    "write all shards with one dtype, and batches of one length",
+                )
+            file = GrowingArray(place / header.file, header.shape, header.precision)
+            require_length(self._asked, file, mark.samples)
+            parts.append(mapped(file.path, file.offset, mark.samples, header.shape, header.precision))
+        return StoredArray(like, parts)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Any:
+        if isinstance(key, tuple):
+            return self._arrays[key]
+        if (key, "") in self._arrays:
+            return self._arrays[key, ""]
+        found = {parameter: array for (quantity, parameter), array in self._arrays.items() if quantity == key}
+        if not found:
+            raise KeyError(key)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(quantity for quantity, _ in self._arrays))
+
+    def __len__(self) -> int:
+        return len(dict.fromkeys(quantity for quantity, _ in self._arrays))
+
+    @property
+    def samples(self) -> int:
+        """Samples in the store."""
+        return len(self._identifiers)
+
+    @property
+    def terms(self) -> float:
+        """What the losses of batches were divided by, added up: divided by it, rows are those of one mean."""
+        return sum(mark.terms for mark in self._marks)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all shards are there, and their writers were closed with nothing left to write."""
+        return len(self._marks) == self.headers[0].shards and all(mark.finished for mark in self._marks)
+
+    @property
+    def identifiers(self) -> Tensor:
+        """Whole numbers that identify the samples, in the order of the rows ``[n]``."""
+        return self._identifiers.torch()
+
+    def rows_of(self, identifiers: Any) -> Tensor:
+        """In which rows samples are, by their identifiers ``[k] -> [k]``.
+
+        Raises:
+            BadInput: For an identifier that no sample, or more than one, has.
+        """
+        wanted, known = torch.as_tensor(identifiers).reshape(-1), self.identifiers
+        known, order = known.sort()
+        left, right = torch.searchsorted(known, wanted), torch.searchsorted(known, wanted, right=True)
+        wrong = (right - left != 1).nonzero().reshape(-1)
+        if len(wrong):
+            number = int(right[wrong[0]] - left[wrong[0]])
+            raise BadInput(
+                f"Rows of samples of the store {str(self.folder)!r} were asked for.",
+                f"identifier {wanted[wrong[0]].item()}",
+                f"{number} samples have it",
+                "look at `store.identifiers`",
+            )
+        return order[left]
+
+    def top(
+        self, quantity: str, queries: Tensor | Mapping[str, Tensor], k: int, *, memory: int = BITE // 2
+    ) -> Found:
+        """The samples whose rows have the largest inner products with each query, exactly.
+
+        Args:
+            quantity: Attribute of an extension, or the name that values were written under.
+            queries: One tensor ``[q, *row]``; for values of several parameters one for each ``[q, *p]``, by
+                name: products are added up over parameters.
+            k: How many samples; fewer if there are no more.
+            memory: Bytes that may be read at once.
+
+        Returns:
+            ``products [q, k]`` in falling order, ``identifiers [q, k]`` and ``rows [q, k]`` of the samples.
+
+        Raises:
+            BadInput: For queries that do not fit the rows.
+        """
+        asked = f"store.top({quantity!r}, ...) was called."
+        arrays = {parameter: array for (known, parameter), array in self._arrays.items() if known == quantity}
+        by_parameter = dict(queries) if isinstance(queries, Mapping) else {"": queries}
+        if not arrays or by_parameter.keys() != arrays.keys():
+            raise BadInput(
+                asked,
+                f"queries for {sorted(by_parameter)}",
+                f"rows of {quantity!r} are those of {sorted(arrays) or 'nothing'}",
+                "give one tensor [q, ...] for each of these, by name; a tensor alone where there are none",
+            )
+        rows, products = largest_products(asked, arrays, by_parameter, k, memory)
+        return Found(products, self._identifiers[rows.reshape(-1)].reshape(rows.shape), rows)
+
+    def to_frame(self, *quantities: str) -> Any:
+        """A data frame of pandas, with a row for each sample, by identifier, and a column for each entry.
+
+        ``quantities``: which ones; all that have one value for each sample and parameter if there are none.
+
+        Raises:
+            BadInput: If pandas is missing, or there would be too many columns.
+        """
+        return to_frame(self.identifiers.numpy(), self._arrays, quantities)

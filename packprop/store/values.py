@@ -1,0 +1,152 @@
+"""Values on their way into a store: taken off parameters, checked, in the precision that is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from packprop.errors import BadInput, PackpropError
+from packprop.store.folder import ShardHeader, described
+from packprop.types import Extension
+
+Key = tuple[str, str]
+
+
+def taken_from(
+    model: nn.Module, extensions: Sequence[Extension], terms: float, unused_are_zero: bool
+) -> dict[Key, Tensor]:
+    """What a pass has left on the parameters, times ``terms`` to the power that it grows with.
+
+    Raises:
+        BadInput: For factors that a value has no one power of.
+        PackpropError: For a parameter without values.
+    """
+    taken: dict[Key, Tensor] = {}
+    for extension in extensions:
+        degree = extension.degrees[0]
+        if terms != 1 and set(extension.degrees) != {degree}:
+            raise BadInput(
+                f"Values of {extension.name} were to be stored for terms={terms}.",
+                f"extension {extension.name}",
+                "it is made of parts that grow with different powers of the loss",
+                "leave terms out, and give all batches one size",
+            )
+        missing = []
+        for name, parameter in model.named_parameters():
+            value = vars(parameter).get(extension.savefield)
+            if value is not None:
+                scaled = value if terms == 1 else value * terms**degree
+                taken[extension.savefield, name] = samples_first(extension, scaled)
+            elif parameter.requires_grad:
+                missing.append(name)
+        none = not any(key[0] == extension.savefield for key in taken)
+        if missing and (none or not unused_are_zero):
+            raise PackpropError(
+                f"Values of {extension.name} were to be stored.",
+                f"parameter {missing[0]!r}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+                f"it has no {extension.savefield}",
+                "call backward() inside `with packprop.backpack(*writer.extensions)` before each write; give "
+                "unused_are_zero=True if the batch does not use the parameter",
+            )
+    return taken
+
+
+def samples_first(extension: Extension, value: Tensor) -> Tensor:
+    """A value with its axis of samples in front."""
+    return value.movedim(extension.sample_axis, 0) if extension.sample_axis else value
+
+
+def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Values on the processor, in the precision that is stored.
+
+    Raises:
+        BadInput: For what is no tensor of numbers, or numbers too large for the precision.
+    """
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        raise BadInput(
+            asked,
+            f"values {_name(key)}",
+            f"they are of type {type(value).__name__}, not a dense tensor",
+            "give a tensor [n, ...]",
+        )
+    value = value.detach()
+    if dtype is not None and value.is_floating_point() and value.dtype != dtype:
+        bound = torch.finfo(dtype).max
+        if value.numel() and bound < torch.finfo(value.dtype).max:
+            least, most = (float(each) for each in value.aminmax())
+            largest = max(most, -least)
+            if bound < largest < math.inf:
+                raise BadInput(
+                    asked,
+                    f"values {_name(key)}",
+                    f"the largest is {largest:.3g}, and {dtype} ends at {bound:.3g}",
+                    "store them as torch.bfloat16 or torch.float32, or write by hand with smaller terms",
+                )
+        value = value.to(dtype)
+    described(value.dtype)
+    return value.cpu()
+
+
+def require_rows(
+    asked: str,
+    rows: Mapping[Key, Tensor],
+    samples: int,
+    known: Mapping[Key, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
+    """Refuse values that are not rows of so many samples, or are of another shape or precision than before.
+
+    Raises:
+        BadInput: With the first of them.
+    """
+    for key, value in rows.items():
+        if not value.dim() or len(value) != samples:
+            raise BadInput(
+                asked,
+                f"values {_name(key)} of shape {list(value.shape)}",
+                f"they have no row for each of {samples} samples",
+                "give tensors [n, ...] whose first axis is that of the samples",
+            )
+        shape, dtype = known.get(key, (tuple(value.shape[1:]), value.dtype))
+        if shape != tuple(value.shape[1:]):
+            raise BadInput(
+                asked,
+                f"values {_name(key)}",
+                f"their rows have the shape {list(value.shape[1:])}, and those before {list(shape)}, as for "
+                "sequences of other lengths",
+                "fill all batches up to one length, with targets that are ignored",
+            )
+        if dtype != value.dtype:
+            raise BadInput(
+                asked,
+                f"values {_name(key)}",
+                f"they are {value.dtype}, and those before {dtype}",
+                "give the writer a dtype, or values of one precision",
+            )
+
+
+def identifiers_of(asked: str, given: Any, start: int, samples: int, header: ShardHeader) -> Tensor:
+    """Whole numbers for the samples of a batch, ``[n]``.
+
+    Raises:
+        BadInput: If those that were given are not one for each.
+    """
+    if given is None:
+        return torch.arange(start, start + samples) * header.shards + header.shard
+    numbers = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if numbers.shape != (samples,) or (numbers.dtype.kind not in "iu" and samples):
+        raise BadInput(
+            asked,
+            f"identifiers of shape {list(numbers.shape)}, {numbers.dtype}",
+            f"they are not one whole number for each of {samples} samples",
+            "give a list or tensor of whole numbers [n]; keep names in a table of your own",
+        )
+    return torch.from_numpy(numbers.astype(np.int64))
+
+
+def _name(key: Key) -> str:
+    return f"{key[0]!r} of {key[1]!r}" if key[1] else repr(key[0])

@@ -1,0 +1,369 @@
+"""Writing a store: rows of samples are appended, and chunks of them marked when they are safe."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.errors import BadInput, PackpropError
+from packprop.store.describing import described_extension, described_model, require_storable, version
+from packprop.store.folder import (
+    HEADER,
+    LOCK,
+    SAMPLES,
+    ArrayHeader,
+    Mark,
+    ShardHeader,
+    WriterLock,
+    add_mark,
+    described,
+    folder_of_shard,
+    marks,
+)
+from packprop.store.places import file_name, rank_of_process, require_place, short
+from packprop.store.plain import GrowingArray, require_length
+from packprop.store.values import converted, identifiers_of, require_rows, taken_from
+from packprop.types import Extension
+
+Key = tuple[str, str]
+"""Quantity and parameter; the parameter is ``""`` for values of all of them together."""
+
+CHUNK = 64 * 2**20
+"""Bytes after which a chunk is finished."""
+
+WAITING = 8
+"""Chunks that may be written while an earlier one is on its way to the disk; then writing waits."""
+
+OPEN_FILES = 128
+"""Arrays up to which files stay open between batches."""
+
+
+class StoreWriter:
+    """Writes values of single samples to a folder, as they come.
+
+    What is marked as finished survives whatever happens to the process or the machine: a chunk is marked when
+    it is on the disk. A chunk ends after 64 MiB, after some seconds, and at ``commit``. What was written
+    since is lost with the process, and cut off when the writer is opened again with ``resume=True``.
+
+    Rows on disk are those of a loss that is summed over its terms, so that rows of batches of different
+    sizes are of one scale: ``compute`` sees to it, and by hand ``terms`` says what a batch's loss was divided
+    by.
+
+    Args:
+        folder: Where the store is, or is to be made: an empty folder, or one that does not exist.
+        model: Whose parameters the values are of.
+        extensions: What is stored. Each must have rows of samples.
+        dtype: Precision of stored floating-point values, such as ``torch.float16``; ``None``: as computed.
+        identify: From a batch (as ``compute`` takes it) to whole numbers ``[n]`` that identify its samples;
+            without it they are numbered in the order in which they come. For ``compute``; ``write`` is told.
+        shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
+            ``torch.distributed`` runs, else 0.
+        shards: How many parts there are; ``None``: the number of ranks, or 1.
+        resume: Whether to go on with a store that is there.
+        every: Seconds after which a chunk is finished.
+        notes: What belongs to the store, as JSON has it; another note is refused when the store is resumed.
+
+    Raises:
+        BadInput: For extensions without rows of samples, a folder that holds something else, or a store of
+            another version, model or extensions.
+        PackpropError: If the store is open for writing elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        extensions: Sequence[Extension],
+        *,
+        dtype: torch.dtype | None = None,
+        identify: Callable[[Any], Any] | None = None,
+        shard: int | None = None,
+        shards: int | None = None,
+        resume: bool = False,
+        every: float = 10.0,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
+        self._asked = f"StoreWriter({str(folder)!r}) was opened."
+        self._model, self._dtype, self._every = model, dtype, every
+        require_storable(self._asked, self.extensions)
+        if dtype is not None:
+            described(dtype)
+        rank, ranks = rank_of_process()
+        self._header = ShardHeader(
+            rank if shard is None else shard,
+            ranks if shards is None else shards,
+            [described_extension(extension) for extension in self.extensions],
+            described_model(model),
+            json.loads(json.dumps(dict(notes or {}))),
+            version(),
+        )
+        self._place = folder_of_shard(self.folder, self._header.shard)
+        require_place(self._asked, self.folder)
+        self._place.mkdir(parents=True, exist_ok=True)
+        self._lock: WriterLock | None = WriterLock(self._place, self._asked)
+        try:
+            self._begin(resume)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._finishing: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, "packprop-store")
+        self._open_bytes, self._began = 0, time.monotonic()
+
+    def _begin(self, resume: bool) -> None:
+        """Start a shard, or go on with the one that is there."""
+        self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
+        self._arrays: dict[Key, GrowingArray] = {}
+        self._mark = Mark()
+        present = (self._place / HEADER).exists()
+        for other in sorted(self.folder.glob(f"shard-*/{HEADER}")):
+            found = ShardHeader.load(other.parent, self._asked)
+            difference = self._header.difference(found)
+            if difference:
+                theirs, ours = (short(getattr(each, difference)) for each in (found, self._header))
+                raise BadInput(
+                    self._asked,
+                    f"folder {str(self.folder)!r}",
+                    f"it holds a store with other {difference}: {theirs} instead of {ours}",
+                    "write to a folder of its own, or resume with what the store was begun with",
+                )
+        if present and not resume:
+            raise BadInput(
+                self._asked,
+                f"folder {str(self.folder)!r}",
+                f"it is not empty: shard {self._header.shard} of a store is there",
+                "write to another folder, delete this one, or give resume=True to go on with it",
+            )
+        if not present:
+            others = {path.name for path in self._place.iterdir()} - {LOCK, f"{HEADER}.draft"}
+            if others:
+                ShardHeader.load(self._place, self._asked)  # says what is wrong
+            self._header.save(self._place)
+            return
+        self._header = ShardHeader.load(self._place, self._asked)
+        for each in self._header.arrays:
+            self._arrays[each.quantity, each.parameter] = GrowingArray(
+                self._place / each.file, each.shape, each.precision
+            )
+        known = marks(self._place, self._asked)
+        self._mark = known[-1] if known else Mark()
+        for array in (self._samples, *self._arrays.values()):
+            require_length(self._asked, array, self._mark.samples)
+        self.resume_at(self._mark.samples, self._mark.terms)
+
+    @property
+    def samples(self) -> int:
+        """Samples written so far by this writer, and by those that it goes on from."""
+        return self._mark.samples
+
+    @property
+    def terms(self) -> float:
+        """What the losses of their batches were divided by, added up."""
+        return self._mark.terms
+
+    def write(
+        self,
+        identifiers: Any = None,
+        *,
+        terms: float = 1.0,
+        unused_are_zero: bool = False,
+        **values: Tensor,
+    ) -> None:
+        """Store what the last backward pass left on the parameters, and take it off them.
+
+        Args:
+            identifiers: Whole numbers ``[n]`` that identify the samples; without them they are numbered in the
+                order in which they come (under several shards in turn: shard 1 of 3 has 1, 4, 7, ...).
+            terms: What the batch's loss was divided by: the number of samples under most means. Values are
+                multiplied by it, to their degree, so that those of all batches are of one scale.
+            unused_are_zero: Whether a parameter without values is one that this batch does not use, and gets
+                rows of zeros.
+            values: More to be stored, such as losses: tensors ``[n, ...]`` by name.
+
+        Raises:
+            BadInput: For values that have no row for each sample, or have other rows than before.
+            PackpropError: If a parameter has no values, or the disk does not take them.
+        """
+        self._require_open()
+        taken = taken_from(self._model, self.extensions, terms, unused_are_zero)
+        taken |= {(name, ""): value for name, value in values.items()}
+        rows = next(iter(taken.values()), None)
+        samples = len(rows) if isinstance(rows, Tensor) and rows.dim() else 0
+        self.add(taken, samples, terms, identifiers)
+        for extension in self.extensions:
+            for parameter in self._model.parameters():
+                vars(parameter).pop(extension.savefield, None)
+
+    def add(
+        self, values: Mapping[Key, Tensor], samples: int, terms: float = 0.0, identifiers: Any = None
+    ) -> None:
+        """Append rows ``[n, ...]`` of ``n = samples`` samples, by quantity and parameter, as they are.
+
+        Arrays that are missing here get rows of zeros. Either all of a batch is stored or nothing.
+
+        Raises:
+            BadInput: For values that have no row for each sample, or have other rows than before.
+            PackpropError: If the disk does not take them.
+        """
+        self._require_open()
+        start, total = self.samples, self.samples + samples
+        numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
+        rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
+        require_rows(self._asked, rows, samples, {key: (a.shape, a.dtype) for key, a in self._arrays.items()})
+        try:
+            self._make_arrays(rows)
+            self._samples.put(start, numbers)
+            for key, value in rows.items():
+                self._arrays[key].put(start, value)
+                if len(self._arrays) > OPEN_FILES:
+                    self._arrays[key].flush()
+                    self._arrays[key].close()
+        except OSError as error:
+            raise self._not_written(error) from error
+        self._mark = Mark(total, self._mark.terms + terms)
+        self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
+        if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._every:
+            if self._open_bytes >= WAITING * CHUNK:
+                self._wait()
+            if self._finishing is None or self._finishing.done():
+                self._finish_chunk()
+
+    def commit(self) -> None:
+        """Finish the open chunk now, and wait until it is on the disk."""
+        self._require_open()
+        self._finish_chunk()
+        self._wait()
+
+    def resume_at(self, samples: int, terms: float) -> None:
+        """Go back to the first ``samples`` samples, which had so many ``terms``, as a checkpoint says.
+
+        Raises:
+            BadInput: If fewer than these are safe.
+        """
+        if samples > self._mark.samples:
+            raise BadInput(
+                self._asked,
+                f"folder {str(self._place)!r}",
+                f"it holds {self._mark.samples} samples, and the checkpoint was made after {samples}",
+                "resume from a checkpoint that is as old as the store, or begin both anew",
+            )
+        mark = Mark(samples, terms)
+        if mark != (marks(self._place, self._asked) or [Mark()])[-1]:
+            add_mark(
+                self._place, mark
+            )  # first: rows without a mark can be cut off, but not the other way round
+        self._mark = mark
+        for array in (self._samples, *self._arrays.values()):
+            array.cut(samples)
+
+    def close(self) -> None:
+        """Finish what is open, and say that the store is complete."""
+        if self._lock is not None:
+            try:
+                self._finish_chunk()
+                self._wait()
+                add_mark(self._place, Mark(self._mark.samples, self._mark.terms, True))
+            finally:
+                self._leave()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self.close()
+        elif self._lock is not None:
+            try:
+                self.commit()  # what was written so far is whole; the store is not complete
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._pool.shutdown()
+        for array in (self._samples, *self._arrays.values()):
+            array.close()
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _make_arrays(self, rows: Mapping[Key, Tensor]) -> None:
+        """Make arrays for values that come for the first time."""
+        new = [key for key in rows if key not in self._arrays]
+        if not new:
+            return
+        used = {each.file.lower() for each in self._header.arrays}
+        headers = []
+        for key in new:
+            value, (quantity, parameter) = rows[key], key
+            file = file_name(quantity, parameter, used)
+            kind = next((each for each in self.extensions if each.savefield == quantity), None)
+            degree = 0.0 if kind is None else kind.degrees[0]
+            headers.append(
+                ArrayHeader(quantity, parameter, file, tuple(value.shape[1:]), described(value.dtype), degree)
+            )
+        arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
+        for array in arrays:  # what the header says is there: zeros for samples that came before
+            array.fill(self.samples)
+            if self.samples:
+                array.sync()
+        header = self._header.with_arrays(headers)
+        header.save(self._place)
+        self._header = header
+        self._arrays.update(zip(new, arrays, strict=True))
+
+    def _finish_chunk(self) -> None:
+        """Write what waits, and have it marked when it is on the disk."""
+        self._wait()
+        arrays, mark = [self._samples, *self._arrays.values()], self._mark
+        try:
+            for array in arrays:
+                array.fill(mark.samples)
+                if len(arrays) > OPEN_FILES:
+                    array.close()
+        except OSError as error:
+            raise self._not_written(error) from error
+        self._open_bytes, self._began = 0, time.monotonic()
+
+        def finish() -> None:
+            for array in arrays:
+                array.sync()
+            add_mark(self._place, mark)
+            for array in arrays:
+                array.show(mark.samples)
+
+        self._finishing = self._pool.submit(finish)
+
+    def _wait(self) -> None:
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            try:
+                finishing.result()
+            except OSError as error:
+                raise self._not_written(error) from error
+
+    def _require_open(self) -> None:
+        if self._lock is None:
+            raise PackpropError(
+                f"Values were to be written to the store {str(self.folder)!r}.",
+                "the writer",
+                "it is closed",
+                "write inside `with StoreWriter(...)`, or open it again with resume=True",
+            )
+
+    def _not_written(self, error: OSError) -> PackpropError:
+        known = marks(self._place, self._asked)
+        return PackpropError(
+            f"Values were to be written to the store {str(self.folder)!r}.",
+            f"file {error.filename or str(self._place)!r}",
+            f"the disk did not take them: {error.strerror or error}",
+            f"make room and go on: the first {known[-1].samples if known else 0} samples are safe, and "
+            "resume=True goes on from there",
+        )

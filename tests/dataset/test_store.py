@@ -1,0 +1,153 @@
+"""`compute(..., store=...)`: rows on disk are those that would have been in the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import Store, StoreWriter, extensions
+from packprop.errors import BadInput, PackpropError
+from tests.dataset.small import SIZE, compute, part, small
+from tests.references.running import as_tensors, assert_near
+
+GROWING = [
+    extensions.BatchGrad,
+    extensions.BatchL2Grad,
+    extensions.BatchDiagGGNExact,
+    extensions.SqrtGGNExact,
+    extensions.BatchJacobian,
+    extensions.BatchDiagHessian,
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_on_disk_are_those_of_the_result(tmp_path: Path, reduction: str) -> None:
+    model, (x, y) = small()
+    data = [(part(x, *cut), part(y, *cut)) for cut in [(0, 3), (3, 4), (4, SIZE)]]
+    loss = nn.CrossEntropyLoss(reduction=reduction, weight=torch.tensor([1.0, 3.0]).double())
+    asked = [make() for make in GROWING] + [extensions.Variance(), extensions.KFLR()]
+    inside = compute(model, loss, data, *asked)
+    found = compute(model, loss, data, *asked, store=tmp_path / "store")
+    store = Store(tmp_path / "store")
+    assert (store.samples, store.finished, found.samples) == (SIZE, True, SIZE)
+    assert found.loss == inside.loss
+    assert list(found) == ["variance", "kflr"]
+    for kept in found:
+        for name, value in found[kept].items():
+            assert all(map(torch.equal, as_tensors(value), as_tensors(inside[kept][name])))
+    scale = 1 / store.terms if reduction == "mean" else 1.0
+    for extension in asked[: len(GROWING)]:
+        arrays = store[extension.savefield]
+        assert arrays.keys() == inside[extension].keys()
+        for name, value in inside[extension].items():
+            assert isinstance(value, Tensor)
+            rows = arrays[name].torch() * scale ** arrays[name].header.degree
+            assert_near(rows, value.movedim(extension.sample_axis, 0), f"{extension.name} of {name}")
+
+
+def test_a_writer_of_ones_own(tmp_path: Path) -> None:
+    """It is left open, takes what it was opened for, and is told who the samples are."""
+    model, (x, y) = small()
+    order = torch.randperm(SIZE)
+    asked = extensions.BatchGrad(), extensions.BatchL2Grad()
+    writer = StoreWriter(
+        tmp_path / "store", model, asked[:1], dtype=torch.bfloat16, identify=lambda batch: batch[0][:, 0].long()
+    )
+    x = torch.cat([order[:, None].double(), x[:, 1:]], 1)
+    with writer:
+        first = compute(model, nn.CrossEntropyLoss(), (x, y), *asked, batch_size=3, store=writer)
+        assert list(first) == ["batch_l2"]
+        assert list(compute(model, nn.CrossEntropyLoss(), (x, y), asked[0], store=writer)) == []
+    store = Store(tmp_path / "store")
+    assert store.identifiers.tolist() == order.tolist() * 2
+    gradients = store["grad_batch", "0.weight"].torch()
+    expected = compute(model, nn.CrossEntropyLoss(reduction="sum"), (x, y), asked[0])[asked[0]]["0.weight"]
+    assert isinstance(expected, Tensor)
+    assert torch.equal(gradients, expected.repeat(2, 1, 1).bfloat16())
+
+
+class Branches(nn.Module):
+    """Its second layer is used by batches of more than two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.second(x) if len(x) > 2 else out
+
+
+def test_parameters_that_some_batches_do_not_use(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Branches().double()
+    x, y = torch.randn(7, 3).double(), torch.randint(2, (7,))
+    data = list(zip(x.split([2, 3, 2]), y.split([2, 3, 2]), strict=True))
+    loss, asked = nn.CrossEntropyLoss(), extensions.BatchGrad()
+    with pytest.raises(PackpropError, match="which of its rows belongs to which sample"):
+        compute(model, loss, data, asked)
+    compute(model, loss, data, asked, store=tmp_path / "store")
+    store = Store(tmp_path / "store")
+    for start, (inputs, targets) in zip((0, 2, 5), data, strict=True):
+        packprop.extend(model)
+        total = nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+        with packprop.backpack(asked):
+            total.backward()
+        for name, parameter in model.named_parameters():
+            rows = store["grad_batch", name][start : start + len(inputs)]
+            expected = vars(parameter).pop("grad_batch", torch.zeros_like(rows))
+            assert_near(rows, expected, name)
+
+
+def test_samples_whose_targets_are_all_ignored(tmp_path: Path) -> None:
+    model, (x, y) = small()
+    y[:3] = -100
+    compute(
+        model, nn.CrossEntropyLoss(), (x, y), extensions.BatchGrad(), batch_size=3, store=tmp_path / "store"
+    )
+    store = Store(tmp_path / "store")
+    assert store.terms == 4
+    assert store["grad_batch", "0.bias"].torch()[:3].count_nonzero() == 0
+    assert store["grad_batch", "0.bias"].torch()[3:].count_nonzero() > 0
+
+
+def test_batches_before_an_error_are_kept(tmp_path: Path) -> None:
+    model, (x, y) = small()
+    data = [(x[:3], y[:3]), (x[3:5], y[3:5]), (x[5:, :1], y[5:])]
+    with pytest.raises(BadInput, match="batch 3"):
+        compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), store=tmp_path / "store")
+    store = Store(tmp_path / "store")
+    assert (store.samples, store.finished) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "opened", "words"),
+    [
+        ([extensions.Variance()], None, "none of these values grows"),
+        (
+            [extensions.BatchGrad()],
+            [extensions.BatchL2Grad()],
+            "opened for BatchL2Grad, which is not asked for",
+        ),
+        ([extensions.BatchGrad()], [extensions.BatchGrad(per="token")], "opened for BatchGrad"),
+    ],
+    ids=["sums", "other", "options"],
+)
+def test_stores_for_something_else(tmp_path: Path, asked: Any, opened: Any, words: str) -> None:
+    model, data = small()
+    store = tmp_path / "store" if opened is None else StoreWriter(tmp_path / "store", model, opened)
+    with pytest.raises(BadInput, match=words):
+        compute(model, nn.CrossEntropyLoss(), data, *asked, store=store)
+
+
+def test_a_store_in_the_way_is_refused_before_any_work(tmp_path: Path) -> None:
+    model, data = small()
+    (tmp_path / "mine").touch()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
+    with pytest.raises(BadInput, match="not empty"):
+        compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), store=tmp_path)

@@ -1,0 +1,192 @@
+"""Rows are read lazily: slices, lists, iteration, tensors, arrays, data frames, largest inner products."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packprop import Store, StoreWriter
+from packprop.errors import BadInput
+from packprop.store.search import largest_products
+from tests.references.running import assert_near
+from tests.store.small import problem, rows_one_by_one, written
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> Any:
+    """Two shards of seven rows together."""
+    values = torch.arange(42.0).reshape(7, 2, 3)
+    for shard, rows in enumerate(values.split([3, 4])):
+        with StoreWriter(tmp_path / "store", nn.Linear(1, 1), [], shard=shard, shards=2) as writer:
+            writer.write(a=rows)
+    return Store(tmp_path / "store")["a"], values
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        6,
+        slice(None),
+        slice(2, 5),
+        slice(5, 2),
+        slice(-3, None),
+        slice(None, None, 2),
+        slice(6, None, -2),
+        [6, 0, 0, -2],
+        [],
+        torch.tensor([3, 1]),
+        np.array([3, 1]),
+        torch.tensor([True, False, True, True, False, False, True]),
+        torch.tensor(4),
+    ],
+    ids=str,
+)
+def test_rows_by_index(array: Any, index: Any) -> None:
+    stored, values = array
+    if isinstance(index, slice):
+        expected = torch.from_numpy(values.numpy()[index].copy())
+    else:
+        expected = values[torch.as_tensor(index).long() if isinstance(index, list) else index]
+    assert torch.equal(stored[index], expected)
+    stored[index].zero_()
+    assert torch.equal(stored.torch(), values)
+
+
+@pytest.mark.parametrize("index", [7, -8, [0, 7], [[0]], torch.ones(3, dtype=torch.bool)], ids=str)
+def test_rows_that_are_not_there(array: Any, index: Any) -> None:
+    with pytest.raises(IndexError):
+        array[0][index]
+
+
+def test_rows_in_turn(array: Any) -> None:
+    stored, values = array
+    assert len(stored) == len(list(stored)) == 7
+    assert torch.equal(torch.stack(list(stored)), values)
+    assert [len(block) for block in stored.blocks(3)] == [3, 3, 1]
+    assert repr(stored) == "StoredArray('a', shape=[7, 2, 3], dtype=torch.float32)"
+
+
+def test_arrays_of_numpy_are_mapped_and_kept(tmp_path: Path) -> None:
+    written(tmp_path / "store", [3])
+    values = Store(tmp_path / "store")["grad_batch", "0.weight"].numpy()
+    assert isinstance(values.base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        values[0] = 0
+
+
+@pytest.mark.parametrize("memory", [1, 100, 2**20])
+@pytest.mark.parametrize("k", [1, 3, 50])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
+def test_largest_inner_products(tmp_path: Path, memory: int, k: int, dtype: Any) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(9, 2, 5)
+    for shard, rows in enumerate(values.split([4, 5])):
+        with StoreWriter(tmp_path / "store", nn.Linear(1, 1), [], shard=shard, shards=2, dtype=dtype) as writer:
+            writer.write([10 * shard + number for number in range(len(rows))], a=rows)
+    store, queries = Store(tmp_path / "store"), torch.randn(3, 2, 5)
+    found = store.top("a", queries, k, memory=memory)
+    products = queries.flatten(1) @ store["a"].torch().float().flatten(1).T
+    expected = products.sort(descending=True)
+    assert_near(found.products, expected.values[:, :k], "products", 1e-5)
+    assert torch.equal(found.rows, expected.indices[:, :k])
+    assert torch.equal(found.identifiers, store.identifiers[found.rows])
+
+
+def test_inner_products_of_all_parameters(tmp_path: Path) -> None:
+    model, x, y = written(tmp_path / "store", [4, 3])
+    queries = rows_one_by_one(model, x[:2], y[:2])
+    found = Store(tmp_path / "store").top("grad_batch", queries, 7)
+    flat = torch.cat([rows.flatten(1) for rows in rows_one_by_one(model, x, y).values()], 1)
+    expected = (flat[:2] @ flat.T).sort(descending=True)
+    assert_near(found.products, expected.values, "products")
+    assert torch.equal(found.rows, expected.indices)
+
+
+def test_no_samples_no_products(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(a=torch.empty(0, 3))
+    found = Store(tmp_path / "store").top("a", torch.ones(2, 3), 4)
+    assert found.products.shape == found.identifiers.shape == found.rows.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "k", "words"),
+    [
+        (torch.ones(2, 4), 1, "rows are \\[3\\]"),
+        (torch.ones(3), 1, "rows are \\[3\\]"),
+        (torch.tensor(1.0), 1, "rows are \\[3\\]"),
+        ({"w": torch.ones(2, 3)}, 1, "queries for \\['w'\\]"),
+        (torch.ones(2, 3), 0, "k=0"),
+        (torch.ones(2, 3), True, "k=True"),
+    ],
+    ids=str,
+)
+def test_queries_that_do_not_fit(tmp_path: Path, queries: Any, k: Any, words: str) -> None:
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(a=torch.ones(2, 3))
+    with pytest.raises(BadInput, match=words):
+        Store(tmp_path / "store").top("a", queries, k)
+
+
+def test_products_are_added_up_in_single_precision_at_least() -> None:
+    class Half:
+        shape, dtype = torch.Size([2, 4000]), torch.float16
+
+        def __len__(self) -> int:
+            return 2
+
+        def lent(self, start: int, stop: int) -> Tensor:
+            return torch.full((2, 4000), 100.0, dtype=torch.float16)[start:stop]
+
+    _, products = largest_products("", {"": Half()}, {"": torch.full((1, 4000), 10.0)}, 1, 10**6)
+    assert products.item() == 4e6
+
+
+def test_a_data_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, *_ = problem()
+    del model
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write([5, 3], loss=torch.tensor([0.5, 0.25]), x=torch.tensor([[1, 2], [3, 4]]))
+    store = Store(tmp_path / "store")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(BadInput, match="pip install pandas"):
+        store.to_frame()
+    monkeypatch.undo()
+    pytest.importorskip("pandas")
+    frame = store.to_frame()
+    assert (list(frame.columns), list(frame.index), frame.index.name) == (["loss"], [5, 3], "sample")
+    assert frame["loss"].tolist() == [0.5, 0.25]
+    assert store.to_frame("x").to_numpy().tolist() == [[1, 2], [3, 4]]
+    assert list(store.to_frame("x", "loss").columns) == ["loss", "x[0]", "x[1]"]
+    with pytest.raises(BadInput, match="quantity 'y'"):
+        store.to_frame("y")
+
+
+def test_rows_by_identifier(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(torch.tensor([30, 10, 20, 10]), a=torch.arange(4))
+    store = Store(tmp_path / "store")
+    assert store.rows_of([20, 30]).tolist() == [2, 0]
+    assert store.rows_of([]).tolist() == []
+    for wrong, words in ((10, "2 samples"), (15, "0 samples"), (99, "0 samples")):
+        with pytest.raises(BadInput, match=f"identifier {wrong}\n.*{words}"):
+            store.rows_of([30, wrong])
+
+
+def test_a_store_is_a_mapping(tmp_path: Path) -> None:
+    written(tmp_path / "store", [2])
+    store = Store(tmp_path / "store")
+    assert list(store) == ["grad_batch", "loss"]
+    assert len(store) == 2
+    assert set(store["grad_batch"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for missing in ("kfac", ("grad_batch", "9.weight")):
+        with pytest.raises(KeyError):
+            store[missing]

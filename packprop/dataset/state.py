@@ -22,6 +22,9 @@ from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype, wider_dtype
 from packprop.types import Extension
 
+PIECE = 2**18
+"""Entries of a large tensor that are added up at once: what stays in a processor's caches."""
+
 Key = tuple[int, int, str]
 """Places of the extension and of its row, and the name of the parameter."""
 
@@ -148,7 +151,7 @@ class MergedResults:
         if row.over_n.axis is not None:
             _require_same_rows(extension, name, row.over_n.axis, [before[-1], *partial])
         if row.over_n is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
-            before.add_(partial)
+            _add_to(before, partial)
         else:
             self.partial[key] = row.over_n.merge(before, partial)
 
@@ -381,6 +384,16 @@ def _two_reductions(first: str, second: str) -> PackpropError:
         "there is no one loss over all samples that they are parts of",
         "use the same loss for every batch",
     )
+
+
+def _add_to(total: Tensor, value: Tensor) -> None:
+    """Add in place; piece by piece where the precisions differ, so that no second large tensor is made."""
+    if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():
+        total.add_(value)
+        return
+    pieces = value.reshape(-1).split(PIECE)
+    for place, piece in zip(total.view(-1).split(PIECE), pieces, strict=True):
+        place.add_(piece)
 
 
 def _widened(tensor: Tensor) -> Tensor:

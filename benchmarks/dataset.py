@@ -1,0 +1,175 @@
+"""``python -m benchmarks.dataset``: whole data sets; writes ``results/dataset.json``.
+
+50,000 samples of 3 x 32 x 32 go through a small convolutional network:
+
+- *epoch*: ``compute`` of ``Variance``, ``DiagGGNMC`` and ``KFAC`` beside one epoch of training (forward pass,
+  backward pass, a step of SGD), in turns; with and without a checkpoint every 30 s. One thread.
+- *memory*: the peak of live tensors of the same over a tenth of the samples and over all of them.
+- *ranks*: samples a second of one process on one core, and of two processes on two cores, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import packprop
+from benchmarks.measure import Spread
+from benchmarks.run import environment, write_results
+from packprop import extensions
+from packprop.memory import LiveBytes
+
+BATCH = 128
+
+
+def network() -> nn.Module:
+    """A small convolutional network for 32 x 32 pixels."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """Random samples and classes."""
+    source = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 32, 32, generator=source), torch.randint(10, (count,), generator=source)
+
+
+def epoch(data: tuple[Tensor, Tensor]) -> None:
+    """One epoch of plain training."""
+    model, loss = network(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for x, y in zip(*(tensor.split(BATCH) for tensor in data), strict=True):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def curvature(data: tuple[Tensor, Tensor], **options: Any) -> None:
+    """What is measured."""
+    asked = [extensions.Variance(), extensions.DiagGGNMC(), extensions.KFAC()]
+    packprop.compute(network(), nn.CrossEntropyLoss(), data, asked, batch_size=BATCH, progress=False, **options)
+
+
+def kept(data: tuple[Tensor, Tensor]) -> None:
+    """The same with a checkpoint every 30 s, and one at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        curvature(data, checkpoint=Path(folder) / "kept")
+
+
+def in_turns(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side, round by round."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            start = time.perf_counter()
+            sides[name]()
+            taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def against_an_epoch(samples: int, rounds: int) -> dict[str, Any]:
+    """Seconds beside those of an epoch, and what checkpoints cost."""
+    data = images(samples)
+    sides = {"epoch": lambda: epoch(data), "compute": lambda: curvature(data), "kept": lambda: kept(data)}
+    for side in (epoch, curvature):
+        side((data[0][: 4 * BATCH], data[1][: 4 * BATCH]))
+    taken = in_turns(sides, rounds)
+    rows = list(zip(*taken.values(), strict=True))
+    return {
+        "seconds": {name: vars(Spread.of(values)) for name, values in taken.items()},
+        "compute_over_epoch": vars(Spread.of([ours / plain for plain, ours, _ in rows])),
+        "checkpoint_over_without": vars(Spread.of([kept / ours for _, ours, kept in rows])),
+    }
+
+
+def peak_bytes(samples: int) -> int:
+    """The most bytes of tensors beside the data."""
+    data, live = images(samples), LiveBytes()
+    with live:
+        curvature(data)
+    return live.peak
+
+
+def worker(rank: int, world: int, core: int, file: str, samples: int, out: Any) -> None:
+    """One process: seconds from the moment at which all have begun."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    if world > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    data = images(samples)
+    curvature((data[0][: 4 * BATCH], data[1][: 4 * BATCH]))
+    start = time.perf_counter()
+    curvature(data)
+    out.put(time.perf_counter() - start)
+    out.close()
+    out.join_thread()
+    os._exit(0)
+
+
+def seconds_on(world: int, samples: int) -> float:
+    """How long so many processes take, each on a core of its own."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))[:world]
+    with tempfile.TemporaryDirectory() as folder:
+        out = context.Queue()
+        children = [
+            context.Process(target=worker, args=(rank, world, core, f"{folder}/meet", samples, out))
+            for rank, core in enumerate(cores)
+        ]
+        for child in children:
+            child.start()
+        taken = [out.get(timeout=3600) for _ in children]
+        for child in children:
+            child.join()
+    return max(taken)
+
+
+def on_ranks(samples: int, rounds: int) -> dict[str, Any]:
+    """Throughput of one process and of two."""
+    sides: dict[str, list[float]] = {"one": [], "two": []}
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            sides[name].append(samples / seconds_on(1 if name == "one" else 2, samples))
+    pairs = zip(sides["one"], sides["two"], strict=True)
+    return {
+        "samples_per_second": {name: vars(Spread.of(values)) for name, values in sides.items()},
+        "two_over_one": vars(Spread.of([two / one for one, two in pairs])),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dataset", description=__doc__)
+    parser.add_argument("--samples", type=int, default=50_000, help="samples (default 50000)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    tenth = options.samples // 10
+    found = {
+        "samples": options.samples,
+        "parameters": sum(parameter.numel() for parameter in network().parameters()),
+        "ranks": on_ranks(options.samples, options.rounds),
+        "epoch": against_an_epoch(options.samples, options.rounds),
+        "peak_bytes": {"a tenth": peak_bytes(tenth), "all": peak_bytes(options.samples)},
+    }
+    print(json.dumps(found, indent=1))
+    if not options.dry:
+        write_results("dataset", environment(1, options.rounds, processes=2), **found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

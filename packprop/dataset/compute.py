@@ -11,6 +11,7 @@ from torch import nn
 
 from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
+from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
@@ -45,6 +46,7 @@ def compute(
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
     store: StoreWriter | str | Path | None = None,
+    compiled: bool = True,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -79,6 +81,9 @@ def compute(
         store: Where values of single samples go as they come, instead of into the result: a folder, which is
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
             terms.
+        compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
+            models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
+            not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
@@ -109,13 +114,21 @@ def compute(
         options = {"data": batches.source.facts(), "memory": memory}
         kept = Checkpoint(checkpoint, Every(every), identity_of(model, loss, chosen, **options))
     own = stored.writer if stored is not None and stored.writer is not store else contextlib.nullcontext()
-    with contextlib.nullcontext() if kept is None else kept.open(), own, extended(model):
-        stream = BatchStream(ASKED, model, loss, place, results, chosen, stored)
+    step = BatchPass(ASKED, model, loss, results, chosen, stored)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.nullcontext() if kept is None else kept.open())
+        stack.enter_context(own)
+        for module in step.modules:
+            stack.enter_context(extended(module))
+        replays = compiled and checkpoint is None and memory is None
+        stream = BatchStream(step, place, batches.left if replays else None)
         run = Run(batches, stream, chunk_sizes, place, kept, progress)
         with long_work_of(chosen, bar=False):
             run.go_on()
             run.to_the_end()
-    return results.result()
+    result = results.result()
+    result.replays = stream.told()
+    return result
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

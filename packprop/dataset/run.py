@@ -59,9 +59,9 @@ class Run:
     ) -> None:
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
         self._device, self._checkpoint, self._progress = device, checkpoint, progress
-        self._results = stream.results
-        self._readings = readings_of(stream.extensions)
-        self._generators = generators_of(stream.extensions)
+        self._results = stream.step.merged
+        self._readings = readings_of(stream.step.extensions)
+        self._generators = generators_of(stream.step.extensions)
         self._reading, self._is_complete, self._done = 0, False, 0
         self._begin = self._draws()
         self._moment: Moment | None = None

@@ -64,6 +64,7 @@ class BatchPass:
         second: Whether it is the second reading.
         chunk_sizes: How much of the batch is taken at once.
         batch: The batch as the data gave it.
+        number: That of the batch among those of all ranks.
     """
 
     asked: str
@@ -76,6 +77,7 @@ class BatchPass:
     second: bool = False
     chunk_sizes: ChunkSizes | None = None
     batch: Any = None
+    number: int = 0
 
     def __post_init__(self) -> None:
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -176,7 +178,7 @@ class BatchPass:
             return
         if self.stored is not None:
             self.stored.end_batch(self.batch, samples, terms)
-        self.merged.count(samples, terms, loss, reduction)
+        self.merged.count(self.number, samples, terms, loss, reduction)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from packprop.dataset.sources import Draws, Given, Source, chained, set_states, source_of, states_of
+from packprop.dataset.ranks import Ranks
+from packprop.dataset.sources import Draws, Given, Samples, Source, chained, set_states, source_of, states_of
 from packprop.errors import BadInput, PackpropError
 from packprop.tensors.calling import LABELS, inputs_and_targets
 from packprop.tensors.nesting import tensors_in
@@ -89,6 +90,7 @@ class Batches:
         else:
             self.source = source_of(data, 0)
         self._rest: Iterator[Any] | None = None
+        self._rank, self._world = 0, 1
         self._draws = Draws()
         self._generators = self.source.generators() if isinstance(self.source, Given) else []
         self._start: list[Any] = []
@@ -113,7 +115,7 @@ class Batches:
         """
         if not self._first:
             batch = self._next()
-            if batch is END and not self.count:
+            if batch is END and not self.count and self._world == 1:
                 raise BadInput(self.asked, "data", "it held no batch", "give at least one batch")
             if batch is END:
                 return None
@@ -126,6 +128,17 @@ class Batches:
             self._taken(batch)
             yield self._checked(batch)
             self._current = None
+
+    def share(self, ranks: Ranks) -> None:
+        """Divide samples with indices among the ranks, batch by batch; other batches are each rank's own."""
+        if ranks.world == 1:
+            return
+        self._rank, self._world = ranks.rank, ranks.world
+        if self._rest is not None and isinstance(self.source, Samples):  # a batch was looked at
+            self._rest, (self._draws.state, _) = None, self._start
+            self._first.clear()
+        self._start = []
+        self._draws.state = ranks.derived(self._draws.state)
 
     def begin_again(self) -> None:
         """Begin another reading, which draws what the last one drew."""
@@ -158,8 +171,8 @@ class Batches:
         with self._draws.apart():
             return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Go on from a place, and draw what is drawn from there on.
+    def go_to(self, place: Mapping[str, Any], number: int) -> None:
+        """Go on from a place, and draw what is drawn from there on; ``number`` batches of all ranks were done.
 
         Batches that come as they are, from a loader without a state, are read up to there, and compared.
 
@@ -178,7 +191,7 @@ class Batches:
             if isinstance(source, Given):
                 with self._draws.apart():
                     source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
-            self._open(place["batches"])
+            self._open(number)
         self.count, self.digest, self._current = place["batches"], place["digest"], None
         self._draws.state = place["draws"]
         set_states(self._generators, place["generators"])
@@ -206,7 +219,9 @@ class Batches:
             self._start = [self._draws.state, states_of(self._generators)]
         with self._draws.apart():
             source = self.source
-            self._rest = iter(source.data) if isinstance(source, Given) else source.open(begin)
+            self._rest = (
+                iter(source.data) if isinstance(source, Given) else source.open(begin, self._rank, self._world)
+            )
 
     def _next(self) -> Any:
         if self._rest is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
@@ -15,13 +17,15 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.identity import identity_of
+from packprop.dataset.identity import Identity, difference, identity_of
 from packprop.dataset.parts import needs_second_reading
+from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
+from packprop.distributed.ranks import AllRanks
 from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
@@ -45,6 +49,7 @@ def compute(
     memory: int | str | None = None,
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
+    ranks: AllRanks | Literal["own", "all"] | None = None,
     store: StoreWriter | str | Path | None = None,
     compiled: bool = True,
 ) -> Result:
@@ -78,9 +83,15 @@ def compute(
             as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
         every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
             batches. By the clock, writing takes at most a fiftieth of the time.
+        ranks: Whose samples the values are made of: those of this rank (``"own"``), or those of all
+            (``"all"``, or ``AllRanks`` for some of them), which must all call ``compute``; by default all,
+            where there is a process group. A data set with indices is divided among them, batch by batch; other
+            batches are each rank's own. All get the same values; rows of samples are in the order of steps,
+            then ranks. The first rank writes the checkpoint.
         store: Where values of single samples go as they come, instead of into the result: a folder, which is
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
-            terms.
+            terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
+            ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
         compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
             models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
             not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
@@ -90,45 +101,57 @@ def compute(
             read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
             other files; for a store that nothing would go to, or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
-            or a checkpoint that cannot be read.
+            or a checkpoint that cannot be read; if another rank fails or ends.
     """
-    chosen = check_extensions(ASKED, list(extensions))
-    _require_mergeable(chosen)
-    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
-    _require_rereadable(chosen, batches, data)
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    chunk_sizes = ChunkSizesByBatch(
-        lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
-    )
-    stored = stored_results(ASKED, store, model, chosen)
-    if checkpoint is not None and stored is not None:
-        raise BadInput(
-            ASKED,
-            f"checkpoint={str(checkpoint)!r} with store={str(stored.writer.folder)!r}",
-            "rows that were stored since the last checkpoint would be stored once more",
-            "leave one of the two out",
-        )
-    results = MergedResults([each for each in chosen if stored is None or each not in stored.extensions])
-    kept = None
-    if checkpoint is not None:
-        options = {"data": batches.source.facts(), "memory": memory}
-        kept = Checkpoint(checkpoint, Every(every), identity_of(model, loss, chosen, **options))
-    own = stored.writer if stored is not None and stored.writer is not store else contextlib.nullcontext()
-    step = BatchPass(ASKED, model, loss, results, chosen, stored)
+    group = ranks_for(ranks)
+    group.arrive()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.nullcontext() if kept is None else kept.open())
-        stack.enter_context(own)
-        for module in step.modules:
+
+        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
+            chosen = check_extensions(ASKED, list(extensions))
+            _require_mergeable(chosen)
+            batches = data
+            if not isinstance(batches, Batches):
+                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
+            _require_rereadable(chosen, batches, data)
+            if checkpoint is None and group.world == 1:
+                return chosen, batches, None
+            _require_shards(batches, group)
+            options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            return chosen, batches, identity_of(model, loss, chosen, **options)
+
+        def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
+            if checkpoint is None or identity is None or group.rank:
+                return None, None, []
+            kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
+            return kept, *(kept.load() or (None, []))
+
+        def stream_of() -> BatchStream:
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None)
+            if stored is not None and stored.writer is not store:
+                stack.enter_context(stored.writer)
+            merged = [each for each in chosen if stored is None or each not in stored.extensions]
+            step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
+            replays = compiled and checkpoint is None and memory is None
+            return BatchStream(step, place, batches.left if replays else None)
+
+        chosen, batches, identity = group.attempt(checked)
+        _require_same(group.each(identity))
+        kept, own_state, pieces = group.attempt(loaded)
+        state = group.each(own_state)[0]
+        place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        stream = group.attempt(stream_of)
+        chunk_sizes = ChunkSizesByBatch(
+            lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+        )
+        for module in stream.step.modules:
             stack.enter_context(extended(module))
-        replays = compiled and checkpoint is None and memory is None
-        stream = BatchStream(step, place, batches.left if replays else None)
-        run = Run(batches, stream, chunk_sizes, place, kept, progress)
-        with long_work_of(chosen, bar=False):
-            run.go_on()
-            run.to_the_end()
-    result = results.result()
-    result.replays = stream.told()
-    return result
+        stack.enter_context(long_work_of(chosen, bar=False))
+        run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
+        group.attempt(lambda: run.go_on(kept, state, pieces))
+        result = run.to_the_end()
+        result.replays = stream.told()
+        return result
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
@@ -177,3 +200,42 @@ def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data:
             "it goes over the samples twice, and these data can be read once",
             "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
         )
+
+
+def _require_shards(batches: Batches, ranks: Ranks) -> None:
+    """Refuse a sampler that gives some samples to two ranks, so that all have equally many.
+
+    Raises:
+        BadInput: If the data come from such a sampler.
+    """
+    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself
+    if sampler.total_size > samples:
+        raise BadInput(
+            ASKED,
+            f"a DistributedSampler of {samples} samples for {sampler.num_replicas} ranks",
+            f"it gives {sampler.total_size - samples} of them twice, so that all ranks have equally many",
+            "give the Dataset itself: it is divided without that",
+        )
+
+
+def _require_same(identities: Sequence[Identity | None]) -> None:
+    """Refuse ranks that are not at work on the same thing.
+
+    Raises:
+        BadInput: On every rank, with the first difference.
+    """
+    for rank, identity in enumerate(identities):
+        if identity is None or identities[0] is None:
+            continue
+        found = difference(identities[0], identity)
+        if found is not None:
+            raise BadInput(
+                ASKED,
+                f"rank {rank}",
+                f"it is at work on something else than rank 0, by its {found[0]}: {found[1]}",
+                "call compute(...) with the same model, extensions, options and data set on every rank; only "
+                "batches may be other ones; or with ranks='own'",
+            )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import methodcaller
+from dataclasses import dataclass, field, replace
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packprop.algebra.monoid import KEEP, SUM, Moments, Monoid, lift, nothing_like, rescale
 from packprop.dataset.parts import Part, needs_second_reading
+from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result, Value
 from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
@@ -44,6 +45,8 @@ class MergedResults:
         reduction: How the loss is reduced.
         whole: Whether no batch is half merged; whoever adds batches says so when one is.
         again: Samples and terms so far of a second reading.
+        batches: Where results grow with the data: the number of each batch among those of all ranks, and how
+            many samples it has. It has one piece of each such result.
     """
 
     extensions: Sequence[Extension]
@@ -57,24 +60,26 @@ class MergedResults:
     reduction: str = ""
     whole: bool = True
     again: list[float] = field(default_factory=lambda: [0, 0.0])
+    batches: list[tuple[int, int]] = field(default_factory=list)
 
-    def count(self, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
-        """Count a batch whose results were added.
+    def count(self, number: int, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
+        """Count a batch whose results were added, by its number among those of all ranks.
 
         Where samples have results of their own, every batch must use each parameter.
         """
         if self.reduction not in ("", reduction):
-            raise PackpropError(
-                "Quantities of a loss over several batches were asked for.",
-                f"a loss that reduces by {self.reduction}, then by {reduction}",
-                "there is no one loss over all samples that they are parts of",
-                "use the same loss for every batch",
-            )
+            raise _two_reductions(self.reduction, reduction)
         self.reduction = reduction
         self.samples += samples
+        if any(row.over_n.grows for extension in self.extensions for row in extension.rows):
+            self.batches.append((number, samples))
         self.terms = self.terms + terms if reduction == "mean" else terms
         if terms:
             self.loss = self.loss + _widened(loss.to(accumulation_dtype(loss.dtype))) * terms
+        self._require_reached()
+
+    def _require_reached(self) -> None:
+        """Refuse parameters that some batches do not use, where samples have rows, or count one by one."""
         whole = [e.name for e in self.extensions if any(row.over_n not in (SUM, KEEP) for row in e.rows)]
         for name, reached in self.reached.items():
             if whole and reached != self.samples:
@@ -147,37 +152,110 @@ class MergedResults:
         else:
             self.partial[key] = row.over_n.merge(before, partial)
 
-    def end_first_reading(self) -> None:
-        """Turn the results of first passes into what second passes are given."""
+    def end_first_reading(self, ranks: Ranks) -> None:
+        """Turn the results of first passes, of all ranks, into what second passes are given.
+
+        Each rank makes its share of the eigenvectors.
+        """
         self.whole = False
-        keys = self._of_first_passes()
-        sizes = {key: sum(len(t) ** 3 for t in tensors_in(self._rows(*key)) if t.dim() == 2) for key in keys}
-        expect("eigenvectors", sum(sizes.values()))
-        for position, name in keys:
-            extension = self.extensions[position]
-            last = extension.rows[-1]
-            assert last.after is not None
-            with doing("eigenvectors", sizes[position, name]):
-                made = last.after(self._rows(position, name))
-            # in the layout that a file has: products are rounded as it is
-            self.rotations[position, name] = map_tensors(Tensor.contiguous, made)
-            for index in range(len(extension.rows) - 1):
-                self.partial.pop((position, index, name), None)
+        own = {key: value for key, value in self.partial.items() if self._is_of_first_pass(key)}
+        for key in own:
+            del self.partial[key]
+        merged = ranks.merged(own, self._monoid_of)
+        terms, reduction = self._terms_of(ranks)
+        self.reduction = reduction
+        dtypes = {name: dtype for each in ranks.each(self.dtypes) for name, dtype in each.items()}
+        scale = 1 / terms if terms else math.nan
+        keys = list(dict.fromkeys((position, name) for position, _, name in merged))
+        rows = {key: self._rows(*key, merged, dtypes[key[1]], scale) for key in keys}
+        sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
+        mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
+        expect("eigenvectors", sum(sizes[key] for key in mine))
+        made = {}
+        for key in mine:
+            after = self.extensions[key[0]].rows[-1].after
+            assert after is not None
+            with doing("eigenvectors", sizes[key]):
+                # in the layout that a file has: products are rounded as it is
+                made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
+        for each in ranks.each(made):
+            self.rotations |= each
+        self.rotations = {key: self.rotations[key] for key in keys}
 
-    def _of_first_passes(self) -> list[tuple[int, str]]:
-        """Extensions that go over the samples twice, and the parameters that they have results for."""
-        found = [(position, name) for position, _, name in self.partial]
-        return [key for key in dict.fromkeys(found) if needs_second_reading(self.extensions[key[0]])]
+    def _is_of_first_pass(self, key: Key) -> bool:
+        """Whether a result is of a row that a second pass comes after."""
+        extension = self.extensions[key[0]]
+        return needs_second_reading(extension) and key[1] < len(extension.rows) - 1
 
-    def _rows(self, position: int, name: str) -> list[Any]:
+    def _rows(
+        self, position: int, name: str, merged: Mapping[Key, Any], parameter: torch.dtype, scale: float
+    ) -> list[Any]:
         """The results of an extension's first rows, scaled and rounded as one pass would have them."""
-        dtype = accumulation_dtype(self.dtypes[name])
+        dtype = accumulation_dtype(parameter)
         results = []
         for index, row in enumerate(self.extensions[position].rows[:-1]):
-            value = self.partial.get((position, index, name))
+            value = merged.get((position, index, name))
             value = None if value is None else row.over_n.result(value)
-            results.append(map_tensors(methodcaller("to", dtype), rescale(value, self._scale, row.degree)))
+            results.append(map_tensors(methodcaller("to", dtype), rescale(value, scale, row.degree)))
         return results
+
+    def _monoid_of(self, key: Key) -> Monoid:
+        return self.extensions[key[0]].rows[key[1]].over_n
+
+    def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
+        """Terms of the losses of all ranks, and how they are reduced."""
+        told = [
+            (terms, reduction) for terms, reduction in ranks.each((self.terms, self.reduction)) if reduction
+        ]
+        reductions = {reduction for _, reduction in told}
+        if len(reductions) > 1:
+            raise _two_reductions(*sorted(reductions))
+        if reductions == {"mean"}:
+            return sum(terms for terms, _ in told), "mean"
+        return told[0] if told else (0.0, "")
+
+    def of_all(self, ranks: Ranks, since: int) -> MergedResults:
+        """The results of the batches of all ranks; of what grows, the pieces that came after ``since`` batches.
+
+        Those of this rank stay as they are.
+        """
+        own = {key: value[since:] if self.grows(key) else value for key, value in self.partial.items()}
+        own = {key: value for key, value in own.items() if not self.grows(key) or value}
+        if ranks.world == 1:
+            return replace(self, partial=own)
+        terms, reduction = self._terms_of(ranks)
+        counts: dict[str, Any] = {
+            "samples": self.samples,
+            "again": self.again,
+            "loss": float(self.loss),
+            "dtypes": self.dtypes,
+            "reached": self.reached,
+            "batches": self.batches,
+            "since": since,
+        }
+        told = ranks.each(counts)
+        again = [each["again"] for each in told]
+        found = replace(
+            self,
+            partial=ranks.merged(own, self._monoid_of),
+            dtypes={name: dtype for each in told for name, dtype in each["dtypes"].items()},
+            reached={},
+            samples=sum(each["samples"] for each in told),
+            terms=terms,
+            loss=sum(each["loss"] for each in told),
+            reduction=reduction,
+            again=[sum(n for n, _ in again), sum(t for _, t in again) if reduction == "mean" else terms],
+            batches=sorted(batch for each in told for batch in each["batches"]),
+        )
+        for each in told:
+            for name, samples in each["reached"].items():
+                found.reached[name] = found.reached.get(name, 0) + samples
+        found._require_reached()
+        sizes = [each["batches"][each["since"] :] for each in told]
+        for key, pieces in found.partial.items():
+            if (axis := self._monoid_of(key).axis) is not None:
+                found.partial[key] = _in_order(pieces, axis, sizes)
+        return found
 
     def known(self, name: str, extension: Extension) -> list[Any]:
         """What a second pass is given.
@@ -237,6 +315,7 @@ class MergedResults:
             "loss": self.loss,
             "reduction": self.reduction,
             "again": self.again,
+            "batches": [list(batch) for batch in self.batches],
         }
 
     def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
@@ -249,6 +328,13 @@ class MergedResults:
         self.reached = dict(saved["reached"])
         self.samples, self.terms = saved["samples"], saved["terms"]
         self.loss, self.reduction, self.again = saved["loss"], saved["reduction"], saved["again"]
+        self.batches = [(number, samples) for number, samples in saved["batches"]]
+
+    def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
+        """Take up what a rank needs whose own batches are all yet to come."""
+        self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
+        self.reduction = saved["reduction"]
+        self.terms = saved["terms"] if self.reduction == "sum" else 0.0
 
     def grows(self, key: Key) -> bool:
         """Whether a result grows with the data; it is a list of pieces then."""
@@ -265,6 +351,36 @@ def _begun(monoid: Monoid, partial: Any) -> Any:
     if isinstance(partial, Moments):
         return Moments(partial.samples, _widened(partial.mean), _widened(partial.deviation))
     return partial
+
+
+def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
+    """Which rank does what: the largest piece of work first, each to the rank that has least to do."""
+    load, shared = [0.0] * ranks, {}
+    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        rank = load.index(min(load))
+        shared[key] = rank
+        load[rank] += size + 1
+    return shared
+
+
+def _in_order(
+    pieces: Sequence[Tensor], axis: int, batches: Sequence[Sequence[tuple[int, int]]]
+) -> list[Tensor]:
+    """The pieces of ranks, one for each batch, in the order of all batches."""
+    numbered: list[tuple[int, Tensor]] = []
+    for piece, own in zip(pieces, batches, strict=True):
+        parts = piece.split([samples for _, samples in own], axis) if own else ()
+        numbered += zip([number for number, _ in own], parts, strict=True)
+    return [piece for _, piece in sorted(numbered, key=itemgetter(0))]
+
+
+def _two_reductions(first: str, second: str) -> PackpropError:
+    return PackpropError(
+        "Quantities of a loss over several batches were asked for.",
+        f"a loss that reduces by {first}, then by {second}",
+        "there is no one loss over all samples that they are parts of",
+        "use the same loss for every batch",
+    )
 
 
 def _widened(tensor: Tensor) -> Tensor:

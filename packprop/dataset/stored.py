@@ -52,6 +52,20 @@ class StoredResults:
                 self._values[extension.savefield, name] = samples_first(extension, value)
         return {part: values for part, values in results.items() if part.whole not in self.extensions}
 
+    @property
+    def place(self) -> tuple[int, float]:
+        """How many samples are stored, and how many terms their losses had."""
+        return self.writer.samples, self.writer.terms
+
+    def go_to(self, place: Sequence[Any]) -> None:
+        """Go back to a place; rows that came after it are gone.
+
+        Raises:
+            BadInput: If fewer samples are safe.
+        """
+        self._values = {}
+        self.writer.resume_at(place[0], place[1])
+
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:
         """Store what was kept of a batch."""
         values, self._values = self._values, {}
@@ -60,9 +74,15 @@ class StoredResults:
 
 
 def stored_results(
-    asked: str, store: StoreWriter | str | Path | None, model: nn.Module, extensions: Sequence[Extension]
+    asked: str,
+    store: StoreWriter | str | Path | None,
+    model: nn.Module,
+    extensions: Sequence[Extension],
+    resume: bool = False,
 ) -> StoredResults | None:
     """What takes results to a store: one that is open, or one that is made in a folder.
+
+    ``resume``: whether a store in that folder goes on.
 
     Raises:
         BadInput: If none of the extensions grows with the data, or the store was opened for others.
@@ -79,7 +99,7 @@ def stored_results(
                 "none of these values grows with the data: there is nothing to store",
                 "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
             )
-        store = StoreWriter(store, model, growing)
+        store = StoreWriter(store, model, growing, resume=resume)
     found = StoredResults(store, extensions)
     if len(found.extensions) != len(store.extensions):
         known = [described_extension(extension) for extension in extensions]

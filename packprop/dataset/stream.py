@@ -30,13 +30,24 @@ class BatchStream:
         self.step, self._device = step, device
         self._replayer = None if left is None else Replayer(step, "inductor", None, WhereItPays(left))
 
-    def add(self, batch: tuple[Any, Any], chunk_sizes: ChunkSizes, parts: Sequence[Part], second: bool) -> None:
-        """Add the results of one batch: of the parts that the first or ``second`` reading asks for."""
+    def add(
+        self,
+        batch: tuple[Any, Any],
+        chunk_sizes: ChunkSizes,
+        parts: Sequence[Part],
+        second: bool,
+        number: int,
+    ) -> None:
+        """Add the results of one batch: of the parts that the first or ``second`` reading asks for.
+
+        ``number``: that of the batch among those of all ranks.
+        """
         if _is_empty(batch):
             return
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         step = self.step
-        step.batch, step.chunk_sizes, step.parts, step.second = batch, chunk_sizes, parts, second
+        step.batch, step.number, step.chunk_sizes = batch, number, chunk_sizes
+        step.parts, step.second = parts, second
         if second or self._replayer is None:  # what a second reading is given belongs to no batch
             step.run(inputs, targets)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import textwrap
 import time
@@ -61,6 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _joined() -> int:
+    """This process's rank among those that ``torchrun`` has started, which it joins; 0 for one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not torch.distributed.is_available():
+        return 0
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return torch.distributed.get_rank()
+
+
 def _profile(options: argparse.Namespace, started: float) -> None:
     # what can be refused at once is refused before the factory runs, which may take long
     check_folder(options.output)
@@ -71,6 +81,7 @@ def _profile(options: argparse.Namespace, started: float) -> None:
     threads = options.threads or (1 if factory is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
+    rank = _joined()
     torch.manual_seed(options.seed)
     if factory is None:
         print("training a small residual network on handwritten digits ...", file=sys.stderr)
@@ -97,6 +108,8 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         every=options.every,
         compiled=not options.no_graphs,
     )
+    if rank:
+        return
     paths = result.save(options.output)
     console = Console()
     if console.is_terminal:

@@ -42,6 +42,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 FORMS: dict[str, Callable[[], Any]] = {
     "tensors": samples,
+    "stored": samples,
     "shuffled": lambda: DataLoader(TensorDataset(*samples()), SIZE, shuffle=True),
     "batches": lambda: list(zip(*(tensor.split(SIZE) for tensor in samples()), strict=True)),
 }
@@ -58,12 +59,16 @@ def run(form: str, folder: Path | None, **options: Any) -> Result:
         extensions.KFAC(mc_samples=2),
         extensions.EKFAC(mc_samples=2, generator=torch.Generator().manual_seed(3)),
     ]
-    size = SIZE if form == "tensors" else None
-    every = options.pop("every", 1)
-    return packprop.compute(
-        model, nn.CrossEntropyLoss(), FORMS[form](), asked, batch_size=size, progress=False,
-        checkpoint=folder, every=every, **options,
-    )  # fmt: skip
+    size = SIZE if form in ("tensors", "stored") else None
+    options |= {"batch_size": size, "checkpoint": folder, "every": options.get("every", 1), "progress": False}
+    with tempfile.TemporaryDirectory() as place:
+        if form == "stored":
+            options["store"] = Path(place) / "store" if folder is None else folder.with_name("store")
+        found = packprop.compute(model, nn.CrossEntropyLoss(), FORMS[form](), asked, **options)
+        if form == "stored":
+            rows = packprop.Store(options["store"])["grad_batch"]
+            found.tables["stored"] = {name: array.torch().clone() for name, array in rows.items()}
+    return found
 
 
 def same(one: Result, other: Result) -> bool:
@@ -94,9 +99,8 @@ def done_batches(folder: Path) -> int:
         return 0
     facts, _, _ = Folder(folder).read(numbers[0])
     state = dict(facts["state"]["items"])
-    place = dict(state["place"]["items"])
     batches = SAMPLES // SIZE
-    return 2 * batches if state["complete"] else state["reading"] * batches + place["batches"]
+    return 2 * batches if state["complete"] else state["reading"] * batches + state["number"]
 
 
 def killed_until_the_end(form: str, span: float, source: random.Random, counts: dict[str, int]) -> Result:
@@ -135,7 +139,7 @@ def main() -> None:
         form = forms[counts["runs"] % len(forms)]
         with tempfile.TemporaryDirectory() as place:
             start = time.perf_counter()
-            run(form, Path(place) / "alone")
+            run(form, Path(place) / "alone")  # with its files
             seconds = time.perf_counter() - start
         found = killed_until_the_end(form, seconds / 3, source, counts)
         assert same(found, expected[form]), f"{form}: the result is another one"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from packprop import BadInput, PackpropWarning, extensions
+from packprop import BadInput, PackpropWarning, Store, extensions
 from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
 from tests.dataset.kills import same
@@ -227,7 +227,7 @@ def test_other_data_are_noticed(change: str, tmp_path: Path) -> None:
     assert ("2 batches only" if change == "fewer" else "another order") in error.value.why
 
 
-def interrupted(_: Any) -> None:
+def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -312,3 +312,28 @@ def test_a_finished_result_is_returned_where_nothing_can_be_written(what: str, t
     found, model, _ = run("tensors", checkpoint=tmp_path)
     assert same(found, alone)
     assert len(model.calls) == 2 * 5 - 2
+
+
+def test_a_store_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
+    """Rows that came after the checkpoint are cut off, and come again; a writer of one's own does the same."""
+    (x, y), kept = samples(), tmp_path / "kept"
+
+    def stored(fails: int | None, store: Any, **options: Any) -> Result:
+        torch.manual_seed(4)
+        asked = [extensions.BatchGrad(), extensions.Variance()]
+        given = (x, y), asked[0], asked[1]
+        return compute(Breaking(fails), nn.CrossEntropyLoss(), *given, batch_size=SIZE, store=store, **options)
+
+    alone = stored(None, tmp_path / "alone")
+    for fails in (4, 2):
+        with pytest.raises(KeyboardInterrupt):
+            stored(fails, tmp_path / "store", checkpoint=kept, every=2)
+    found = stored(None, tmp_path / "store", checkpoint=kept, every=2)
+    assert same(found, alone)
+    expected, rows = Store(tmp_path / "alone"), Store(tmp_path / "store")
+    assert (rows.samples, rows.terms, rows.finished) == (SAMPLES, expected.terms, True)
+    assert torch.equal(rows.identifiers, expected.identifiers)
+    for name, array in expected["grad_batch"].items():
+        assert torch.equal(rows["grad_batch", name].torch(), array.torch())
+    with pytest.raises(BadInput, match="other"):
+        stored(None, None, checkpoint=kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from packprop import Profile, examples
 from packprop.dataset import replays
 from packprop.examples import digits, load_digits
 from packprop.reports import arguments, cli
+from tests.distributed.processes import in_processes, needs_groups
 from tests.reports.factories import FACTORIES, Run
 
 
@@ -203,3 +206,26 @@ def test_a_profile_goes_on_from_its_checkpoint(run: Run, tmp_path: Path) -> None
     assert status == 2
     assert "no checkpoint in that folder" in err
     assert not (tmp_path / "nowhere").exists()
+
+
+def profiled(rank: int, folder: Path) -> tuple[int, str]:
+    """What one rank prints."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main(["profile", "breaking_data:factory", "--output", "ranks"])
+    return status, out.getvalue()
+
+
+@needs_groups
+def test_a_profile_on_two_ranks(run: Run, tmp_path: Path) -> None:
+    """Each rank has the factory's batches, as a shard: all of them twice."""
+    (tmp_path / "breaking_data.py").write_text(BREAKING)
+    run("breaking_data:factory", "--output", "alone")
+    (first, printed), (second, nothing) = in_processes(profiled, 2, tmp_path, group=False)
+    assert (first, second, nothing) == (0, 0, "")
+    assert "40 samples in 8 batches" in printed
+    alone, found = Profile.load(tmp_path / "alone"), Profile.load(tmp_path / "ranks")
+    assert found.total.gradient_norm == pytest.approx(alone.total.gradient_norm, rel=1e-6)
+    assert found.total.signal_to_noise == pytest.approx(alone.total.signal_to_noise, rel=1e-5)

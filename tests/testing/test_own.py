@@ -38,7 +38,6 @@ def test_an_extension_of_ones_own() -> None:
     [
         "docs/guide/distributed.md",
         "docs/guide/extending.md",
-        "docs/guide/datasets.md",
         "docs/guide/hugging_face.md",
         "docs/guide/language_models.md",
         "docs/guide/memory.md",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch.fx import Graph, GraphModule
 from packprop.compiled.costs import peak_of, seconds_in_turns
 from packprop.compiled.parts import put_together
 from packprop.engine.autocast import AutocastRegions
-from packprop.errors import PackpropWarning
 from packprop.memory.bytes import byte_text
 
 Backend = str | Callable[..., Any]
@@ -53,7 +51,9 @@ class Runner:
         self.seconds: float | None = None
         """How long it took to compile."""
         self.verdict: str | None = None
-        """Why the graph is replayed as it is although it was compiled, if it is."""
+        """Why the graph is replayed as it is although it shall be compiled, if it is."""
+        self.warning: str | None = None
+        """What the user should hear of it."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs of the graph; nothing is differentiated."""
@@ -74,7 +74,10 @@ class Runner:
                 f"compiled by {self.backend!r} it takes {byte_text(peak)} of memory, as it is "
                 f"{byte_text(peak_of(as_it_is, tensors))}, and the budget is {byte_text(budget)}"
             )
-            _warn_of_budget(self.verdict)
+            self.warning = (
+                f"A traced pass is replayed as it is: {self.verdict}. Give a larger budget to have it "
+                'compiled, or packprop.compile(..., backend="eager") to do without a compiler.'
+            )
         else:
             own, other = seconds_in_turns([self, as_it_is], tensors)
             if own > SLOWER * other:
@@ -106,7 +109,12 @@ class Runner:
             raise
         except Exception as error:  # a compiler that is missing, or cannot do it
             self._run, self.backend, self._copies = self._graph, REPLAY, False
-            _warn_of_compiler(error)
+            said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
+            self.verdict = f"no compiler could take it ({type(error).__name__}: {said})"
+            self.warning = (
+                f"No compiler could take a traced pass ({type(error).__name__}: {said}). The graph is replayed "
+                'as it is, as by packprop.compile(..., backend="eager").'
+            )
             outputs = self._graph(*tensors)
             return outputs
         self._run, self.seconds = run, time.perf_counter() - start
@@ -137,31 +145,3 @@ def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, m
         options |= torch._inductor.list_mode_options(mode)
     run = torch._inductor.compile(graph, [*tensors], options=options)
     return run
-
-
-class _Said:
-    warning = False
-
-
-def _warn_of_compiler(error: Exception) -> None:
-    """Say once that graphs are replayed without a compiler."""
-    if _Said.warning:
-        return
-    _Said.warning = True
-    said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
-    warnings.warn(
-        f"No compiler could take a traced pass ({type(error).__name__}: {said}). The graph is replayed as it "
-        'is, as by packprop.compile(..., backend="eager").',
-        PackpropWarning,
-        stacklevel=6,
-    )
-
-
-def _warn_of_budget(verdict: str) -> None:
-    """Say that a graph is not compiled because of what that would take."""
-    warnings.warn(
-        f"A traced pass is replayed as it is: {verdict}. Give a larger budget to have it compiled, or "
-        'packprop.compile(..., backend="eager") to do without a compiler.',
-        PackpropWarning,
-        stacklevel=7,
-    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,8 @@ class Kind:
         inputs: What the calls were given, for people.
         decisions: What the last ordinary pass has decided by values.
         passes: How many ordinary passes were made.
+        pass_seconds: How long the fastest of them took; what is traced or checked besides does not count.
+        replay_seconds: How long the fastest replay took.
         traced: The graph, once there is one.
         is_first: Whether it was the first kind to be traced.
         runner: What runs the graph, once it was checked.
@@ -54,6 +58,8 @@ class Kind:
     inputs: str
     decisions: Decisions
     passes: int = 1
+    pass_seconds: float = math.inf
+    replay_seconds: float = math.inf
     traced: Traced | None = None
     is_first: bool = False
     runner: Runner | None = None
@@ -66,7 +72,11 @@ class Kind:
 
 
 class Policy(Protocol):
-    """When it is worth it to trace calls of one kind, and to compile the graph."""
+    """When it is worth it to trace calls of one kind, to compile the graph, to go on with it."""
+
+    @property
+    def warns(self) -> bool:
+        """Whether the user hears of calls that are not replayed."""
 
     def traces(self, kind: Kind) -> bool:
         """Whether the next pass shall be traced; asked before each one."""
@@ -74,9 +84,14 @@ class Policy(Protocol):
     def compiles(self, kind: Kind) -> bool:
         """Whether the graph shall be compiled; asked before it is checked, and after each replay."""
 
+    def keeps(self, kind: Kind) -> bool:
+        """Whether the graph shall be replayed further; asked after each replay."""
+
 
 class AtOnce:
     """Calls are traced as soon as they can be; the first kind is compiled at once, others when frequent."""
+
+    warns = True
 
     def traces(self, kind: Kind) -> bool:
         """All calls are."""
@@ -85,6 +100,10 @@ class AtOnce:
     def compiles(self, kind: Kind) -> bool:
         """The first kind is, and those that come often."""
         return kind.is_first or kind.replays >= WORTH
+
+    def keeps(self, kind: Kind) -> bool:
+        """As long as it does what the pass does."""
+        return True
 
 
 class Replayer:
@@ -120,7 +139,7 @@ class Replayer:
             return self._first(state, inputs, targets)
         kind.passes += 1
         if kind.refusal is not None or (kind.traced is None and not self._policy.traces(kind)):
-            return self._run(inputs, targets)
+            return self._timed(kind, inputs, targets)
         if kind.traced is None:
             return self._second(kind, state, inputs, targets)
         return self._third(kind, kind.traced, state, inputs, targets)
@@ -157,11 +176,13 @@ class Replayer:
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
         """An ordinary pass, and the same one traced."""
         with noting_decisions() as decisions:
-            loss = self._run(inputs, targets)
+            loss = self._timed(kind, inputs, targets)
         kind.decisions = decisions
         try:
             kind.traced = trace(self._pass, inputs, targets, decisions)
-        except NotTraceable as error:
+        except PackpropError as error:
+            if self._policy.warns and not isinstance(error, NotTraceable):
+                raise
             self._refuse(kind, f"{error.where}: {error.why}")
             return loss
         kind.is_first = self._traced_last is None
@@ -177,6 +198,8 @@ class Replayer:
             outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
         if (differing := _differing(kind.decisions, decisions)) is not None:
             fault = f"values decide on it anew in each pass: {differing}"
+        if runner.warning is not None and self._policy.warns:
+            _say_once(runner.warning)
         if fault is None:
             kind.runner = runner
         elif runner.backend != REPLAY:
@@ -190,6 +213,7 @@ class Replayer:
         """Run the graph in place of a pass; where values are faulty, run a pass, which says so."""
         traced = kind.traced
         assert traced is not None
+        start = time.perf_counter()
         self._pass.clear(state.parameters, traced.template)
         outputs = runner(state.tensors)
         if bool(outputs[0]):
@@ -197,7 +221,17 @@ class Replayer:
         kind.replays += 1
         if not kind.tried and self._backend != REPLAY and self._policy.compiles(kind):
             kind.runner = None  # the next call is a check again
-        return self._pass.deliver(state.parameters, traced.outcome(outputs))
+        loss = self._pass.deliver(state.parameters, traced.outcome(outputs))
+        kind.replay_seconds = min(kind.replay_seconds, time.perf_counter() - start)
+        if not self._policy.keeps(kind):
+            kind.runner, kind.refusal = None, "a replay takes as long as a pass"
+        return loss
+
+    def _timed(self, kind: Kind, inputs: Any, targets: Any) -> Tensor:
+        start = time.perf_counter()
+        loss = self._run(inputs, targets)
+        kind.pass_seconds = min(kind.pass_seconds, time.perf_counter() - start)
+        return loss
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
         try:
@@ -255,13 +289,24 @@ class Replayer:
 
     def _warn(self, about: str, reason: str) -> None:
         """Say once that calls are run eagerly."""
-        if about not in self._warned:
+        if about not in self._warned and self._policy.warns:
             self._warned.add(about)
             warnings.warn(
                 f"A compiled step runs passes eagerly, without a graph: {reason}.",
                 PackpropWarning,
                 stacklevel=5,
             )
+
+
+class _Said:
+    warnings: ClassVar[set[str]] = set()
+
+
+def _say_once(warning: str) -> None:
+    """Warn of the same thing once in a process."""
+    if warning not in _Said.warnings:
+        _Said.warnings.add(warning)
+        warnings.warn(warning, PackpropWarning, stacklevel=5)
 
 
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -278,7 +323,8 @@ def _became(kind: Kind) -> str:
         return f"{said}; the next call is eager, beside a replay"
     if kind.runner.seconds is not None:
         said += f", compiled in {kind.runner.seconds:.2g} s"
-        said += f" by {kind.runner.backend!r}" if kind.runner.verdict is None else f"; {kind.runner.verdict}"
+        said += f" by {kind.runner.backend!r}" if kind.runner.verdict is None else ""
+    said += "" if kind.runner.verdict is None else f"; {kind.runner.verdict}"
     return f"{said}; {kind.replays} replays"
 
 

@@ -98,6 +98,10 @@ class Batches:
     def __length_hint__(self) -> int:
         return max(0, len(self.source) - self.count)
 
+    def left(self) -> int:
+        """How many batches are to come; where that is not known, as many as there were."""
+        return self.__length_hint__() if len(self.source) else self.count
+
     @property
     def is_read_once(self) -> bool:
         """Whether there can be no second reading."""

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
+from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
@@ -50,6 +51,7 @@ def compute(
     every: int | str = "30s",
     ranks: AllRanks | Literal["own", "all"] | None = None,
     store: StoreWriter | str | Path | None = None,
+    compiled: bool = True,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -90,6 +92,9 @@ def compute(
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
             terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
             ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
+        compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
+            models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
+            not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
@@ -126,7 +131,9 @@ def compute(
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
-            return BatchStream(ASKED, model, loss, place, MergedResults(merged), chosen, stored)
+            step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
+            replays = compiled and checkpoint is None and memory is None
+            return BatchStream(step, place, batches.left if replays else None)
 
         chosen, batches, identity = group.attempt(checked)
         _require_same(group.each(identity))
@@ -137,11 +144,14 @@ def compute(
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
         )
-        stack.enter_context(extended(model))
+        for module in stream.step.modules:
+            stack.enter_context(extended(module))
         stack.enter_context(long_work_of(chosen, bar=False))
         run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
         group.attempt(lambda: run.go_on(kept, state, pieces))
-        return run.to_the_end()
+        result = run.to_the_end()
+        result.replays = stream.told()
+        return result
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

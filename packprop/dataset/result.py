@@ -32,12 +32,14 @@ class Result(Mapping[Any, dict[str, Value]]):
         samples: Samples that they were computed from.
         loss: The value of the loss over the whole data set.
         reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
+        replays: What graphs in place of passes have brought, in words, if there were any; not saved.
     """
 
     tables: dict[str, dict[str, Value]]
     samples: int
     loss: float
     reduction: str = "mean"
+    replays: str | None = None
 
     def __getitem__(self, key: Extension | str) -> dict[str, Value]:
         return self.tables[key if isinstance(key, str) else key.savefield]

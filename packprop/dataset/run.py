@@ -67,9 +67,9 @@ class Run:
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
         self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
         self._checkpoint: Checkpoint | None = None
-        self._results = stream.results
-        self._readings = readings_of(stream.extensions)
-        self._generators = generators_of(stream.extensions)
+        self._results = stream.step.merged
+        self._readings = readings_of(stream.step.extensions)
+        self._generators = generators_of(stream.step.extensions)
         self._reading, self._is_complete = 0, False
         self._number, self._steps, self._written = 0, 0, 0
         self._moment: Moment | None = None
@@ -109,8 +109,8 @@ class Run:
         else:
             self._batches.go_to(place, self._number)
         self._set_draws(place["now"])
-        if self._stream.stored is not None:
-            self._stream.stored.go_to(place["stored"])
+        if self._stream.step.stored is not None:
+            self._stream.step.stored.go_to(place["stored"])
 
     def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What the checkpoint says of this rank; of one that was not there, what follows from the first one."""
@@ -155,7 +155,7 @@ class Run:
             first = self._batches.first()
             if first is not None:
                 self._chunk_sizes.of(first)  # a budget that nothing fits is refused before any work
-            if self._keeps and self._stream.stored is not None and self._moment is None:
+            if self._keeps and self._stream.step.stored is not None and self._moment is None:
                 self._note_moment()  # a store without a checkpoint would be one of something else
                 self._keep()
             self._read()
@@ -222,7 +222,7 @@ class Run:
 
     def _note_moment(self) -> None:
         """Batches before this moment are merged, and no others."""
-        stored = None if self._stream.stored is None else self._stream.stored.place
+        stored = None if self._stream.step.stored is None else self._stream.step.stored.place
         self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
         self._results.whole = True
 
@@ -238,8 +238,8 @@ class Run:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
         since, count = self._written, len(self._results.batches)
-        if self._stream.stored is not None:
-            self._stream.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
+        if self._stream.step.stored is not None:
+            self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
         found = self._results.of_all(self._ranks, since)
         of_ranks = self._ranks.each(self._own_state())
         written = True

@@ -132,6 +132,11 @@ def parser() -> argparse.ArgumentParser:
         "dropout is off and batch normalisation does not mix samples)",
     )
     add(
+        "--no-graphs",
+        action="store_true",
+        help="run every pass as it is, also where graphs in their place would save time",
+    )
+    add(
         "--device",
         metavar="NAME",
         help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where the model is)",

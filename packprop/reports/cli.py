@@ -106,6 +106,7 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         memory=options.memory,
         checkpoint=options.checkpoint or options.resume,
         every=options.every,
+        compiled=not options.no_graphs,
     )
     if rank:
         return
@@ -117,6 +118,8 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         print(result)
     seconds = time.perf_counter() - started
     print(f"\nwrote {paths[0]} and {paths[1]} after {seconds:.0f} s", file=sys.stderr)
+    if "graphs" in result.settings:
+        print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
     resident = resident_peak()
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
         line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"

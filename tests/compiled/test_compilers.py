@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compiled import compiler, replayer
+from packprop.compiled import replayer
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 
@@ -20,7 +20,7 @@ ASKED = (extensions.BatchL2Grad(), extensions.DiagGGNExact())
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiler._Said, "warning", False)
+    monkeypatch.setattr(replayer._Said, "warnings", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compiled import compiler, costs
+from packprop.compiled import compiler, costs, replayer
 from packprop.compiled.costs import peak_of, seconds_in_turns
 from packprop.compiled.step import CompiledStep
 from packprop.errors import PackpropWarning
@@ -21,7 +21,8 @@ LOSS = nn.CrossEntropyLoss()
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replayer._Said, "warnings", set())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -108,16 +108,16 @@ def test_a_second_reading_of_other_data_is_refused() -> None:
 
 
 def test_nothing_but_the_last_row_is_computed_again(monkeypatch: Any) -> None:
-    from packprop.dataset import stream
+    from packprop.dataset import batch_pass
 
     asked: list[list[str]] = []
 
-    class Spy(stream.BackwardPass):
+    class Spy(batch_pass.BackwardPass):
         def __init__(self, request: Any, done: Any) -> None:
             asked.append([f"{each.name} {len(each.rows)}" for each in request.extensions])
             super().__init__(request, done)
 
-    monkeypatch.setattr(stream, "BackwardPass", Spy)
+    monkeypatch.setattr(batch_pass, "BackwardPass", Spy)
     both = extensions.Variance(), extensions.EKFAC(fisher="exact")
     compute(network().eval(), nn.CrossEntropyLoss(), samples(), *both, batch_size=12)
     assert asked == [["Variance 1", "EKFAC 3"]] * 2 + [["EKFAC 1"]] * 2

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import packprop
 from packprop import Profile, examples
+from packprop.dataset import replays
 from packprop.examples import digits, load_digits
 from packprop.reports import arguments, cli
 from tests.distributed.processes import in_processes, needs_groups
@@ -82,6 +83,16 @@ def test_what_options_switch(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--keep-mode")
     assert status == 2
     assert "batch normalisation in training mode" in err
+
+
+def test_what_graphs_brought(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MANY", 1)
+    status, _, err = run("factories:good", "--batch-size", "1")
+    assert status == 0
+    assert " ordinary passes, 25 replays of graphs, traced in " in err
+    status, _, err = run("factories:good", "--batch-size", "1", "--no-graphs")
+    assert status == 0
+    assert "in place of passes" not in err
 
 
 def test_the_built_in_example(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

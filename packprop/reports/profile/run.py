@@ -49,6 +49,7 @@ def profile(
     memory: int | str | None = None,
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
+    compiled: bool = True,
 ) -> Profile:
     """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
@@ -75,6 +76,8 @@ def profile(
         memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
         checkpoint: A folder that the run is kept in, as for ``compute``: the same call goes on from there.
         every: How often it is written, as for ``compute``.
+        compiled: Whether graphs may take the place of passes where that pays, as for ``compute``; what they
+            brought is in the settings then.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or
@@ -107,6 +110,7 @@ def profile(
                 memory=memory,
                 checkpoint=checkpoint,
                 every=every,
+                compiled=compiled,
             )
     settings = {
         "model": type(model).__name__,
@@ -121,6 +125,8 @@ def profile(
         "packprop": packprop_version(),
         "torch": torch.__version__,
     }
+    if result.replays is not None:
+        settings["graphs"] = result.replays
     tables = {key: result[extension] for key, extension in extensions.items()}
     return assemble(model, result, tables, batches.count, settings, started)
 

@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.algebra.monoid import KEEP, SUM, Moments, Monoid, lift, nothing_like, rescale
+from packprop.algebra.monoid import KEEP, SUM, Monoid, lift, nothing_like, rescale
 from packprop.dataset.parts import Part, needs_second_reading
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result, Value
+from packprop.dataset.sums import add_to, begun, widened
 from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
 from packprop.tensors.long_work import doing, expect
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.tensors.precision import accumulation_dtype, wider_dtype
+from packprop.tensors.precision import accumulation_dtype
 from packprop.types import Extension
-
-PIECE = 2**18
-"""Entries of a large tensor that are added up at once: what stays in a processor's caches."""
 
 Key = tuple[int, int, str]
 """Places of the extension and of its row, and the name of the parameter."""
@@ -78,7 +76,7 @@ class MergedResults:
             self.batches.append((number, samples))
         self.terms = self.terms + terms if reduction == "mean" else terms
         if terms:
-            self.loss = self.loss + _widened(loss.to(accumulation_dtype(loss.dtype))) * terms
+            self.loss = self.loss + widened(loss.to(accumulation_dtype(loss.dtype))) * terms
         self._require_reached()
 
     def _require_reached(self) -> None:
@@ -105,7 +103,8 @@ class MergedResults:
         Raises:
             PackpropError: If it had another number of samples, or of terms.
         """
-        if self.again != [self.samples, self.terms]:
+        samples, terms = self.again
+        if samples != self.samples or not math.isclose(terms, self.terms, rel_tol=1e-9):  # sums of weights
             names = [extension.name for extension in self.extensions if needs_second_reading(extension)]
             raise PackpropError(
                 f"{names[0]} over a data set was asked for, which reads it twice.",
@@ -146,12 +145,12 @@ class MergedResults:
         partial = lift(row.over_n, rescale(value, terms, row.degree))
         before = self.partial.get(key)
         if before is None:
-            self.partial[key] = _begun(row.over_n, partial)
+            self.partial[key] = begun(row.over_n, partial)
             return
         if row.over_n.axis is not None:
             _require_same_rows(extension, name, row.over_n.axis, [before[-1], *partial])
         if row.over_n is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
-            _add_to(before, partial)
+            add_to(before, partial)
         else:
             self.partial[key] = row.over_n.merge(before, partial)
 
@@ -344,18 +343,6 @@ class MergedResults:
         return self.extensions[key[0]].rows[key[1]].over_n.grows
 
 
-def _begun(monoid: Monoid, partial: Any) -> Any:
-    """The first partial result, in memory of its own and with more digits where others will be added to it."""
-    if monoid.grows or monoid is KEEP:
-        return partial
-    if monoid is SUM and isinstance(partial, Tensor):
-        wide = wider_dtype(partial.dtype, partial.device.type) or partial.dtype
-        return partial.to(wide, copy=True)
-    if isinstance(partial, Moments):
-        return Moments(partial.samples, _widened(partial.mean), _widened(partial.deviation))
-    return partial
-
-
 def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
     """Which rank does what: the largest piece of work first, each to the rank that has least to do."""
     load, shared = [0.0] * ranks, {}
@@ -384,20 +371,6 @@ def _two_reductions(first: str, second: str) -> PackpropError:
         "there is no one loss over all samples that they are parts of",
         "use the same loss for every batch",
     )
-
-
-def _add_to(total: Tensor, value: Tensor) -> None:
-    """Add in place; piece by piece where the precisions differ, so that no second large tensor is made."""
-    if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():
-        total.add_(value)
-        return
-    pieces = value.reshape(-1).split(PIECE)
-    for place, piece in zip(total.view(-1).split(PIECE), pieces, strict=True):
-        place.add_(piece)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(wider_dtype(tensor.dtype, tensor.device.type) or tensor.dtype)
 
 
 def _require_same_rows(extension: Extension, name: str, axis: int, pieces: Sequence[Tensor]) -> None:

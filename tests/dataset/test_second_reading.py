@@ -135,3 +135,23 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
         loaded, vectors = again["ekfac"][name], torch.randn(2, *model.get_parameter(name).shape).double()
         assert all(map(torch.equal, tensors_in(loaded), tensors_in(block)))
         torch.testing.assert_close(kronecker.multiply(loaded, vectors), kronecker.multiply(block, vectors))
+
+
+def test_terms_that_are_weights_may_be_added_up_in_another_order() -> None:
+    """A loader that orders samples anew in each reading, by numbers that are not torch's."""
+    x, y = samples()
+    readings: list[int] = []
+
+    class Reordered:
+        def __iter__(self) -> Iterator[Any]:
+            readings.append(len(readings))
+            order = torch.arange(23) if len(readings) == 1 else torch.arange(23).flip(0)
+            return zip(x[order].split(3), y[order].split(3), strict=True)
+
+    weight = torch.tensor([0.1, 0.7]).double()
+    asked = extensions.EKFAC(fisher="exact")
+    found = compute(network().eval(), nn.CrossEntropyLoss(weight), Reordered(), asked)["ekfac"]
+    expected = compute(network().eval(), nn.CrossEntropyLoss(weight), (x, y), asked)["ekfac"]
+    assert readings == [0, 1]
+    for name, block in expected.items():
+        assert_near(kronecker.dense(found[name]), kronecker.dense(block), name)

@@ -1,0 +1,40 @@
+"""Sums over batches: in memory of their own, with more digits than what is added to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from packprop.algebra.monoid import KEEP, SUM, Moments, Monoid
+from packprop.tensors.precision import wider_dtype
+
+PIECE = 2**18
+"""Entries of a large tensor that are added up at once: what stays in a processor's caches."""
+
+
+def begun(monoid: Monoid, partial: Any) -> Any:
+    """The first partial result, in memory of its own and with more digits where others will be added to it."""
+    if monoid.grows or monoid is KEEP:
+        return partial
+    if monoid is SUM and isinstance(partial, Tensor):
+        wide = wider_dtype(partial.dtype, partial.device.type) or partial.dtype
+        return partial.to(wide, copy=True)
+    if isinstance(partial, Moments):
+        return Moments(partial.samples, widened(partial.mean), widened(partial.deviation))
+    return partial
+
+
+def add_to(total: Tensor, value: Tensor) -> None:
+    """Add in place; piece by piece where the precisions differ, so that no second large tensor is made."""
+    if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():
+        total.add_(value)
+        return
+    pieces = value.reshape(-1).split(PIECE)
+    for place, piece in zip(total.view(-1).split(PIECE), pieces, strict=True):
+        place.add_(piece)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """With twice the digits, where the device has them."""
+    return tensor.to(wider_dtype(tensor.dtype, tensor.device.type) or tensor.dtype)

@@ -13,7 +13,7 @@ from packprop.algebra.monoid import rescale
 from packprop.dataset.state import nothing_like
 from packprop.errors import BadInput
 from packprop.store.describing import described_extension, grows
-from packprop.store.values import samples_first
+from packprop.store.values import put
 from packprop.store.writing import StoreWriter
 from packprop.types import Extension
 
@@ -48,7 +48,7 @@ class StoredResults:
                     for row, value in zip(extension.rows, results[extension], strict=True)
                 ]
                 value = extension.finish(values, samples).to(extension.dtype_of(dtype))
-                self._values[extension.savefield, name] = samples_first(extension, value)
+                put(self._values, extension, name, value)
         return {each: values for each, values in results.items() if each not in self.extensions}
 
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:

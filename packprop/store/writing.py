@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput, PackpropError
-from packprop.store.describing import described_extension, described_model, require_storable, version
+from packprop.store.describing import (
+    described_extension,
+    described_model,
+    projection_of,
+    require_storable,
+    version,
+)
 from packprop.store.folder import (
     HEADER,
     LOCK,
@@ -306,9 +312,8 @@ class StoreWriter:
             file = file_name(quantity, parameter, used)
             kind = next((each for each in self.extensions if each.savefield == quantity), None)
             degree = 0.0 if kind is None else kind.degrees[0]
-            headers.append(
-                ArrayHeader(quantity, parameter, file, tuple(value.shape[1:]), described(value.dtype), degree)
-            )
+            shape, dtype = tuple(value.shape[1:]), described(value.dtype)
+            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection_of(kind)))
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
         for array in arrays:  # what the header says is there: zeros for samples that came before
             array.fill(self.samples)

@@ -15,9 +15,10 @@ from packprop.curvature.columns import Columns
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
+from packprop.engine.probes import Groups, for_groups, groups_of, require_separable
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver
-from packprop.errors import BadInput, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
 from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
@@ -40,6 +41,10 @@ NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
     f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
+
+
+PROBES = "backpack(probes=...) was asked for."
+"""What errors about probes say was asked for."""
 
 
 SIZES_OF_CHUNKS = "sizes of chunks"
@@ -66,6 +71,7 @@ def backpack(
     retain_graph: bool = False,
     debug: bool = False,
     loss_scale: float | Tensor = 1.0,
+    probes: Sequence[int] | Tensor | None = None,
 ) -> Backpack:
     """Compute more than the gradient in every backward pass inside the context.
 
@@ -82,13 +88,17 @@ def backpack(
             loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
             not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
             ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
+        probes: Indices of samples (or a mask) that are left out of ``.grad`` and of all values, as if the loss
+            were taken over the others alone. Values of probes, as if it were taken over them alone, are saved
+            under the same names and ``_probes``; ``batch_dot_probes``: ``[n, m]`` has the inner products
+            between training samples and probes.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
             number of bytes. In the backward pass, before any work: for a budget that no choice of chunks keeps
             to, or a plan that was made for something else.
     """
-    return Backpack(extensions, extension_hook, memory, debug, loss_scale)
+    return Backpack(extensions, extension_hook, memory, debug, loss_scale, probes)
 
 
 class Backpack(OwnMode):
@@ -101,6 +111,7 @@ class Backpack(OwnMode):
         memory: int | str | Plan | None,
         debug: bool,
         loss_scale: float | Tensor = 1.0,
+        probes: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
         self.extensions = check_extensions("backpack(...) was entered.", extensions)
@@ -112,6 +123,14 @@ class Backpack(OwnMode):
                 "give a function of one module",
             )
         self._loss_scale = _scale_of(loss_scale)
+        self._probes = probes
+        if probes is not None and memory is not None:
+            raise BadInput(
+                PROBES,
+                "memory",
+                "plans are made for passes without probes",
+                "leave one of the two out",
+            )
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
@@ -166,11 +185,13 @@ class Backpack(OwnMode):
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""
-        if not self.extensions or call.is_refused_by_torch:
+        if (not self.extensions and self._probes is None) or call.is_refused_by_torch:
             return backward()
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
             require_complete(graph)
+            if self._probes is not None:
+                raise PackpropError(PROBES, "the loss", "it meets no recorded use of a parameter", EXTEND_FIRST)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
             return backward()
@@ -179,14 +200,17 @@ class Backpack(OwnMode):
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
-        check_graph(graph, not all(extension.of_batch for extension in self.extensions))
+        of_batch = self._probes is None and all(extension.of_batch for extension in self.extensions)
+        check_graph(graph, not of_batch)
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
+        extensions, groups = self._by_groups(graph, call)
+        request = Request(graph, extensions, self._chunk_sizes(graph), call.create_graph, self._drawn, groups)
         backward_pass = BackwardPass(
-            Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn),
+            request,
             saver.save,
-            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None and not is_traced()),
+            begin=lambda: saver.take_off(extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")
@@ -208,6 +232,21 @@ class Backpack(OwnMode):
             keep = call.keeps_graph
         finally:
             graph.release(keep)
+
+    def _by_groups(self, graph: Graph, call: BackwardCall) -> tuple[tuple[Extension, ...], Groups | None]:
+        """The extensions, for training rows and for probes if there are any."""
+        if self._probes is None:
+            return self.extensions, None
+        require_separable(graph, self.extensions, PROBES)
+        if call.create_graph or call.leaves is not None or is_traced():
+            raise PackpropError(
+                PROBES,
+                "backward(create_graph=True), backward(inputs=...) or a compiled step",
+                "gradients of training rows are summed apart from that pass",
+                "call backward() alone, or take a pass over the probes for themselves",
+            )
+        groups = groups_of(graph, self._probes, PROBES)
+        return for_groups(self.extensions, groups), groups
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""

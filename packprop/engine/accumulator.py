@@ -20,7 +20,7 @@ from packprop.engine.chunks import start_after
 from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
 from packprop.engine.finite import FiniteCheck
 from packprop.engine.partial_results import Begin, PartialResults
-from packprop.engine.request import SUMMED, Request, Task, by_subsampling
+from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import OfParameter, PackpropWarning
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
@@ -55,6 +55,7 @@ class Accumulator:
         self._largest_chunk: dict[int, int] = {}
         self._gradients: dict[int, Tensor] = {}
         self._names: dict[int, str] | None = None
+        self._summed = request.summed.extension
 
     def add_contributions(
         self,
@@ -197,12 +198,13 @@ class Accumulator:
     def finish(self, leaf: Tensor) -> None:
         """Hand over the results of a leaf, which are complete."""
         results: dict[Extension, list[Any]] = {}
-        for extension in (*self._extensions, SUMMED.extension):
+        for extension in (*self._extensions, self._summed):
             values = self._partial.take(leaf, extension)
             if values is not None:
                 results[extension] = values
-        if SUMMED.extension in results:
-            self._gradients[id(leaf)] = results.pop(SUMMED.extension)[0].to(leaf.dtype)
+        if self._summed in results:
+            total = self._summed.finish(results.pop(self._summed), self._graph.samples)
+            self._gradients[id(leaf)] = total.to(leaf.dtype)
         smallest = _smallest_sums(results)
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])

@@ -22,7 +22,6 @@ from packprop.store.describing import (
 )
 from packprop.store.folder import (
     HEADER,
-    LOCK,
     SAMPLES,
     ArrayHeader,
     Mark,
@@ -31,6 +30,7 @@ from packprop.store.folder import (
     add_mark,
     described,
     folder_of_shard,
+    is_begun,
     marks,
 )
 from packprop.store.places import file_name, rank_of_process, require_place, short
@@ -149,8 +149,7 @@ class StoreWriter:
                 "write to another folder, delete this one, or give resume=True to go on with it",
             )
         if not present:
-            others = {path.name for path in self._place.iterdir()} - {LOCK, f"{HEADER}.draft"}
-            if others:
+            if is_begun(self._place):
                 ShardHeader.load(self._place, self._asked)  # says what is wrong
             self._header.save(self._place)
             return

@@ -14,6 +14,8 @@ import packprop
 from packprop import extensions
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected, Variance
+from tests.cases import Case, map_tensors
+from tests.dataset.small import SPLIT_CASES
 from tests.references.running import as_tensors, assert_all_near, assert_near
 
 EXACT = [
@@ -172,6 +174,31 @@ def test_each_group_is_as_if_alone(name: str, probes: list[int]) -> None:
         for suffix, group in (("", alone), ("_probes", others)):
             values = found[f"ekfac{suffix}"][parameter].values
             assert_near(values.sum(), group["ekfac"][parameter].values.sum(), "trace", 1e-8)
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+def test_every_structure_and_loss(case: Case) -> None:
+    problem = case.problem(5, "mean")
+    model, probes, training = packprop.extend(problem.model), [4, 1], [0, 2, 3]
+
+    @packprop.record()
+    def loss(output: Any, targets: Any) -> Tensor:
+        value: Tensor = problem.loss(output, targets)
+        return value
+
+    def chosen(samples: list[int], **options: Any) -> dict[str, dict[str, Any]]:
+        x, y = (map_tensors(lambda tensor: tensor[samples], each) for each in (problem.inputs, problem.targets))
+        return passed(model, x, y, loss, [BatchGrad(), Variance()], **options)
+
+    if case.name == "bce-map-pos-weight":  # a weight that samples may be broadcast against
+        with pytest.raises(PackpropError, match="what it would be divided by"):
+            chosen(list(range(5)), probes=probes)
+        return
+    found, alone, others = chosen(list(range(5)), probes=probes), chosen(training), chosen(probes)
+    assert_alike(found["grad"], alone["grad"], "grad")
+    for attribute in ("grad_batch", "variance"):
+        assert_alike(found[attribute], alone[attribute], attribute)
+        assert_alike(found[f"{attribute}_probes"], others[attribute], f"{attribute} of probes")
 
 
 def test_sampled_curvature_is_that_of_the_group() -> None:

@@ -35,6 +35,10 @@ test: $(VENV)/.installed-test ## Run all tests
 hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
 
+.PHONY: ranks
+ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.distributed $(ARGS)
+
 .PHONY: lint lint-style lint-format lint-types
 lint: lint-style lint-format lint-types ## Check style, formatting and types
 lint-style: $(VENV)/.installed-lint

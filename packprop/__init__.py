@@ -4,7 +4,7 @@ Seeds are swept back through the graph and become cotangents. A use says how its
 statistics turn that into numbers; an extension says how the numbers merge. A plan says how large chunks are.
 """
 
-from packprop import extensions
+from packprop import distributed, extensions
 from packprop.algebra import kronecker
 from packprop.algebra.algorithms import algorithms
 from packprop.compiled.step import CompiledStep, compile
@@ -47,6 +47,7 @@ __all__ = [
     "compute",
     "coverage",
     "disable",
+    "distributed",
     "eager_backward",
     "extend",
     "extensions",

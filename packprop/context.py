@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns
+from packprop.distributed.joint import JointPass, is_empty
+from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.probes import Groups, for_groups, groups_of, require_separable
+from packprop.engine.probes import by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
 from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
@@ -41,10 +43,6 @@ NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
     f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
-
-
-PROBES = "backpack(probes=...) was asked for."
-"""What errors about probes say was asked for."""
 
 
 SIZES_OF_CHUNKS = "sizes of chunks"
@@ -71,6 +69,7 @@ def backpack(
     retain_graph: bool = False,
     debug: bool = False,
     loss_scale: float | Tensor = 1.0,
+    ranks: str | AllRanks = "own",
     probes: Sequence[int] | Tensor | None = None,
 ) -> Backpack:
     """Compute more than the gradient in every backward pass inside the context.
@@ -88,6 +87,9 @@ def backpack(
             loss that is meant; ``.grad`` is as PyTorch makes it. A number, or a tensor of one entry, which is
             not waited for: ``1 / steps`` under gradient accumulation, ``scaler.get_scale()`` or
             ``scaler.scale(torch.ones((), device=...))`` of a gradient scaler.
+        ranks: Whose samples values are made of, where several processes train: ``"own"`` for those of this
+            process, ``"all"`` for those of all, or ``packprop.distributed.AllRanks(...)``, which says more.
+            Values of all ranks are saved, and the hook called, when the backward pass is over.
         probes: Indices of samples (or a mask) that are left out of ``.grad`` and of all values, as if the loss
             were taken over the others alone. Values of probes, as if it were taken over them alone, are saved
             under the same names and ``_probes``; ``batch_dot_probes``: ``[n, m]`` has the inner products
@@ -95,10 +97,11 @@ def backpack(
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
-            number of bytes. In the backward pass, before any work: for a budget that no choice of chunks keeps
-            to, or a plan that was made for something else.
+            number of bytes, or is given with ``ranks``; for ``ranks`` without a process group. In the backward
+            pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was made for
+            something else.
     """
-    return Backpack(extensions, extension_hook, memory, debug, loss_scale, probes)
+    return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 
 
 class Backpack(OwnMode):
@@ -111,6 +114,7 @@ class Backpack(OwnMode):
         memory: int | str | Plan | None,
         debug: bool,
         loss_scale: float | Tensor = 1.0,
+        ranks: str | AllRanks = "own",
         probes: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -123,14 +127,18 @@ class Backpack(OwnMode):
                 "give a function of one module",
             )
         self._loss_scale = _scale_of(loss_scale)
-        self._probes = probes
-        if probes is not None and memory is not None:
+        self._ranks = ranks_of(ranks)
+        if self._ranks is not None and memory is not None:
             raise BadInput(
-                PROBES,
-                "memory",
-                "plans are made for passes without probes",
-                "leave one of the two out",
+                "backpack(memory=..., ranks=...) was entered.",
+                "a budget for values of all ranks",
+                "a plan does not count what ranks exchange",
+                "leave memory out, or ask for values of this rank's own samples, ranks='own'",
             )
+        self.rows = range(0)
+        """Which of the samples of all ranks the last pass was given here, in the order of ranks."""
+        self._probes = probes
+        require_alone(probes, memory is not None, self._ranks is not None)
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
@@ -187,29 +195,48 @@ class Backpack(OwnMode):
         """Run the user's ``backward``, and compute the extensions along with it."""
         if (not self.extensions and self._probes is None) or call.is_refused_by_torch:
             return backward()
+        if self._ranks is None:
+            return self._pass(call, backward, None)
+        with JointPass(self._ranks, self.extensions) as joint:
+            joint.require_possible(call.create_graph)
+            self._pass(call, backward, joint)
+            self.rows = joint.rows
+
+    def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
+        """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
             require_complete(graph)
             if self._probes is not None:
-                raise PackpropError(PROBES, "the loss", "it meets no recorded use of a parameter", EXTEND_FIRST)
+                raise nothing_recorded(EXTEND_FIRST)
             if meets_samples_unseen(graph):
-                warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=5)
-            return backward()
+                warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
+        if not graph.uses or (joint is not None and is_empty(graph)):
+            if joint is None:
+                return backward()
+            joint.agree(graph, None)
+            backward()
+            return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
         if is_traced():
             graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
-        of_batch = self._probes is None and all(extension.of_batch for extension in self.extensions)
-        check_graph(graph, not of_batch)
+        of_samples = self._probes is not None or not all(extension.of_batch for extension in self.extensions)
+        check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
-        extensions, groups = self._by_groups(graph, call)
-        request = Request(graph, extensions, self._chunk_sizes(graph), call.create_graph, self._drawn, groups)
+        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
+        extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
+        request = Request(
+            graph, extensions, self._chunk_sizes(graph), call.create_graph, self._drawn, groups=groups
+        )
+        if joint is not None:
+            joint.agree(graph, request)
         backward_pass = BackwardPass(
             request,
-            saver.save,
+            saver.save if joint is None else joint.keep,
             begin=lambda: saver.take_off(extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
@@ -228,25 +255,12 @@ class Backpack(OwnMode):
                 )
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
+            if joint is not None:
+                joint.hand_over(saver)
             saver.warn_of_skipped()
             keep = call.keeps_graph
         finally:
             graph.release(keep)
-
-    def _by_groups(self, graph: Graph, call: BackwardCall) -> tuple[tuple[Extension, ...], Groups | None]:
-        """The extensions, for training rows and for probes if there are any."""
-        if self._probes is None:
-            return self.extensions, None
-        require_separable(graph, self.extensions, PROBES)
-        if call.create_graph or call.leaves is not None or is_traced():
-            raise PackpropError(
-                PROBES,
-                "backward(create_graph=True), backward(inputs=...) or a compiled step",
-                "gradients of training rows are summed apart from that pass",
-                "call backward() alone, or take a pass over the probes for themselves",
-            )
-        groups = groups_of(graph, self._probes, PROBES)
-        return for_groups(self.extensions, groups), groups
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
         """How much is taken at once: as the plan says, or a plan that is made for passes of these shapes."""

@@ -19,6 +19,9 @@ WORTH_A_CALL = 12 * 2**20
 The products of a batch are shared out among threads at no cost; in a call for one small product threads wait.
 """
 
+LONG_ROW = 4096
+"""Entries from which on a norm is computed in pieces."""
+
 WORTH_BLOCKS = 2**28
 """Multiplications from which on a symmetric product is computed in blocks, up to the diagonal."""
 
@@ -119,8 +122,23 @@ def square_norms(rows: Tensor) -> Tensor:
     """Squares of entries, summed over the last axis."""
     if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad):
         return rows.square().sum(-1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-    return norms.square_()
+    return norms_of(rows).square_()
+
+
+def norms_of(rows: Tensor) -> Tensor:
+    """Euclidean norms over the last axis.
+
+    PyTorch adds the squares of a row up in a few places, one after the other: from a million entries on, single
+    precision keeps three or four digits. So long rows go in pieces.
+    """
+    norms: Tensor
+    if rows.shape[-1] > LONG_ROW:
+        whole = rows.shape[-1] // LONG_ROW * LONG_ROW
+        pieces = norms_of(rows[..., :whole].unflatten(-1, (-1, LONG_ROW)))
+        rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True)
+        return norms_of(torch.cat([pieces, rest], -1))
+    norms = torch.linalg.vector_norm(rows, dim=-1)
+    return norms
 
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import PackpropError
+from packprop.tensors.nesting import map_tensors
 
 
 class Moments(NamedTuple):
@@ -118,6 +119,13 @@ def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
     if hasattr(value, "scaled"):
         return value.scaled(factor**degree)
     return value * factor**degree
+
+
+def nothing_like(value: Any) -> Any:
+    """Zeros in place of all sums; the number of samples stays."""
+    if isinstance(value, Moments):
+        return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
+    return map_tensors(torch.zeros_like, value)
 
 
 def lift(monoid: Monoid, value: Any) -> Any:

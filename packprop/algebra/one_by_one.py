@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packprop.algebra.choices import Extents, convolved_by_groups
 from packprop.algebra.formation import forms_rows
-from packprop.algebra.kernels import products_one_by_one, worth_a_call
+from packprop.algebra.kernels import norms_of, products_one_by_one, worth_a_call
 from packprop.algebra.monoid import Moments
 from packprop.algebra.statistics import Statistic, moments, per_sample_grad, sq_norm, sum_sq, summed_grad
 from packprop.algebra.structures import Outer, Statistical, fold_matrix
@@ -109,7 +109,7 @@ def _tally_norms(structure: Outer, first: Tensor) -> Tally:
     norms = first.new_empty(structure.shape[0])
 
     def add(gradient: Tensor, number: int) -> None:
-        torch.linalg.vector_norm(gradient, out=norms[number - 1])
+        norms[number - 1] = norms_of(gradient.flatten())
 
     return add, norms.square_
 

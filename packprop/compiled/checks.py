@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packprop.compiled.compiler import Runner
-from packprop.compiled.passes import Outcome, Pass, run_apart
+from packprop.compiled.passes import Outcome, Pass
 from packprop.compiled.state import State
 from packprop.compiled.trace import Traced
 from packprop.tensors.nesting import tensors_in
@@ -27,7 +27,7 @@ def checked(
     apart = [tensor if tensor.requires_grad else tensor.detach().clone() for tensor in state.tensors]
     generators = _generators(step)
     before, own_before = random_states(), [each.get_state() for each in generators]
-    outcome = run_apart(step, state.parameters, inputs, targets)
+    outcome = step.run_apart(state.parameters, inputs, targets)
     after, own_after = random_states(), [each.get_state() for each in generators]
     try:
         set_random_states(before)
@@ -48,7 +48,12 @@ def checked(
         return outcome, "it draws more or fewer random numbers"
     pairs = [*_pairs(outcome, traced.outcome(outputs))]
     pairs += [("a buffer", now, there) for now, there in zip(state.tensors, apart, strict=True)]
-    return outcome, next((what for what, first, second in pairs if not alike(first, second)), None)
+    fault = next((what for what, first, second in pairs if not alike(first, second)), None)
+    if fault is None:
+        before = random_states()
+        run.settle(apart, step.budget)
+        set_random_states(before)
+    return outcome, fault
 
 
 def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
+from packprop.compiled.costs import peak_of, seconds_in_turns
+from packprop.compiled.parts import put_together
 from packprop.engine.autocast import AutocastRegions
-from packprop.errors import PackpropWarning
+from packprop.memory.bytes import byte_text
 
 Backend = str | Callable[..., Any]
 Run = Callable[..., Sequence[Tensor]]
 
 REPLAY = "eager"
 """The backend that replays the traced graph, operation by operation."""
+
+SLOWER = 1.1
+"""How many times as long compiled code may take as the graph, which is more than noise.
+
+A tie goes to the compiler, whose code leaves Python free for other threads.
+"""
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``torch.compile`` that make CUDA graphs."""
@@ -42,9 +50,42 @@ class Runner:
         self._devices: set[str] = set()
         self.seconds: float | None = None
         """How long it took to compile."""
+        self.verdict: str | None = None
+        """Why the graph is replayed as it is although it shall be compiled, if it is."""
+        self.warning: str | None = None
+        """What the user should hear of it."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs of the graph; nothing is differentiated."""
+        return self._through(self._run, tensors)
+
+    def settle(self, tensors: Sequence[Tensor], budget: int | None) -> None:
+        """Keep what was compiled where it is faster than the graph as it is, and within the budget.
+
+        Args:
+            tensors: Inputs of the graph, which may be written to.
+            budget: The most bytes that may be alive at once; any number if ``None``.
+        """
+        if self.backend == REPLAY:
+            return
+        as_it_is = partial(self._through, self._graph)
+        if budget is not None and (peak := peak_of(self, tensors)) > budget:
+            self.verdict = (
+                f"compiled by {self.backend!r} it takes {byte_text(peak)} of memory, as it is "
+                f"{byte_text(peak_of(as_it_is, tensors))}, and the budget is {byte_text(budget)}"
+            )
+            self.warning = (
+                f"A traced pass is replayed as it is: {self.verdict}. Give a larger budget to have it "
+                'compiled, or packprop.compile(..., backend="eager") to do without a compiler.'
+            )
+        else:
+            own, other = seconds_in_turns([self, as_it_is], tensors)
+            if own > SLOWER * other:
+                self.verdict = f"compiled it takes {1000 * own:.3g} ms, as it is {1000 * other:.3g} ms"
+        if self.verdict is not None:
+            self._run, self.backend, self._copies = self._graph, REPLAY, False
+
+    def _through(self, run: Run | None, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self._devices = self._devices or {tensor.device.type for tensor in tensors}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -53,7 +94,7 @@ class Runner:
                 stack.enter_context(regions.switched(False))
             if self._copies:
                 torch.compiler.cudagraph_mark_step_begin()
-            outputs = self._compile_and_run(tensors) if self._run is None else self._run(*tensors)
+            outputs = self._compile_and_run(tensors) if run is None else run(*tensors)
             # a CUDA graph has one place for each output, which the next replay writes over
             return [each.clone() for each in outputs] if self._copies else outputs
 
@@ -62,17 +103,30 @@ class Runner:
         start = time.perf_counter()
         outputs: Sequence[Tensor]
         try:
-            run = _compiled(self._graph, tensors, self.backend, self._mode)
+            run = _compiled(_for_compiler(self._graph), tensors, self.backend, self._mode)
             outputs = run(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler that is missing, or cannot do it
             self._run, self.backend, self._copies = self._graph, REPLAY, False
-            _warn_of_compiler(error)
+            said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
+            self.verdict = f"no compiler could take it ({type(error).__name__}: {said})"
+            self.warning = (
+                f"No compiler could take a traced pass ({type(error).__name__}: {said}). The graph is replayed "
+                'as it is, as by packprop.compile(..., backend="eager").'
+            )
             outputs = self._graph(*tensors)
             return outputs
         self._run, self.seconds = run, time.perf_counter() - start
         return outputs
+
+
+def _for_compiler(graph: GraphModule) -> GraphModule:
+    """A copy of a graph, without what compilers are slow at."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    put_together(copied)
+    return GraphModule(graph, copied)
 
 
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:
@@ -91,21 +145,3 @@ def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, m
         options |= torch._inductor.list_mode_options(mode)
     run = torch._inductor.compile(graph, [*tensors], options=options)
     return run
-
-
-class _Said:
-    warning = False
-
-
-def _warn_of_compiler(error: Exception) -> None:
-    """Say once that graphs are replayed without a compiler."""
-    if _Said.warning:
-        return
-    _Said.warning = True
-    said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
-    warnings.warn(
-        f"No compiler could take a traced pass ({type(error).__name__}: {said}). The graph is replayed as it "
-        'is, as by packprop.compile(..., backend="eager").',
-        PackpropWarning,
-        stacklevel=6,
-    )

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+
+from packprop.compiled.aliases import Aliases, is_operation, is_repeatable
 
 _ATEN = torch.ops.aten
 
@@ -65,7 +66,7 @@ def constants_of(graph: GraphModule) -> Iterator[Tensor]:
 def operation_of_unknown_size(graph: GraphModule) -> str | None:
     """The first operation whose outputs have sizes that depend on values."""
     for node in graph.graph.nodes:
-        if isinstance(node.target, OpOverload) and torch.Tag.dynamic_output_shape in node.target.tags:
+        if is_operation(node.target) and torch.Tag.dynamic_output_shape in node.target.tags:
             if node.target is _ATEN.index.Tensor and not any(map(_is_mask, node.args[1])):
                 continue
             return str(node.target)
@@ -102,7 +103,7 @@ def _layout_of(node: Node) -> tuple[Any, ...] | None:
 
 def _join_equal(graph: Graph) -> None:
     """Let equal operations be one, where nothing is written in place and nothing is drawn."""
-    memory = _Memory(graph)
+    memory = Aliases(graph)
     known: dict[Hashable, Node] = {}
     for node in graph.nodes:
         if (
@@ -111,7 +112,7 @@ def _join_equal(graph: Graph) -> None:
             or any(map(memory.is_bound, node.all_input_nodes))
         ):
             continue
-        if node.target is not operator.getitem and not _is_repeatable(node.target):
+        if node.target is not operator.getitem and not is_repeatable(node.target):
             continue
         key = (node.target, _as_key(node.args), _as_key(node.kwargs))
         try:
@@ -120,13 +121,6 @@ def _join_equal(graph: Graph) -> None:
             continue
         if first is not node:
             node.replace_all_uses_with(first)
-
-
-def _is_repeatable(target: Any) -> bool:
-    """Whether an operation gives the same whenever it is called on the same."""
-    if not isinstance(target, OpOverload):
-        return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _as_key(value: Any) -> Hashable:
@@ -138,50 +132,3 @@ def _as_key(value: Any) -> Hashable:
     if isinstance(value, slice):
         return (slice, value.start, value.stop, value.step)
     return (type(value), value)
-
-
-class _Memory:
-    """Which nodes of a graph may share memory, and which of it is written to or handed out."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._above: dict[Node, Node] = {}
-        bound: list[Node] = []
-        for node in graph.nodes:
-            if node.op == "output":
-                bound += node.all_input_nodes
-            if node.op != "call_function":
-                continue
-            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
-                self._share(node, node.args[0])
-            elif isinstance(node.target, OpOverload):
-                for argument, given in _arguments_of(node):
-                    if argument.alias_info is not None:
-                        for each in given:
-                            self._share(node, each)
-                        bound += given if argument.alias_info.is_write else []
-            else:
-                bound += [node, *node.all_input_nodes]
-        self._bound = {self._root(node) for node in bound}
-
-    def is_bound(self, node: Node) -> bool:
-        """Whether the memory of a node is written to somewhere, or handed out."""
-        return self._root(node) in self._bound
-
-    def _root(self, node: Node) -> Node:
-        while node in self._above:
-            node = self._above[node]
-        return node
-
-    def _share(self, node: Node, other: Node) -> None:
-        first, second = self._root(node), self._root(other)
-        if first is not second:
-            self._above[first] = second
-
-
-def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
-    """The arguments of an operation as it declares them, each with the nodes that it is given."""
-    assert isinstance(node.target, OpOverload)
-    for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        each = given if isinstance(given, (list, tuple)) else [given]
-        yield argument, [one for one in each if isinstance(one, Node)]

@@ -1,17 +1,19 @@
-"""An ordinary pass with its quantities: the one that a step stands for, and that a trace is taken of."""
+"""What is run again and again: an ordinary pass, which a trace is taken of."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from packprop.context import backpack
 from packprop.engine.saving import Hook
 from packprop.memory.plan import Plan
+from packprop.memory.search import budget_of
 from packprop.recording.switch import extended, record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.types import Extension
@@ -20,8 +22,53 @@ ASKED = "A compiled step was called."
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What each call of a step does.
+class Outcome:
+    """What a pass leaves behind.
+
+    Args:
+        loss: The loss.
+        gradients: By the number of the parameter.
+        results: By the number of the parameter and the attribute.
+        finished: The modules that the hook was called with, in order.
+    """
+
+    loss: Tensor
+    gradients: dict[int, Tensor]
+    results: dict[tuple[int, str], Any]
+    finished: list[nn.Module]
+
+
+class Pass(Protocol):
+    """What a graph takes the place of."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+
+    @property
+    def extensions(self) -> Sequence[Extension]:
+        """What is computed along."""
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of tensor storage that may be alive at once, if there is a limit."""
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
+        """Run the pass; returns the loss, cut from its graph."""
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and leave everything as if it had not been run."""
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Leave behind what a pass leaves; returns the loss."""
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Let go of what the pass before has left, where this one leaves it anew."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What each call of a step does: gradients are accumulated, results are saved on parameters.
 
     Args:
         model: The model.
@@ -42,8 +89,53 @@ class Pass:
         """The modules that are called."""
         return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
 
-    def run(self, inputs: Any, targets: Any, hook: Hook | None = None) -> Tensor:
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of tensor storage that may be alive at once, if there is a limit."""
+        return self.memory.memory if isinstance(self.memory, Plan) else budget_of(self.memory)
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
         """Forward and backward pass; returns the loss, cut from its graph."""
+        return self._run(inputs, targets, self.hook)
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and leave gradients, results and the user's hook as if it had not been run."""
+        finished: list[nn.Module] = []
+        with _set_aside(self.extensions, parameters):
+            loss = self._run(inputs, targets, finished.append if self.hook is not None else None)
+            gradients = {
+                n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
+            }
+            results = {
+                (number, extension.savefield): vars(tensor)[extension.savefield]
+                for number, tensor in enumerate(parameters)
+                for extension in self.extensions
+                if extension.savefield in vars(tensor)
+            }
+        return Outcome(loss, gradients, results, finished)
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Leave on the parameters what a pass leaves there, and call the hook."""
+        for number, gradient in outcome.gradients.items():
+            parameter = parameters[number]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():  # in place, as autograd has it
+                    parameter.grad.add_(gradient)
+        for (number, name), value in outcome.results.items():
+            setattr(parameters[number], name, value)
+        if self.hook is not None:
+            for module in outcome.finished:
+                self.hook(module)
+        return outcome.loss
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Take results off the parameters that get new ones."""
+        for number, name in outcome.results:
+            vars(parameters[number]).pop(name, None)
+
+    def _run(self, inputs: Any, targets: Any, hook: Hook | None) -> Tensor:
         with contextlib.ExitStack() as stack:
             for module in self.modules:
                 stack.enter_context(extended(module))
@@ -52,40 +144,6 @@ class Pass:
             with backpack(*self.extensions, extension_hook=hook, memory=self.memory):
                 loss.backward()
         return loss.detach()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a pass leaves behind.
-
-    Args:
-        loss: The loss.
-        gradients: By the number of the parameter.
-        results: By the number of the parameter and the attribute.
-        finished: The modules that the hook was called with, in order.
-    """
-
-    loss: Tensor
-    gradients: dict[int, Tensor]
-    results: dict[tuple[int, str], Any]
-    finished: list[nn.Module]
-
-
-def run_apart(step: Pass, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
-    """Run a pass, and leave gradients, results and the user's hook as if it had not been run."""
-    finished: list[nn.Module] = []
-    with _set_aside(step.extensions, parameters):
-        loss = step.run(inputs, targets, finished.append if step.hook is not None else None)
-        gradients = {
-            n: each.grad for n, each in enumerate(parameters) if each.is_leaf and each.grad is not None
-        }
-        results = {
-            (number, extension.savefield): vars(tensor)[extension.savefield]
-            for number, tensor in enumerate(parameters)
-            for extension in step.extensions
-            if extension.savefield in vars(tensor)
-        }
-    return Outcome(loss, gradients, results, finished)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,57 +10,15 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from packprop.compiled.arguments import ASKED_FOR, require_callable, require_finished
-from packprop.compiled.checks import checked
-from packprop.compiled.compiler import REPLAY, Backend, Runner
-from packprop.compiled.passes import ASKED, Outcome, Pass
-from packprop.compiled.state import State, first_change, state_of
-from packprop.compiled.trace import Traced, trace
-from packprop.context import SIZES_OF_CHUNKS, check_extensions
+from packprop.compiled.compiler import Backend
+from packprop.compiled.passes import ASKED, TrainingPass
+from packprop.compiled.replayer import Kind, Replayer
+from packprop.context import check_extensions
 from packprop.engine.saving import Hook
-from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.memory.plan import Plan, gradients_are_there
-from packprop.memory.search import budget_of
-from packprop.recording.switch import is_recording_disabled
+from packprop.errors import BadInput
+from packprop.memory.plan import Plan
 from packprop.tensors.calling import LossFunction
-from packprop.tensors.hooks import has_late_hooks
-from packprop.tensors.nesting import tensors_in
-from packprop.tensors.traced import Decisions, NotTraceable, noting_decisions
 from packprop.types import Extension
-
-MOST = 8
-"""Kinds of calls that are traced; others run eagerly from then on."""
-
-WORTH = 32
-"""Replays from which on calls of another kind than the first are worth a compiler.
-
-The last batch of an epoch is smaller, and comes once in each.
-"""
-
-SEEN = 64
-"""Kinds of calls that are remembered before they are traced."""
-
-
-@dataclass
-class Kind:
-    """What is known of calls of one kind: they have the same ``State.key``.
-
-    Args:
-        inputs: What the calls were given, for people.
-        decisions: What the last eager pass has decided by values.
-        traced: The graph, once there is one.
-        runner: What runs the graph, once it was checked.
-        backend: What runs the graph from its check on.
-        refusal: Why calls of this kind are not traced, if they are not.
-        replays: How often the graph was run in place of a pass.
-    """
-
-    inputs: str
-    decisions: Decisions
-    backend: Backend = REPLAY
-    traced: Traced | None = None
-    runner: Runner | None = None
-    refusal: str | None = None
-    replays: int = 0
 
 
 def compile(
@@ -122,24 +78,21 @@ class CompiledStep:
         require_callable(model, loss, hook)
         chosen = check_extensions(ASKED_FOR, extensions)
         require_finished(chosen)
-        budget_of(None if isinstance(memory, Plan) else memory)
-        self._pass = Pass(model, loss, chosen, hook, memory)
-        self._backend, self._mode = backend, mode
-        self._kinds: dict[Any, Kind] = {}
-        self._traced_last: tuple[Any, ...] | None = None
-        self._changed_themselves = 0
-        self._warned: set[str] = set()
+        self._pass = TrainingPass(model, loss, chosen, hook, memory)
+        _ = self._pass.budget  # refuses one that is no number of bytes
+        self._backend = backend
+        self._replayer = Replayer(self._pass, backend, mode)
 
     @property
     def graph(self) -> Graph | None:
         """The graph that was traced last; ``None`` before the second call of a kind."""
-        graphs = [kind.traced.graph.graph for kind in self._kinds.values() if kind.traced is not None]
+        graphs = [kind.traced.graph.graph for kind in self.kinds if kind.traced is not None]
         return graphs[-1] if graphs else None
 
     @property
     def kinds(self) -> list[Kind]:
         """What is known of calls, one for each kind that was made."""
-        return [*self._kinds.values()]
+        return self._replayer.kinds
 
     def __call__(self, inputs: Any, targets: Any = None) -> Tensor:
         """Run one step; returns the loss ``[]``, cut from its graph.
@@ -155,210 +108,10 @@ class CompiledStep:
                 "nothing is differentiated inside",
                 "call the step outside; for the loss alone, call model and loss",
             )
-        state = self._state(inputs, targets)
-        kind = self._kinds.get(state.key)
-        if kind is not None and kind.runner is not None:
-            return self._replay(kind, kind.runner, state, inputs, targets)
-        if kind is None:
-            return self._first(state, inputs, targets)
-        if kind.refusal is not None:
-            return self._run(inputs, targets)
-        if kind.traced is None:
-            return self._second(kind, state, inputs, targets)
-        return self._third(kind, kind.traced, state, inputs, targets)
-
-    def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
-        """What this call depends on. Plans count gradients that are there: at the beginning of the call."""
-        state = state_of(self._pass.modules, (inputs, targets))
-        if self._pass.memory is None:
-            return state
-        there = gradients_are_there(state.parameters) if before is None else before.key[-1]
-        return State(state.parameters, state.batch, (*state.key, there))
-
-    def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, which settles what later ones take over."""
-        with noting_decisions() as decisions:
-            loss = self._run(inputs, targets)
-        now = self._state(inputs, targets, state)
-        if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
-            self._note_changed(state, now)
-            return loss
-        if len(self._kinds) >= SEEN:
-            self._forget(state)
-        kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
-        kind.refusal = self._reason_against(state)
-        return loss
-
-    def _note_changed(self, state: State, now: State) -> None:
-        """Warn of a model that changes in each of its passes; in their first one many do."""
-        self._changed_themselves += 1
-        if self._changed_themselves > 2:
-            change = first_change(self._pass.modules, state.key, now)
-            self._warn("changes", f"a pass changes the model: {change}")
-
-    def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, and the same one traced."""
-        with noting_decisions() as decisions:
-            loss = self._run(inputs, targets)
-        kind.decisions = decisions
-        try:
-            kind.traced = trace(self._pass, inputs, targets, decisions)
-        except NotTraceable as error:
-            self._refuse(kind, f"{error.where}: {error.why}")
-            return loss
-        if self._traced_last is None:
-            kind.backend = self._backend
-        self._traced_last = state.key
-        return loss
-
-    def _third(self, kind: Kind, traced: Traced, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, and a replay beside it."""
-        runner = Runner(traced.graph, kind.backend, self._mode)
-        with noting_decisions() as decisions:
-            outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
-        if (differing := _differing(kind.decisions, decisions)) is not None:
-            fault = f"values decide on it anew in each pass: {differing}"
-        if fault is None:
-            kind.runner, kind.backend = runner, runner.backend
-        elif runner.backend != REPLAY:
-            kind.backend = REPLAY
-            self._warn("compiler", f"{runner.backend!r} does not do what the graph says: {fault}")
-        else:
-            self._refuse(kind, f"a replay does not do what the pass does: {fault}")
-            kind.traced = None
-        return self._delivered(outcome, state)
-
-    def _replay(self, kind: Kind, runner: Runner, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run the graph in place of a pass; where values are faulty, run a pass, which says so."""
-        traced = kind.traced
-        assert traced is not None
-        for number, name in traced.template.results:
-            vars(state.parameters[number]).pop(name, None)
-        outputs = runner(state.tensors)
-        if bool(outputs[0]):
-            return self._run_again(state, inputs, targets)
-        kind.replays += 1
-        if kind.replays == WORTH and kind.backend == REPLAY != self._backend:
-            kind.backend, kind.runner = self._backend, None  # the next call is a check again
-        return self._delivered(traced.outcome(outputs), state)
-
-    def _run(self, inputs: Any, targets: Any) -> Tensor:
-        try:
-            return self._pass.run(inputs, targets, self._pass.hook)
-        except RuntimeError as error:
-            devices = [str(each.device) for each in tensors_in((inputs, targets))]
-            own = {str(each.device) for module in self._pass.modules for each in module.parameters()}
-            if isinstance(error, PackpropError) or "device" not in str(error) or own == set(devices):
-                raise
-            raise BadInput(
-                ASKED,
-                f"a batch on {', '.join(dict.fromkeys(devices))}",
-                f"model and batch are not on one device: {error}",
-                "move the batch to the device of the model",
-            ) from error
-
-    def _run_again(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass behind a replay, which has written to buffers already."""
-        written = [(each, each.detach().clone()) for each in state.parameters if not each.requires_grad]
-        try:
-            return self._run(inputs, targets)
-        finally:
-            for tensor, value in written:
-                tensor.data.copy_(value)
-
-    def _delivered(self, outcome: Outcome, state: State) -> Tensor:
-        """Leave on the parameters what a pass leaves there, and call the hook."""
-        for number, gradient in outcome.gradients.items():
-            parameter = state.parameters[number]
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad = _sum(parameter.grad, gradient)
-        for (number, name), value in outcome.results.items():
-            setattr(state.parameters[number], name, value)
-        if self._pass.hook is not None:
-            for module in outcome.finished:
-                self._pass.hook(module)
-        return outcome.loss
-
-    def _reason_against(self, state: State) -> str | None:
-        """Why calls of this kind shall not be traced, if they shall not; a warning says so."""
-        reason = None
-        if is_recording_disabled():
-            return "packprop.disable() is in force"
-        if any(tensor.requires_grad for tensor in state.batch):
-            reason = "a tensor of the batch requires gradients"
-        elif any(map(has_late_hooks, state.parameters)):
-            reason = "a hook that runs behind the accumulation of a gradient, which a replay would not call"
-        elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):
-            reason = "a tensor is of a class of its own, or not dense"
-        elif sum(kind.traced is not None for kind in self._kinds.values()) >= MOST:
-            change = first_change(self._pass.modules, self._traced_last or (), state)
-            reason = f"{MOST} kinds of calls have been traced, and this is another: {change}"
-        if reason is not None:
-            self._warn(reason.split(":")[0], reason)
-        return reason
-
-    def _forget(self, state: State) -> None:
-        """Forget calls that were not traced, the oldest first; most are never made again."""
-        untraced = [key for key, kind in self._kinds.items() if kind.traced is None]
-        change = first_change(self._pass.modules, untraced[-1], state)
-        self._warn("many", f"{SEEN} kinds of calls were made, the last two of which differ in {change}")
-        for key in untraced[: len(untraced) // 2 + 1]:
-            del self._kinds[key]
-
-    def _refuse(self, kind: Kind, reason: str) -> None:
-        kind.refusal = reason
-        self._warn(reason, reason)
-
-    def _warn(self, about: str, reason: str) -> None:
-        """Say once that calls are run eagerly."""
-        if about not in self._warned:
-            self._warned.add(about)
-            warnings.warn(
-                f"A compiled step runs passes eagerly, without a graph: {reason}.",
-                PackpropWarning,
-                stacklevel=4,
-            )
+        return self._replayer(inputs, targets)
 
     def __repr__(self) -> str:
         names = ", ".join(extension.name for extension in self._pass.extensions) or "the gradient alone"
         lines = [f"compiled step of {type(self._pass.model).__name__}: {names}; backend {self._backend!r}"]
-        lines += [f"  {kind.inputs}: {_told(kind)}" for kind in self._kinds.values()]
-        return "\n".join(lines if self._kinds else [*lines, "  not called yet"])
-
-
-PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _told(kind: Kind) -> str:
-    """What became of calls of one kind."""
-    if kind.refusal is not None:
-        return f"eager: {kind.refusal}"
-    if kind.traced is None:
-        return "eager; the next call is traced"
-    said = f"{kind.traced.operations} operations, traced in {kind.traced.seconds:.2g} s"
-    if kind.runner is None:
-        return f"{said}; the next call is eager, beside a replay"
-    if kind.runner.seconds is not None:
-        said += f", compiled in {kind.runner.seconds:.2g} s by {kind.runner.backend!r}"
-    return f"{said}; {kind.replays} replays"
-
-
-def _described(batch: Any) -> str:
-    """Shapes and precisions of the tensors of a batch."""
-    given = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors_in(batch)]
-    return ", ".join(given) or "no tensors"
-
-
-def _differing(before: Decisions, now: Decisions) -> str | None:
-    """What was decided otherwise; sizes of chunks are no matter of values."""
-    pairs = zip(before, now, strict=False)
-    other = next((str(new[0]) for old, new in pairs if old != new and new[0] != SIZES_OF_CHUNKS), None)
-    return other if len(before) == len(now) else other or "how much is decided"
-
-
-def _sum(before: Tensor, gradient: Tensor) -> Tensor:
-    """The accumulated gradient, in place as autograd has it."""
-    with torch.no_grad():
-        return before.add_(gradient)
+        lines += [f"  {kind}" for kind in self.kinds]
+        return "\n".join(lines if self.kinds else [*lines, "  not called yet"])

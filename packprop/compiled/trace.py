@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from packprop.compiled.graphs import constants_of, operation_of_unknown_size, operations_of, tidy
-from packprop.compiled.passes import ASKED, Outcome, Pass, run_apart
+from packprop.compiled.passes import ASKED, Outcome, Pass
 from packprop.compiled.state import state_of
 from packprop.errors import PackpropError
 from packprop.recording.unchanged import unchanged
@@ -90,7 +90,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
 
         def run(*_: Tensor) -> tuple[Tensor, ...]:
             with traced(decisions) as own:
-                outcome = run_apart(step, state.parameters, inputs, targets)
+                outcome = step.run_apart(state.parameters, inputs, targets)
             outputs = [_fault(own.faults, outcome.loss)]
             templates.append(_with_places(outcome, outputs))
             return tuple(outputs)

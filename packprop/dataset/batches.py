@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
+from packprop.dataset.ranks import Ranks
+from packprop.dataset.sources import Draws, Given, Samples, Source, chained, set_states, source_of, states_of
 from packprop.errors import BadInput, PackpropError
 from packprop.tensors.calling import LABELS, inputs_and_targets
 from packprop.tensors.nesting import tensors_in
@@ -23,9 +24,12 @@ Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
 BATCH_SIZE = 128
 """Samples in a batch where the data come sample by sample."""
 
+END = object()
+"""In place of a batch where there is none any more."""
+
 
 class Batches:
-    """One pass over data of any form; it knows the current batch, so that messages can describe it.
+    """Readings of data of any form; it knows the current batch, so that messages can describe it.
 
     Args:
         asked: What the user asked for, for messages.
@@ -34,12 +38,19 @@ class Batches:
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
         whole: Whether the model takes whole batches, and computes the loss itself.
 
+    Attributes:
+        count: Batches of this reading so far.
+        ended: Whether it has come to its end.
+        watched: Whether batches are looked at, so that it is noticed if another reading brings others.
+        digest: Stands for the batches of this reading so far, if they are watched.
+
     Raises:
         BadInput: For data of another form; while iterating, for a batch of another form.
     """
 
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
-        self.asked, self.count, self._whole = asked, 0, whole
+        self.asked, self.count, self.ended, self._whole = asked, 0, False, whole
+        self.watched, self.digest = False, ""
         self._current: Any = None
         self._first: list[Any] = []
         if isinstance(data, (tuple, list)) and data and all(isinstance(x, Tensor) for x in data):
@@ -52,11 +63,9 @@ class Batches:
                     "give a tensor of inputs [n, ...] and a tensor of targets [n, ...]",
                 )
             data = TensorDataset(*data)
-        if isinstance(data, TensorDataset) and (whole or len(data.tensors) == 2):
-            step = batch_size or BATCH_SIZE
-            data = list(zip(*(tensor.split(step) for tensor in data.tensors), strict=True))
-        elif isinstance(data, Dataset):
-            data = DataLoader(data, batch_size or BATCH_SIZE)
+        self.source: Source
+        if isinstance(data, Dataset):
+            self.source = source_of(data, batch_size or BATCH_SIZE)
         elif isinstance(data, Mapping):
             raise BadInput(
                 asked,
@@ -78,27 +87,156 @@ class Batches:
                 "these data come in batches already",
                 "leave the batch size out, or give a Dataset or a pair of tensors",
             )
-        self._hint = len(data) if isinstance(data, Sized) else 0
-        self._rest = iter(data)
+        else:
+            self.source = source_of(data, 0)
+        self._rest: Iterator[Any] | None = None
+        self._rank, self._world = 0, 1
+        self._draws = Draws()
+        self._generators = self.source.generators() if isinstance(self.source, Given) else []
+        self._start: list[Any] = []
 
     def __length_hint__(self) -> int:
-        return self._hint
+        return max(0, len(self.source) - self.count)
 
-    def first(self) -> tuple[Any, Any]:
-        """The first batch; iteration begins with it all the same."""
+    def left(self) -> int:
+        """How many batches are to come; where that is not known, as many as there were."""
+        return self.__length_hint__() if len(self.source) else self.count
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether there can be no second reading."""
+        return isinstance(self.source, Given) and self.source.is_read_once
+
+    def first(self) -> tuple[Any, Any] | None:
+        """The next batch; iteration begins with it all the same. ``None`` where a reading had come to its end.
+
+        Raises:
+            BadInput: If there is none at all.
+        """
         if not self._first:
-            batch = next(self._rest, None)
-            if batch is None:
+            batch = self._next()
+            if batch is END and not self.count and self._world == 1:
                 raise BadInput(self.asked, "data", "it held no batch", "give at least one batch")
+            if batch is END:
+                return None
             self._first.append(batch)
         return self._checked(self._first[0])
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self.first()
-        for batch in itertools.chain(self._first, self._rest):
-            self.count += 1
+        while (batch := self._first.pop() if self._first else self._next()) is not END:
+            self._taken(batch)
             yield self._checked(batch)
             self._current = None
+
+    def share(self, ranks: Ranks) -> None:
+        """Divide samples with indices among the ranks, batch by batch; other batches are each rank's own."""
+        if ranks.world == 1:
+            return
+        self._rank, self._world = ranks.rank, ranks.world
+        if self._rest is not None and isinstance(self.source, Samples):  # a batch was looked at
+            self._rest, (self._draws.state, _) = None, self._start
+            self._first.clear()
+        self._start = []
+        self._draws.state = ranks.derived(self._draws.state)
+
+    def begin_again(self) -> None:
+        """Begin another reading, which draws what the last one drew."""
+        draws, states = self._start
+        self._draws.state = draws
+        set_states(self._generators, states)
+        self.count, self.digest = 0, ""
+        self._first.clear()
+        self._open(0)
+
+    def place(self) -> dict[str, Any]:
+        """Where this reading is, in values that a file can hold; beside the loader's own state."""
+        return {
+            "batches": self.count,
+            "digest": self.digest,
+            "start": self._start,
+            "draws": self._draws.state,
+            "generators": states_of(self._generators),
+        }
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a loader that keeps its position itself."""
+        return isinstance(self.source, Given) and self.source.has_state
+
+    def loader_state(self) -> Any:
+        """The position that the loader says it has; before its first batch that may be an old one."""
+        if not self.has_state or not self.count or self.ended:
+            return None
+        with self._draws.apart():
+            return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
+
+    def go_to(self, place: Mapping[str, Any], number: int) -> None:
+        """Go on from a place, and draw what is drawn from there on; ``number`` batches of all ranks were done.
+
+        Batches that come as they are, from a loader without a state, are read up to there, and compared.
+
+        Raises:
+            BadInput: If they are others than those that were read before.
+        """
+        source = self.source
+        if place["ended"]:
+            self._start, self._rest, self.ended = place["start"], iter(()), True
+            self._first.clear()
+        elif isinstance(source, Given) and place["loader"] is None:
+            self._read_up_to(place)
+        else:
+            self._start = place["start"]
+            self._first.clear()
+            if isinstance(source, Given):
+                with self._draws.apart():
+                    source.data.load_state_dict(place["loader"])  # type: ignore[attr-defined]  # as it had one
+            self._open(number)
+        self.count, self.digest, self._current = place["batches"], place["digest"], None
+        self._draws.state = place["draws"]
+        set_states(self._generators, place["generators"])
+
+    def _read_up_to(self, place: Mapping[str, Any]) -> None:
+        """Read batches again, and compare them with those of before."""
+        known = place["batches"]
+        if not self.is_read_once:
+            self._start = place["start"]
+            self.begin_again()
+        while self.count < known and (batch := self._first.pop() if self._first else self._next()) is not END:
+            self._taken(batch)
+        fewer = f"they hold {self.count} batches only" if self.count < known else None
+        if fewer or self.digest != place["digest"]:
+            raise BadInput(
+                self.asked,
+                f"the data, of which {known} batches had been read",
+                fewer or "their first batches are others than those, or in another order",
+                "give the same data in the same order; a StatefulDataLoader, or a Dataset, is not read again",
+            )
+
+    def _open(self, begin: int) -> None:
+        self.ended = False
+        if not self._start:
+            self._start = [self._draws.state, states_of(self._generators)]
+        with self._draws.apart():
+            source = self.source
+            self._rest = (
+                iter(source.data) if isinstance(source, Given) else source.open(begin, self._rank, self._world)
+            )
+
+    def _next(self) -> Any:
+        if self._rest is None:
+            self._open(0)
+        assert self._rest is not None
+        with self._draws.apart():
+            batch = next(self._rest, END)
+        self.ended = batch is END
+        return batch
+
+    def _taken(self, batch: Any) -> None:
+        self._current = batch
+        self.count += 1
+        if self.watched and isinstance(self.source, Given):
+            self.digest = chained(self.digest, batch)
 
     def _checked(self, batch: Any) -> tuple[Any, Any]:
         self._current = batch

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DistributedSampler
 
+from packprop.algebra.monoid import SINGLE
 from packprop.context import check_extensions
-from packprop.dataset.batches import Batches, Data
+from packprop.dataset.batch_pass import BatchPass
+from packprop.dataset.batches import Batches, Data, described
+from packprop.dataset.checkpoint import Checkpoint, Every
+from packprop.dataset.chunks import ChunkSizesByBatch
+from packprop.dataset.identity import Identity, difference, identity_of
+from packprop.dataset.parts import needs_second_reading
+from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
+from packprop.dataset.run import Run
 from packprop.dataset.state import MergedResults
-from packprop.dataset.stored import StoredResults, stored_results
-from packprop.engine.backward_pass import BackwardPass, long_work_of
-from packprop.engine.chunks import ChunkSizes
-from packprop.engine.request import Request, settle_loss_inputs
-from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.functions.losses.description import describe
-from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
-from packprop.graph.walk import walk
+from packprop.dataset.stored import stored_results
+from packprop.dataset.stream import BatchStream
+from packprop.distributed.ranks import AllRanks
+from packprop.engine.backward_pass import long_work_of
+from packprop.errors import BadInput
 from packprop.memory.planning import chunk_sizes_over_data
-from packprop.recording.switch import extended, record
+from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
-from packprop.tensors.calling import LossFunction, outputs_and_loss
-from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.calling import LossFunction
 from packprop.types import Extension
 
 ASKED = "compute(...) was called."
@@ -47,7 +47,11 @@ def compute(
     progress: bool = True,
     device: torch.device | str | None = None,
     memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | str = "30s",
+    ranks: AllRanks | Literal["own", "all"] | None = None,
     store: StoreWriter | str | Path | None = None,
+    compiled: bool = True,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
@@ -73,35 +77,81 @@ def compute(
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. A plan is made for the first batch, and again for
             each batch that is larger than those before.
+        checkpoint: A folder that the run is kept in, made if it is missing. A run that was ended, by whatever
+            means, goes on from there when ``compute`` is called again with the same arguments, and ends with
+            the same values. A folder of a run that came to its end gives its values at once. Batches that come
+            as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
+        every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
+            batches. By the clock, writing takes at most a fiftieth of the time.
+        ranks: Whose samples the values are made of: those of this rank (``"own"``), or those of all
+            (``"all"``, or ``AllRanks`` for some of them), which must all call ``compute``; by default all,
+            where there is a process group. A data set with indices is divided among them, batch by batch; other
+            batches are each rank's own. All get the same values; rows of samples are in the order of steps,
+            then ranks. The first rank writes the checkpoint.
         store: Where values of single samples go as they come, instead of into the result: a folder, which is
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
-            terms.
+            terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
+            ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
+        compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
+            models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
+            not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
 
     Raises:
-        BadInput: For extensions that need all samples in one batch, no data, or no loss; for a store that
-            nothing would go to, or that cannot be written.
-        PackpropError: For a loss whose number of terms is not known, or a parameter that some
-            batches do not use.
+        BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
+            read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
+            other files; for a store that nothing would go to, or that cannot be written.
+        PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
+            or a checkpoint that cannot be read; if another rank fails or ends.
     """
-    chosen = check_extensions(ASKED, list(extensions))
-    _require_mergeable(chosen)
-    batches = data if isinstance(data, Batches) else Batches(ASKED, data, batch_size, whole=loss is None)
-    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    chunk_sizes = _ChunkSizesByBatch(
-        lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
-    )
-    chunk_sizes.of(batches.first())  # a budget that nothing fits is refused before any work
-    stored = stored_results(ASKED, store, model, chosen)
-    kept = [extension for extension in chosen if stored is None or extension not in stored.extensions]
-    stream = _BatchStream(model, loss, place, MergedResults(kept), chosen, stored)
-    own = stored.writer if stored is not None and stored.writer is not store else contextlib.nullcontext()
-    with own, extended(model):
-        console = Console(stderr=True)
-        hidden = not (progress and console.is_terminal)
-        with batches.explained(), long_work_of(chosen, bar=False):
-            for batch in track(batches, "packprop", console=console, transient=True, disable=hidden):
-                stream.add(batch, chunk_sizes.of(batch))
-    return stream.results.result()
+    group = ranks_for(ranks)
+    group.arrive()
+    with contextlib.ExitStack() as stack:
+
+        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
+            chosen = check_extensions(ASKED, list(extensions))
+            _require_mergeable(chosen)
+            batches = data
+            if not isinstance(batches, Batches):
+                batches = Batches(ASKED, batches, batch_size, whole=loss is None)
+            _require_rereadable(chosen, batches, data)
+            if checkpoint is None and group.world == 1:
+                return chosen, batches, None
+            _require_shards(batches, group)
+            options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            return chosen, batches, identity_of(model, loss, chosen, **options)
+
+        def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
+            if checkpoint is None or identity is None or group.rank:
+                return None, None, []
+            kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
+            return kept, *(kept.load() or (None, []))
+
+        def stream_of() -> BatchStream:
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None)
+            if stored is not None and stored.writer is not store:
+                stack.enter_context(stored.writer)
+            merged = [each for each in chosen if stored is None or each not in stored.extensions]
+            step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
+            replays = compiled and checkpoint is None and memory is None
+            return BatchStream(step, place, batches.left if replays else None)
+
+        chosen, batches, identity = group.attempt(checked)
+        _require_same(group.each(identity))
+        kept, own_state, pieces = group.attempt(loaded)
+        state = group.each(own_state)[0]
+        place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+        stream = group.attempt(stream_of)
+        chunk_sizes = ChunkSizesByBatch(
+            lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
+        )
+        for module in stream.step.modules:
+            stack.enter_context(extended(module))
+        stack.enter_context(long_work_of(chosen, bar=False))
+        run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
+        group.attempt(lambda: run.go_on(kept, state, pieces))
+        result = run.to_the_end()
+        result.replays = stream.told()
+        return result
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
@@ -111,12 +161,12 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
         BadInput: With the first of them.
     """
     for extension in extensions:
-        if any(row.after is not None for row in extension.rows):
+        if any(row.over_n is SINGLE for row in extension.rows):
             raise BadInput(
                 ASKED,
                 f"extension {extension.name}",
-                "it goes over the samples twice, and data are read once",
-                "use it in `with backpack(...)` on one batch, or ask for KFAC or KFLR",
+                "its value is a function that belongs to the graph of one backward pass",
+                "ask for it in a backward pass of its own, inside `with packprop.backpack(...)`",
             )
         if any(row.whole for row in extension.rows) or extension.subsampling is not None:
             raise BadInput(
@@ -136,97 +186,56 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
             )
 
 
-class _ChunkSizesByBatch:
-    """Chunk sizes for batches of different sizes: those of one batch are good for all that are no larger."""
+def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:
+    """Refuse what goes over the samples twice, if the data are gone when they have been read.
 
-    def __init__(self, plan: Callable[[tuple[Any, Any]], ChunkSizes]) -> None:
-        self._plan = plan
-        self._planned: list[tuple[list[tuple[int, ...]], ChunkSizes]] = []
-
-    def of(self, batch: tuple[Any, Any]) -> ChunkSizes:
-        """Planned only where no batch before was as large in every axis of every tensor."""
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
-        for known, chunk_sizes in reversed(self._planned):
-            if [*map(len, known)] == [*map(len, shapes)] and all(
-                size <= most
-                for shape, largest in zip(shapes, known, strict=True)
-                for size, most in zip(shape, largest, strict=True)
-            ):
-                return chunk_sizes
-        self._planned.append((shapes, self._plan(batch)))
-        return self._planned[-1][1]
-
-
-class _BatchStream:
-    """Runs batches through the model and the loss, and merges their results.
-
-    Args:
-        model: The model, extended while batches are added.
-        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        device: Where batches are moved to.
-        results: What the results of batches are merged into.
-        extensions: What is computed.
-        stored: Takes those of them that go to a store.
+    Raises:
+        BadInput: With the first such extension.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction | None,
-        device: torch.device | str,
-        results: MergedResults,
-        extensions: Sequence[Extension],
-        stored: StoredResults | None = None,
-    ) -> None:
-        self.results, self._extensions, self._stored = results, extensions, stored
-        self._model, self._loss, self._device = model, loss, device
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def add(self, batch: tuple[Any, Any], chunk_sizes: ChunkSizes) -> None:
-        """Add the results of one batch."""
-        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
-        with torch.enable_grad(), record():
-            _, value = outputs_and_loss(ASKED, self._model, self._loss, inputs, targets)
-        graph = walk([value], [None], None)
-        settle_loss_inputs(graph, self._extensions)
-        check_graph(graph)
-        reduction, divisor = _loss_terms(graph)
-        terms = float(divisor)
-
-        def done(leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
-            name = self._names.get(id(leaf)) or graph.name(leaf)
-            if self._stored is not None:
-                results = self._stored.take(name, leaf.dtype, graph.samples, terms, results)
-            self.results.add(name, leaf.dtype, graph.samples, terms, results)
-
-        with warnings.catch_warnings():
-            if not terms:
-                warnings.simplefilter("ignore", PackpropWarning)
-            BackwardPass(Request(graph, self._extensions, chunk_sizes), done).run(None)
-        graph.release(keep=False)
-        if self._stored is not None:
-            self._stored.end_batch(batch, graph.samples, terms)
-        self.results.count(graph.samples, terms, value.detach(), reduction)
+    twice = [extension for extension in extensions if needs_second_reading(extension)]
+    if twice and batches.is_read_once:
+        raise BadInput(
+            ASKED,
+            f"extension {twice[0].name}, with data {described(data)}",
+            "it goes over the samples twice, and these data can be read once",
+            "give a list of batches, a data loader, a Dataset or a pair of tensors; or ask for KFAC or KFLR",
+        )
 
 
-def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
-    calls = [loss.call for loss in graph.losses]
-    if len(calls) == 1 and not graph.without_loss:
-        (call,) = calls
-        divisor = describe(call.function, call.args, call.kwargs).divisor
-        given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-        given.apply_defaults()
-        deprecated = [given.arguments.get(flag) for flag in ("size_average", "reduce")]
-        reduction = given.arguments.get("reduction", "mean")
-        # without the argument, a divisor of 1 may come from a sum or from a mean over one term
-        known = divisor is not None and ("reduction" in given.arguments or divisor != 1)
-        if known and deprecated == [None, None] and reduction in ("mean", "sum"):
-            assert divisor is not None
-            return reduction, divisor
-    raise PackpropError(
-        "Quantities of a loss over several batches were asked for.",
-        f"the loss of a batch, made of {len(calls)} recorded loss functions",
-        "what it is divided by is not known, so that batches cannot be given their weight",
-        "use one loss function of torch with reduction='mean' or reduction='sum'",
-    )
+def _require_shards(batches: Batches, ranks: Ranks) -> None:
+    """Refuse a sampler that gives some samples to two ranks, so that all have equally many.
+
+    Raises:
+        BadInput: If the data come from such a sampler.
+    """
+    sampler = getattr(getattr(batches.source, "data", None), "sampler", None)
+    if ranks.world == 1 or not isinstance(sampler, DistributedSampler):
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]  # it has asked for the length itself
+    if sampler.total_size > samples:
+        raise BadInput(
+            ASKED,
+            f"a DistributedSampler of {samples} samples for {sampler.num_replicas} ranks",
+            f"it gives {sampler.total_size - samples} of them twice, so that all ranks have equally many",
+            "give the Dataset itself: it is divided without that",
+        )
+
+
+def _require_same(identities: Sequence[Identity | None]) -> None:
+    """Refuse ranks that are not at work on the same thing.
+
+    Raises:
+        BadInput: On every rank, with the first difference.
+    """
+    for rank, identity in enumerate(identities):
+        if identity is None or identities[0] is None:
+            continue
+        found = difference(identities[0], identity)
+        if found is not None:
+            raise BadInput(
+                ASKED,
+                f"rank {rank}",
+                f"it is at work on something else than rank 0, by its {found[0]}: {found[1]}",
+                "call compute(...) with the same model, extensions, options and data set on every rank; only "
+                "batches may be other ones; or with ranks='own'",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,15 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from packprop.tensors.nesting import tensors_in
+from packprop.algebra.kronecker import Eigen
+from packprop.dataset.values import decode, encode
+from packprop.errors import BadInput
 from packprop.types import Extension
 
-Value = Tensor | list[Tensor]
+Value = Tensor | list[Tensor] | Eigen
+
+FORMAT = "values over a data set, format 2"
+"""What a file says that it is."""
 
 
 @dataclass
@@ -26,12 +32,14 @@ class Result(Mapping[Any, dict[str, Value]]):
         samples: Samples that they were computed from.
         loss: The value of the loss over the whole data set.
         reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
+        replays: What graphs in place of passes have brought, in words, if there were any; not saved.
     """
 
     tables: dict[str, dict[str, Value]]
     samples: int
     loss: float
     reduction: str = "mean"
+    replays: str | None = None
 
     def __getitem__(self, key: Extension | str) -> dict[str, Value]:
         return self.tables[key if isinstance(key, str) else key.savefield]
@@ -44,40 +52,50 @@ class Result(Mapping[Any, dict[str, Value]]):
 
     def save(self, path: str | Path) -> None:
         """Write all tensors to one ``.safetensors`` file."""
-        flat = {
-            f"{savefield}/{name}/{index}": tensor.detach().contiguous().cpu()
-            for savefield, by_name in self.tables.items()
-            for name, value in by_name.items()
-            for index, tensor in enumerate(tensors_in(value))
-        }
-        lists = [
-            f"{savefield}/{name}"
-            for savefield, by_name in self.tables.items()
-            for name, value in by_name.items()
-            if isinstance(value, list)
-        ]
+        tensors: list[Tensor] = []
         notes = {
+            "format": FORMAT,
             "samples": str(self.samples),
             "loss": repr(self.loss),
             "reduction": self.reduction,
-            "lists": "\n".join(lists),
+            "values": json.dumps(encode(self.tables, tensors)),
         }
-        safetensors.torch.save_file(flat, path, metadata=notes)
+        names = _names_of(self.tables)
+        flat = {name: tensor.cpu().contiguous().clone() for name, tensor in zip(names, tensors, strict=True)}
+        safetensors.torch.save_file(flat, path, metadata={**notes, "names": json.dumps(names)})
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
-        """Read what ``save`` wrote."""
-        values: dict[str, dict[str, Value]] = {}
+        """Read what ``save`` wrote.
+
+        Raises:
+            BadInput: If it is a file of another kind.
+        """
         with safetensors.safe_open(path, framework="pt") as file:
-            notes = file.metadata()
-            lists = set(notes["lists"].splitlines())
-            for key in sorted(file.keys(), key=lambda key: (*key.split("/")[:2], int(key.split("/")[2]))):
-                savefield, name, _ = key.split("/")
-                by_name, tensor = values.setdefault(savefield, {}), file.get_tensor(key)
-                if f"{savefield}/{name}" in lists:
-                    pieces = by_name.setdefault(name, [])
-                    assert isinstance(pieces, list)
-                    pieces.append(tensor)
-                else:
-                    by_name[name] = tensor
-        return cls(values, int(notes["samples"]), float(notes["loss"]), notes["reduction"])
+            notes = file.metadata() or {}
+            if notes.get("format") != FORMAT:
+                raise BadInput(
+                    "Result.load(...) was called.",
+                    f"the file {str(path)!r}",
+                    f"it is not {FORMAT}, or was written by another version of packprop",
+                    "give a file that Result.save has written",
+                )
+            tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
+        tables = decode(json.loads(notes["values"]), tensors)
+        return cls(tables, int(notes["samples"]), float(notes["loss"]), notes["reduction"])
+
+
+def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:
+    """A name for each tensor, in the order in which ``encode`` takes them."""
+    return [
+        f"{savefield}/{name}/{index}"
+        for savefield, by_name in tables.items()
+        for name, value in by_name.items()
+        for index in range(len(_tensors_of(value)))
+    ]
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    encode(value, tensors)
+    return tensors

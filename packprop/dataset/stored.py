@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.algebra.monoid import rescale
-from packprop.dataset.state import nothing_like
+from packprop.algebra.monoid import nothing_like, rescale
+from packprop.dataset.parts import Part
 from packprop.errors import BadInput
 from packprop.store.describing import described_extension, grows
 from packprop.store.values import put
@@ -35,21 +35,36 @@ class StoredResults:
         self._values: dict[tuple[str, str], Tensor] = {}
 
     def take(
-        self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Extension, list[Any]]
-    ) -> dict[Extension, list[Any]]:
+        self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Part, list[Any]]
+    ) -> dict[Part, list[Any]]:
         """Keep the results of one parameter that are to be stored, and return the others.
 
         As in ``MergedResults``, they are brought to the scale of a loss that is summed over its terms.
         """
-        for extension in self.extensions:
-            if extension in results:
+        for part, found in results.items():
+            extension = part.whole
+            if extension in self.extensions:
                 values = [
                     rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
-                    for row, value in zip(extension.rows, results[extension], strict=True)
+                    for row, value in zip(extension.rows, found, strict=True)
                 ]
                 value = extension.finish(values, samples).to(extension.dtype_of(dtype))
                 put(self._values, extension, name, value)
-        return {each: values for each, values in results.items() if each not in self.extensions}
+        return {part: values for part, values in results.items() if part.whole not in self.extensions}
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """How many samples are stored, and how many terms their losses had."""
+        return self.writer.samples, self.writer.terms
+
+    def go_to(self, place: Sequence[Any]) -> None:
+        """Go back to a place; rows that came after it are gone.
+
+        Raises:
+            BadInput: If fewer samples are safe.
+        """
+        self._values = {}
+        self.writer.resume_at(place[0], place[1])
 
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:
         """Store what was kept of a batch."""
@@ -59,9 +74,15 @@ class StoredResults:
 
 
 def stored_results(
-    asked: str, store: StoreWriter | str | Path | None, model: nn.Module, extensions: Sequence[Extension]
+    asked: str,
+    store: StoreWriter | str | Path | None,
+    model: nn.Module,
+    extensions: Sequence[Extension],
+    resume: bool = False,
 ) -> StoredResults | None:
     """What takes results to a store: one that is open, or one that is made in a folder.
+
+    ``resume``: whether a store in that folder goes on.
 
     Raises:
         BadInput: If none of the extensions grows with the data, or the store was opened for others.
@@ -78,7 +99,7 @@ def stored_results(
                 "none of these values grows with the data: there is nothing to store",
                 "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
             )
-        store = StoreWriter(store, model, growing)
+        store = StoreWriter(store, model, growing, resume=resume)
     found = StoredResults(store, extensions)
     if len(found.extensions) != len(store.extensions):
         known = [described_extension(extension) for extension in extensions]

@@ -51,7 +51,7 @@ class Accumulator:
         self._graph, self._extensions = request.graph, request.extensions
         self._chunk_sizes, self._create_graph = request.chunk_sizes, request.create_graph
         self._done, self._log = done, log
-        self._partial = PartialResults(begin)
+        self._partial = PartialResults(begin, request.known)
         self._largest_chunk: dict[int, int] = {}
         self._gradients: dict[int, Tensor] = {}
         self._names: dict[int, str] | None = None

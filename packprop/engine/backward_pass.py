@@ -85,7 +85,9 @@ class BackwardPass:
         groups = groups_of_uses(self._request, waits=bool(gradient))
         counts = [sum(group.count for group in roots[seed]) for seed, _ in swept]
         expect("columns", len(groups) * sum(counts))
-        if any(task.row.after is not None for _, work in swept for task in work):
+        if self._request.known is None and any(
+            task.row.after is not None for _, work in swept for task in work
+        ):
             expect("eigenvectors", cubes_of_factors(graph))
         for uses in groups:
             for number, (seed, work) in enumerate(swept, 1):

@@ -33,6 +33,10 @@ SEEDS = ("gradient", "ggn", "empirical", "jacobian", "none")
 """Seeds whose cotangents belong to samples."""
 
 
+ASKED = "backpack(probes=...) was asked for."
+"""What errors say was asked for."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """The samples of a pass, as training rows and probes.
@@ -97,6 +101,52 @@ class OfGroup(Extension):
 def _beside(value: Any, factor: Tensor | float) -> Tensor | float:
     """A factor on the device of a value."""
     return factor.to(value.device) if isinstance(factor, Tensor) and isinstance(value, Tensor) else factor
+
+
+def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
+    """Refuse probes where a plan, or ranks, would have to know of them.
+
+    Raises:
+        BadInput: With which of the two.
+    """
+    instead = "leave one of the two out"
+    if probes is not None and has_budget:
+        raise BadInput(ASKED, "memory", "plans are made for passes without probes", instead)
+    if probes is not None and joins_ranks:
+        raise BadInput(ASKED, "ranks", "values of several ranks are merged without probes", instead)
+
+
+def nothing_recorded(instead: str) -> PackpropError:
+    """The error for a pass that meets no use: it would be a plain one, with the gradients of probes."""
+    return PackpropError(ASKED, "the loss", "it meets no recorded use of a parameter", instead)
+
+
+def by_groups(
+    graph: Graph, probes: Any, extensions: Sequence[Extension], is_plain: bool
+) -> tuple[Sequence[Extension], Groups | None]:
+    """The extensions of a pass, for training rows and for probes if there are any.
+
+    Args:
+        graph: What the pass goes through, with its samples located.
+        probes: Indices of probes or a mask; ``None`` for no probes.
+        extensions: What was asked for.
+        is_plain: Whether the pass is ``backward()`` without options, and not traced.
+
+    Raises:
+        PackpropError: For what probes cannot be left out of.
+    """
+    if probes is None:
+        return extensions, None
+    require_separable(graph, extensions, ASKED)
+    if not is_plain:
+        raise PackpropError(
+            ASKED,
+            "backward(create_graph=True), backward(inputs=...) or a compiled step",
+            "gradients of training rows are summed apart from that pass",
+            "call backward() alone, or take a pass over the probes for themselves",
+        )
+    groups = groups_of(graph, probes, ASKED)
+    return for_groups(extensions, groups), groups
 
 
 def for_groups(extensions: Sequence[Extension], groups: Groups) -> tuple[Extension, ...]:

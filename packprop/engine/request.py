@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from packprop.algebra.formation import is_for_real_numbers
 from packprop.algebra.monoid import SUM
@@ -30,6 +33,9 @@ class Request:
         chunk_sizes: How much is taken at once.
         create_graph: Whether results shall be differentiable.
         drawn: Columns that were drawn for this pass already, by seed; the pass takes them, and draws no others.
+        known: What the rows before the last one led to, by leaf and extension, where these went over all
+            samples in passes before this one; such an extension consists of its last row. See NOTE [Second
+            reading] (``packprop/dataset/parts.py``).
         groups: Training rows and probes, if there are any; see NOTE [Probe rows].
     """
 
@@ -38,6 +44,7 @@ class Request:
     chunk_sizes: ChunkSizes
     create_graph: bool = False
     drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
+    known: Callable[[Tensor, Extension], list[Any]] | None = None
     groups: Groups | None = None
 
     @functools.cached_property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,11 +56,16 @@ class ResultSaver:
                     spare[extension, id(leaf)] = holder.pop()
         return spare
 
-    def save(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
-        """Save all values of one leaf."""
+    def save(
+        self,
+        leaf: Tensor,
+        results: dict[Extension, list[Any]],
+        counts: Mapping[Extension, int] = MappingProxyType({}),
+    ) -> None:
+        """Save all values of one leaf; ``counts``: the samples of each extension, if not those of the pass."""
         for extension, values in results.items():
-            samples = self._graph.samples
-            if extension.subsampling is not None:
+            samples = counts.get(extension, self._graph.samples)
+            if extension.subsampling is not None and extension not in counts:
                 samples = len(extension.subsampling)
             value = extension.finish(self._of_loss_meant(leaf, extension, values), samples)
             if value is None:

@@ -6,8 +6,8 @@ import argparse
 import contextlib
 
 from packprop.dataset.batches import BATCH_SIZE
+from packprop.dataset.identity import packprop_version
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
-from packprop.reports.profile.run import version
 from packprop.reports.profile.table import WIDTH
 
 OUTPUT = "profile"
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     program = argparse.ArgumentParser(
         "packprop", description="More than the gradient from one backward pass of PyTorch."
     )
-    program.add_argument("--version", action="version", version=f"packprop {version() or ''}")
+    program.add_argument("--version", action="version", version=f"packprop {packprop_version() or ''}")
     commands = program.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "profile",
@@ -132,6 +132,11 @@ def parser() -> argparse.ArgumentParser:
         "dropout is off and batch normalisation does not mix samples)",
     )
     add(
+        "--no-graphs",
+        action="store_true",
+        help="run every pass as it is, also where graphs in their place would save time",
+    )
+    add(
         "--device",
         metavar="NAME",
         help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where the model is)",
@@ -156,9 +161,33 @@ def parser() -> argparse.ArgumentParser:
         help="the most memory that tensors may take at once, such as 600MiB (default: no limit; chunks of "
         "samples are small anyway)",
     )
+    kept = command.add_mutually_exclusive_group()
+    kept.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="keep the run there while it goes on; if it is ended, the same command goes on from there, as "
+        "long as FACTORY returns the same model and data (default: nothing is kept)",
+    )
+    kept.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="as --checkpoint, for a run that is there: without a checkpoint in FOLDER nothing is begun",
+    )
+    add(
+        "--every",
+        type=_time_or_number,
+        metavar="TIME",
+        default="30s",
+        help='how often the checkpoint is written: "30s", "5min", "1h", or a number of batches (default: '
+        "%(default)s)",
+    )
     add("--no-progress", action="store_true", help="show no progress bar")
     add("--debug", action="store_true", help="show errors with their tracebacks")
     return program
+
+
+def _time_or_number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _positive(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import textwrap
 import time
@@ -18,6 +19,7 @@ from torch import nn
 
 from packprop import examples
 from packprop.dataset.batches import explanation
+from packprop.dataset.checkpoint import require_checkpoint
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text, resident_peak
 from packprop.reports.arguments import parser
@@ -39,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _warnings_in_short(sys.stderr):
             _profile(options, started)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        kept = options.checkpoint or options.resume
+        end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
+        print(f"interrupted; {end}", file=sys.stderr)
         return 130
     except Exception as error:
         if options.debug:
@@ -58,14 +62,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _joined() -> int:
+    """This process's rank among those that ``torchrun`` has started, which it joins; 0 for one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not torch.distributed.is_available():
+        return 0
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return torch.distributed.get_rank()
+
+
 def _profile(options: argparse.Namespace, started: float) -> None:
     # what can be refused at once is refused before the factory runs, which may take long
     check_folder(options.output)
+    if options.resume is not None:
+        require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
     device = None if options.device is None else _device(options.device)
     factory = None if options.factory is None else load_factory(options.factory)
     threads = options.threads or (1 if factory is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
+    rank = _joined()
     torch.manual_seed(options.seed)
     if factory is None:
         print("training a small residual network on handwritten digits ...", file=sys.stderr)
@@ -88,7 +104,12 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         seed=options.seed,
         progress=not options.no_progress,
         memory=options.memory,
+        checkpoint=options.checkpoint or options.resume,
+        every=options.every,
+        compiled=not options.no_graphs,
     )
+    if rank:
+        return
     paths = result.save(options.output)
     console = Console()
     if console.is_terminal:
@@ -97,6 +118,8 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         print(result)
     seconds = time.perf_counter() - started
     print(f"\nwrote {paths[0]} and {paths[1]} after {seconds:.0f} s", file=sys.stderr)
+    if "graphs" in result.settings:
+        print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
     resident = resident_peak()
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
         line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from packprop.algebra.algorithms import algorithms
+from packprop.algebra.kernels import norms_of
 from packprop.algebra.order import fold_to
 from packprop.algebra.statistics import sq_norm
 from packprop.algebra.structures import Lookup, Outer, Tied, join, rows
@@ -86,3 +87,21 @@ def test_a_table_that_is_a_head_and_cancels() -> None:
         norms = sq_norm(structure)
     assert (norms >= 0).all()
     assert (norms <= 1e-9 * gradient.square().sum()).all()
+
+
+@pytest.mark.parametrize("products", ["batched", "single"])
+def test_a_large_weight(products: str) -> None:
+    """The squares of two million entries are not added up one after the other."""
+    x, cotangent = torch.randn(2, 5, 1, 1100) ** 3, torch.randn(1, 2, 5, 1, 2000) ** 3
+    structure = Outer(x, cotangent, fold_to(torch.Size([2000, 1100])))
+    right = torch.einsum("vnsgo,nsgi->noi", cotangent.double(), x.double()).flatten(1).square().sum(1)
+    with algorithms(norms="gradients", products=products):
+        norms = sq_norm(structure)
+    assert torch.allclose(norms.double(), right, rtol=1e-6, atol=0)
+
+
+def test_long_rows() -> None:
+    """Rows of any length, the empty one too."""
+    for length in (0, 1, 4096, 4097, 8192, 4096 * 4097 + 3):
+        row = torch.randn(length)
+        assert torch.allclose(norms_of(row).double(), row.double().norm(), rtol=1e-6, atol=0)

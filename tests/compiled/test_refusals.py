@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
-from packprop.compiled import step as steps
+from packprop.compiled import replayer
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 
@@ -184,7 +184,7 @@ def test_what_a_graph_would_do_wrongly_is_left_to_passes(layer: type[nn.Module],
 
 
 def test_kinds_are_traced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MOST", 2)
+    monkeypatch.setattr(replayer, "MOST", 2)
     model = network()
     step = compiled(model, extensions.BatchL2Grad())
     for size in (2, 3):
@@ -200,14 +200,14 @@ def test_kinds_are_traced_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_calls_that_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "SEEN", 4)
+    monkeypatch.setattr(replayer, "SEEN", 4)
     step = compiled(network(), extensions.BatchL2Grad())
     for size in range(2, 6):
         step(*batch(size))
     with pytest.warns(PackpropWarning, match="tensor 0 of the batch"):
         step(*batch(6))
     quietly(step, *batch(7))
-    assert len(step._kinds) <= 4
+    assert len(step.kinds) <= 4
 
 
 def test_an_input_that_requires_gradients() -> None:

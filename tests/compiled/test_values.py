@@ -100,7 +100,7 @@ def test_each_kind_of_model(name: str) -> None:
     replayed = left_on(problem.model, fields)
     problem.model.zero_grad()
     source.manual_seed(0)
-    assert_near(step._run(given, None), loss, "loss")
+    assert_near(step._pass.run(given, None), loss, "loss")
     for what, tensors in left_on(problem.model, fields).items():
         for own, other in zip(replayed[what], tensors, strict=True):
             assert_near(own, other, what)

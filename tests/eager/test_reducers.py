@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from packprop.eager import eager_backward
+from tests.distributed.processes import in_processes, needs_groups
 from tests.eager.branches import Layer, assert_same, network
 
 
@@ -57,9 +55,7 @@ def reduced_gradients(kind: str, evaluate: Callable[..., Tensor], rank: int) -> 
     return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in found]
 
 
-def compare_reducers(rank: int, built_by: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", built_by, rank=rank, world_size=2)
+def compare_reducers(rank: int) -> None:
     # Older versions of PyTorch cannot shard on the CPU.
     sharding = hasattr(torch.cpu.Stream, "record_event")
     for kind in ("DDP", "FSDP2", "FSDP2, critics too") if sharding else ("DDP",):
@@ -68,14 +64,8 @@ def compare_reducers(rank: int, built_by: str) -> None:
             ours = reduced_gradients(kind, functools.partial(eager_backward, keep=keep), rank)
             assert len(ours) == 12
             assert_same(ours, plain)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    # Everything has been compared. Threads of gloo may outlive the group, and on a busy machine abort an
-    # interpreter that is shut down around them.
-    os._exit(0)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_reducers_see_parameters_of_the_branch(tmp_path: Path) -> None:
-    built_by = f"file://{tmp_path / 'built_by'}"
-    torch.multiprocessing.spawn(compare_reducers, (built_by,), nprocs=2)
+@needs_groups
+def test_reducers_see_parameters_of_the_branch() -> None:
+    in_processes(compare_reducers, 2)

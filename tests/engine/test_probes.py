@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
+from packprop.engine.probes import require_alone
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected, Variance
 from tests.cases import Case, map_tensors
@@ -339,6 +340,8 @@ def test_passes_that_probes_cannot_be_left_out_of() -> None:
     model, x, y, loss = made("cross-entropy")
     with pytest.raises(BadInput, match="plans are made for passes without probes"):
         packprop.backpack(BatchGrad(), memory="1GiB", probes=[0])
+    with pytest.raises(BadInput, match="merged without probes"):
+        require_alone([0], has_budget=False, joins_ranks=True)
     refused: list[tuple[Callable[[], Tensor], dict[str, Any], str]] = [
         (lambda: loss(model(x), y), {"create_graph": True}, "create_graph"),
         (lambda: loss(model(x), y), {"inputs": [model[0].weight]}, "inputs"),

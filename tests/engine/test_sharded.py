@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,23 +10,12 @@ from torch import nn
 
 import packprop
 from packprop import extensions
+from tests.distributed.processes import in_processes, needs_groups
 
 pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+    needs_groups,
     pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="cannot shard on the CPU"),
-    pytest.mark.usefixtures("_process_group"),
-    pytest.mark.filterwarnings("ignore:FSDP.* switch"),
 ]
-
-
-@pytest.fixture
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    built_by = f"file://{tmp_path / 'rendezvous'}"
-    torch.distributed.init_process_group("gloo", init_method=built_by, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def network() -> nn.Sequential:
@@ -62,21 +50,20 @@ def one_layer_extended() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(lambda: sharded([], True), id="whole"),
-        pytest.param(lambda: sharded([0, 2], True), id="layers"),
-        pytest.param(lambda: sharded([0], False), id="one-layer"),
-        pytest.param(lambda: sharded([0, 2], True, True), id="extended-before"),
-        pytest.param(one_layer_extended, id="one-layer-extended"),
-        pytest.param(lambda: wrapped(False), id="FSDP1"),
-        pytest.param(lambda: wrapped(True), id="FSDP1-original"),
-        pytest.param(lambda: wrapped(True, True), id="FSDP1-inner"),
-    ],
-)
-def test_sharded_parameters_are_refused(build: Callable[[], nn.Module]) -> None:
-    model, loss_function = build(), packprop.extend(nn.CrossEntropyLoss())
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "whole": lambda: sharded([], True),
+    "layers": lambda: sharded([0, 2], True),
+    "one-layer": lambda: sharded([0], False),
+    "extended-before": lambda: sharded([0, 2], True, True),
+    "one-layer-extended": one_layer_extended,
+    "FSDP1": lambda: wrapped(False),
+    "FSDP1-original": lambda: wrapped(True),
+    "FSDP1-inner": lambda: wrapped(True, True),
+}
+
+
+def is_refused(rank: int, built: str) -> None:
+    model, loss_function = BUILT[built](), packprop.extend(nn.CrossEntropyLoss())
     loss = loss_function(model(torch.randn(6, 4)), torch.randint(0, 3, (6,)))
     named = r"FSDP2[\s\S]*DistributedDataParallel"
     with pytest.raises(packprop.PackpropError, match=named), packprop.backpack(extensions.BatchGrad()):
@@ -85,10 +72,19 @@ def test_sharded_parameters_are_refused(build: Callable[[], nn.Module]) -> None:
     assert all(parameter.grad is not None for parameter in packprop.restore(model).parameters())
 
 
-def test_other_models_are_not() -> None:
+@pytest.mark.parametrize("built", BUILT)
+def test_sharded_parameters_are_refused(built: str) -> None:
+    in_processes(is_refused, 1, built)
+
+
+def another_is_not(rank: int) -> None:
     sharded([], True)
     model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
     loss = loss_function(model(torch.randn(6, 4)), torch.randint(0, 3, (6,)))
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     assert model[0].weight.grad_batch.shape == (6, 5, 4)
+
+
+def test_other_models_are_not() -> None:
+    in_processes(another_is_not, 1)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.types import Extension
+from tests.distributed.processes import in_processes, needs_groups
 
 
 class Checkpointed(nn.Module):
@@ -71,9 +69,7 @@ def steps(build: Callable[[], nn.Module], asked: Sequence[Extension] | None, ran
     return found
 
 
-def compare(rank: int, built_by: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", built_by, rank=rank, world_size=2)
+def compare(rank: int) -> None:
     for build in (mlp, convolutions, Checkpointed):
         plain = steps(build, None, rank)
         both = [torch.zeros_like(plain[0]) for _ in range(2)]
@@ -84,12 +80,8 @@ def compare(rank: int, built_by: str) -> None:
             assert len(ours) == len(plain)
             for gradient, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-6)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # threads of gloo may outlive the group
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_gradients_are_averaged_from_the_first_pass_on(tmp_path: Path) -> None:
-    built_by = f"file://{tmp_path / 'built_by'}"
-    torch.multiprocessing.spawn(compare, (built_by,), nprocs=2)
+@needs_groups
+def test_gradients_are_averaged_from_the_first_pass_on() -> None:
+    in_processes(compare, 2)

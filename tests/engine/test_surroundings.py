@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed
 from torch import nn
 
 import packprop
 from packprop import extensions
 from tests.cases.models.attention import Attention, VisionTransformer
 from tests.cases.models.language import LanguageModel
+from tests.distributed.processes import in_processes, needs_groups
 from tests.references.per_sample import batch, images, network, rows_by_loop
 from tests.references.refusals import check, refused
 from tests.references.running import assert_near
 
 
-@pytest.fixture
-def _process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
-    )
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group")
-@pytest.mark.parametrize("inner", [True, False], ids=["extended-inside", "extended-outside"])
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(network, id="linear"),
-        pytest.param(lambda: VisionTransformer(Attention).double(), id="transformer"),
-    ],
-)
-def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) -> None:
+def under_data_parallel(rank: int, build: Callable[[], nn.Module], inner: bool) -> None:
     model = build()
     if inner:
         packprop.extend(model)
@@ -55,6 +34,17 @@ def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) 
         for name, expected in rows_by_loop(model, x, y).items():
             assert_near(model.get_parameter(name).grad_batch, expected, name)
             assert hasattr(model.get_parameter(name), "diag_ggn_exact")
+
+
+def vision_transformer() -> nn.Module:
+    return VisionTransformer(Attention).double()
+
+
+@needs_groups
+@pytest.mark.parametrize("inner", [True, False], ids=["extended-inside", "extended-outside"])
+@pytest.mark.parametrize("build", [network, vision_transformer])
+def test_distributed_data_parallel(build: Callable[[], nn.Module], inner: bool) -> None:
+    in_processes(under_data_parallel, 1, build, inner)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])

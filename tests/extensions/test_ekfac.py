@@ -90,9 +90,10 @@ def test_choices_are_named() -> None:
 
 
 def test_data_that_are_read_once_have_no_second_pass() -> None:
-    data = torch.randn(4, 3), torch.randint(2, (4,))
-    with pytest.raises(BadInput, match="goes over the samples twice"):
+    data = iter([(torch.randn(4, 3), torch.randint(2, (4,)))])
+    with pytest.raises(BadInput, match="these data can be read once"):
         packprop.compute(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, [extensions.EKFAC()])
+    assert len(list(data)) == 1
 
 
 def test_a_matrix_that_would_not_fit_is_refused() -> None:

@@ -32,6 +32,7 @@ FLOORS = (
     ("engine",),
     ("extensions",),
     ("memory",),
+    ("distributed",),
     ("context",),
     ("compiled", "store"),
     ("dataset",),
@@ -264,7 +265,7 @@ FAULTS = [
     (
         upward,
         {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
-        "types.py:3 (floor 3) imports context.py (floor 11)",
+        "types.py:3 (floor 3) imports context.py (floor 12)",
     ),
     (
         upward,
@@ -274,7 +275,7 @@ FAULTS = [
     (
         upward,
         {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 17)",
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 18)",
     ),
     (
         upward,
@@ -284,7 +285,7 @@ FAULTS = [
     (
         upward,
         {"extensions/first_order.py": "from ..context import backpack\n"},
-        "extensions/first_order.py:1 (floor 9) imports context.py (floor 11)",
+        "extensions/first_order.py:1 (floor 9) imports context.py (floor 12)",
     ),
     (
         upward,
@@ -292,7 +293,7 @@ FAULTS = [
             "recording/recorder.py": "import importlib\n"
             "importlib.import_module('..reports.cli', 'packprop.recording')\n"
         },
-        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 15)",
+        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 16)",
     ),
     (
         circular,

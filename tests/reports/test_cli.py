@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from torch.utils.data import TensorDataset
 
 import packprop
 from packprop import Profile, examples
+from packprop.dataset import replays
 from packprop.examples import digits, load_digits
 from packprop.reports import arguments, cli
+from tests.distributed.processes import in_processes, needs_groups
 from tests.reports.factories import FACTORIES, Run
 
 
@@ -79,6 +83,16 @@ def test_what_options_switch(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--keep-mode")
     assert status == 2
     assert "batch normalisation in training mode" in err
+
+
+def test_what_graphs_brought(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MANY", 1)
+    status, _, err = run("factories:good", "--batch-size", "1")
+    assert status == 0
+    assert " ordinary passes, 25 replays of graphs, traced in " in err
+    status, _, err = run("factories:good", "--batch-size", "1", "--no-graphs")
+    assert status == 0
+    assert "in place of passes" not in err
 
 
 def test_the_built_in_example(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +164,68 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert failed.returncode == 2
     assert "ZeroDivisionError" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+BREAKING = """
+import os
+import torch
+from torch import nn
+
+
+class Batches:
+    def __iter__(self):
+        source = torch.Generator().manual_seed(0)
+        for number in range(4):
+            if number == 2 and os.path.exists("broken"):
+                raise OSError("the disk is gone")
+            yield torch.randn(5, 4, generator=source), torch.randint(2, (5,), generator=source)
+
+
+def factory():
+    return nn.Linear(4, 2), nn.CrossEntropyLoss(), Batches()
+"""
+
+
+def test_a_profile_goes_on_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "breaking_data.py").write_text(BREAKING)
+    run("breaking_data:factory", "--output", "alone")
+    (tmp_path / "broken").touch()
+    status, _, err = run("breaking_data:factory", "--checkpoint", "kept", "--every", "1")
+    assert status == 2
+    assert "the first 2 batches, 10 samples" in err
+    (tmp_path / "broken").unlink()
+    status, _, err = run("breaking_data:factory", "--resume", "kept", "--mc-samples", "2")
+    assert status == 2
+    assert "mc_samples: 1 there, 2 here" in err
+    status, out, _ = run("breaking_data:factory", "--resume", "kept")
+    assert status == 0
+    assert "20 samples in 4 batches" in out
+    alone, found = Profile.load(tmp_path / "alone"), Profile.load(tmp_path / "profile")
+    assert (found.layers, found.total, found.loss) == (alone.layers, alone.total, alone.loss)
+    status, _, err = run("breaking_data:factory", "--resume", "nowhere")
+    assert status == 2
+    assert "no checkpoint in that folder" in err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def profiled(rank: int, folder: Path) -> tuple[int, str]:
+    """What one rank prints."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main(["profile", "breaking_data:factory", "--output", "ranks"])
+    return status, out.getvalue()
+
+
+@needs_groups
+def test_a_profile_on_two_ranks(run: Run, tmp_path: Path) -> None:
+    """Each rank has the factory's batches, as a shard: all of them twice."""
+    (tmp_path / "breaking_data.py").write_text(BREAKING)
+    run("breaking_data:factory", "--output", "alone")
+    (first, printed), (second, nothing) = in_processes(profiled, 2, tmp_path, group=False)
+    assert (first, second, nothing) == (0, 0, "")
+    assert "40 samples in 8 batches" in printed
+    alone, found = Profile.load(tmp_path / "alone"), Profile.load(tmp_path / "ranks")
+    assert found.total.gradient_norm == pytest.approx(alone.total.gradient_norm, rel=1e-6)
+    assert found.total.signal_to_noise == pytest.approx(alone.total.signal_to_noise, rel=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from packprop.testing import check_extension, check_use
+from tests.distributed.processes import script
 from tests.testing.registered import gate, gates, write_a_use, write_an_extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ def test_an_extension_of_ones_own() -> None:
 @pytest.mark.parametrize(
     "page",
     [
+        "docs/guide/distributed.md",
         "docs/guide/extending.md",
         "docs/guide/hugging_face.md",
         "docs/guide/language_models.md",
@@ -45,5 +47,9 @@ def test_what_the_pages_show_runs(page: str, capsys: pytest.CaptureFixture[str])
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
-    assert len(blocks) >= 3
+        name = f"{page}, block {number}"
+        if block.startswith("# torchrun"):
+            script(block, 2, name)
+        else:
+            exec(compile(block, name, "exec"), names)
+    assert len(blocks) >= (1 if "distributed" in page else 3)

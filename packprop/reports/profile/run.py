@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.compute import compute
+from packprop.dataset.identity import packprop_version
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
@@ -46,6 +47,9 @@ def profile(
     seed: int = 0,
     progress: bool = True,
     memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | str = "30s",
+    compiled: bool = True,
 ) -> Profile:
     """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
@@ -70,6 +74,10 @@ def profile(
         seed: Of the Monte Carlo draws.
         progress: Whether to show a progress bar on standard error, if that is a terminal.
         memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
+        checkpoint: A folder that the run is kept in, as for ``compute``: the same call goes on from there.
+        every: How often it is written, as for ``compute``.
+        compiled: Whether graphs may take the place of passes where that pays, as for ``compute``; what they
+            brought is in the settings then.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or
@@ -93,7 +101,17 @@ def profile(
         if curvature and exact:
             extensions["exact"] = SampleGGNTrace(EXACT)
         with _naming_the_option():
-            result = compute(model, loss, batches, list(extensions.values()), progress=progress, memory=memory)
+            result = compute(
+                model,
+                loss,
+                batches,
+                list(extensions.values()),
+                progress=progress,
+                memory=memory,
+                checkpoint=checkpoint,
+                every=every,
+                compiled=compiled,
+            )
     settings = {
         "model": type(model).__name__,
         "loss": _name_of(loss),
@@ -104,19 +122,13 @@ def profile(
         "outputs_of_a_sample": outputs,
         "largest_factor": largest_factor if curvature else None,
         "seed": seed,
-        "packprop": version(),
+        "packprop": packprop_version(),
         "torch": torch.__version__,
     }
+    if result.replays is not None:
+        settings["graphs"] = result.replays
     tables = {key: result[extension] for key, extension in extensions.items()}
     return assemble(model, result, tables, batches.count, settings, started)
-
-
-def version() -> str | None:
-    """The version of packprop that is installed, if one is."""
-    try:
-        return importlib.metadata.version("packprop")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
-        return None
 
 
 @contextlib.contextmanager

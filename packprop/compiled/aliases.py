@@ -1,0 +1,81 @@
+"""Which nodes of a graph share memory, and who writes to it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+
+class Aliases:
+    """Which nodes of a graph may share memory, and which of it is written to or handed out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._above: dict[Node, Node] = {}
+        self._writes: list[tuple[Node, Node]] = []
+        bound: list[Node] = []
+        for node in graph.nodes:
+            if node.op == "output":
+                bound += node.all_input_nodes
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
+                self._join(node, node.args[0])
+            elif isinstance(node.target, OpOverload):
+                for argument, given in _arguments_of(node):
+                    if argument.alias_info is not None:
+                        for each in given:
+                            self._join(node, each)
+                        if argument.alias_info.is_write:
+                            self._writes += [(node, each) for each in given]
+            else:
+                bound += [node, *node.all_input_nodes]
+        bound += [target for _, target in self._writes]
+        self._bound = {self._root(node) for node in bound}
+
+    def is_bound(self, node: Node) -> bool:
+        """Whether the memory of a node is written to somewhere, or handed out."""
+        return self._root(node) in self._bound
+
+    def writes_to(self, node: Node) -> list[tuple[Node, Node]]:
+        """What writes to memory that a node may share, each with the node that it writes through."""
+        return [(write, target) for write, target in self._writes if self.share(target, node)]
+
+    def share(self, first: Node, second: Node) -> bool:
+        """Whether two nodes may share memory."""
+        return self._root(first) is self._root(second)
+
+    def _root(self, node: Node) -> Node:
+        while node in self._above:
+            node = self._above[node]
+        return node
+
+    def _join(self, node: Node, other: Node) -> None:
+        first, second = self._root(node), self._root(other)
+        if first is not second:
+            self._above[first] = second
+
+
+def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
+    """The arguments of an operation as it declares them, each with the nodes that it is given."""
+    assert isinstance(node.target, OpOverload)
+    for place, argument in enumerate(node.target._schema.arguments):
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        each = given if isinstance(given, (list, tuple)) else [given]
+        yield argument, [one for one in each if isinstance(one, Node)]
+
+
+def is_operation(target: Any) -> bool:
+    """Whether what a node calls is an operation of PyTorch, which declares what it does with its arguments."""
+    return isinstance(target, OpOverload)
+
+
+def is_repeatable(target: Any) -> bool:
+    """Whether an operation gives the same whenever it is called on the same."""
+    if not isinstance(target, OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

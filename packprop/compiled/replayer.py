@@ -1,0 +1,341 @@
+"""A pass that is run again and again: as it is at first, then as a graph."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from packprop.compiled.checks import checked
+from packprop.compiled.compiler import REPLAY, Backend, Runner
+from packprop.compiled.passes import ASKED, Pass
+from packprop.compiled.state import State, first_change, state_of
+from packprop.compiled.trace import Traced, trace
+from packprop.context import SIZES_OF_CHUNKS
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.memory.plan import gradients_are_there
+from packprop.recording.switch import is_recording_disabled
+from packprop.tensors.hooks import has_late_hooks
+from packprop.tensors.nesting import tensors_in
+from packprop.tensors.traced import Decisions, NotTraceable, noting_decisions
+
+MOST = 8
+"""Kinds of calls that are traced; others run eagerly from then on."""
+
+WORTH = 32
+"""Replays from which on calls of another kind than the first are worth a compiler.
+
+The last batch of an epoch is smaller, and comes once in each.
+"""
+
+SEEN = 64
+"""Kinds of calls that are remembered before they are traced."""
+
+
+@dataclass
+class Kind:
+    """What is known of calls of one kind: they have the same ``State.key``.
+
+    Args:
+        inputs: What the calls were given, for people.
+        decisions: What the last ordinary pass has decided by values.
+        passes: How many ordinary passes were made.
+        pass_seconds: How long the fastest of them took; what is traced or checked besides does not count.
+        replay_seconds: How long the fastest replay took.
+        traced: The graph, once there is one.
+        is_first: Whether it was the first kind to be traced.
+        runner: What runs the graph, once it was checked.
+        tried: Whether the graph was given to the compiler.
+        refusal: Why calls of this kind are not traced, if they are not.
+        replays: How often the graph was run in place of a pass.
+    """
+
+    inputs: str
+    decisions: Decisions
+    passes: int = 1
+    pass_seconds: float = math.inf
+    replay_seconds: float = math.inf
+    traced: Traced | None = None
+    is_first: bool = False
+    runner: Runner | None = None
+    tried: bool = False
+    refusal: str | None = None
+    replays: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.inputs}: {_became(self)}"
+
+
+class Policy(Protocol):
+    """When it is worth it to trace calls of one kind, to compile the graph, to go on with it."""
+
+    @property
+    def warns(self) -> bool:
+        """Whether the user hears of calls that are not replayed."""
+
+    def traces(self, kind: Kind) -> bool:
+        """Whether the next pass shall be traced; asked before each one."""
+
+    def compiles(self, kind: Kind) -> bool:
+        """Whether the graph shall be compiled; asked before it is checked, and after each replay."""
+
+    def keeps(self, kind: Kind) -> bool:
+        """Whether the graph shall be replayed further; asked after each replay."""
+
+
+class AtOnce:
+    """Calls are traced as soon as they can be; the first kind is compiled at once, others when frequent."""
+
+    warns = True
+
+    def traces(self, kind: Kind) -> bool:
+        """All calls are."""
+        return True
+
+    def compiles(self, kind: Kind) -> bool:
+        """The first kind is, and those that come often."""
+        return kind.is_first or kind.replays >= WORTH
+
+    def keeps(self, kind: Kind) -> bool:
+        """As long as it does what the pass does."""
+        return True
+
+
+class Replayer:
+    """Runs a pass as it is, and from the third call of a kind on as a graph.
+
+    Args:
+        step: The pass.
+        backend: What compiles graphs; ``"eager"`` for nothing.
+        mode: As in ``torch.compile``.
+        policy: When it is worth it.
+    """
+
+    def __init__(self, step: Pass, backend: Backend, mode: str | None, policy: Policy | None = None) -> None:
+        self._pass, self._backend, self._mode = step, backend, mode
+        self._policy = AtOnce() if policy is None else policy
+        self._kinds: dict[Any, Kind] = {}
+        self._traced_last: tuple[Any, ...] | None = None
+        self._changed_themselves = 0
+        self._warned: set[str] = set()
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What is known of calls, one for each kind that was made."""
+        return [*self._kinds.values()]
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor:
+        """Run the pass; returns the loss ``[]``, cut from its graph."""
+        state = self._state(inputs, targets)
+        kind = self._kinds.get(state.key)
+        if kind is not None and kind.runner is not None:
+            return self._replay(kind, kind.runner, state, inputs, targets)
+        if kind is None:
+            return self._first(state, inputs, targets)
+        kind.passes += 1
+        if kind.refusal is not None or (kind.traced is None and not self._policy.traces(kind)):
+            return self._timed(kind, inputs, targets)
+        if kind.traced is None:
+            return self._second(kind, state, inputs, targets)
+        return self._third(kind, kind.traced, state, inputs, targets)
+
+    def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
+        """What this call depends on. Plans count gradients that are there: at the beginning of the call."""
+        state = state_of(self._pass.modules, (inputs, targets))
+        if self._pass.budget is None:
+            return state
+        there = gradients_are_there(state.parameters) if before is None else before.key[-1]
+        return State(state.parameters, state.batch, (*state.key, there))
+
+    def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
+        """An ordinary pass, which settles what later ones take over."""
+        with noting_decisions() as decisions:
+            loss = self._run(inputs, targets)
+        now = self._state(inputs, targets, state)
+        if now.key != state.key or any(a is not b for a, b in zip(now.tensors, state.tensors, strict=True)):
+            self._note_changed(state, now)
+            return loss
+        if len(self._kinds) >= SEEN:
+            self._forget(state)
+        kind = self._kinds[state.key] = Kind(_described((inputs, targets)), decisions)
+        kind.refusal = self._reason_against(state)
+        return loss
+
+    def _note_changed(self, state: State, now: State) -> None:
+        """Warn of a model that changes in each of its passes; in their first one many do."""
+        self._changed_themselves += 1
+        if self._changed_themselves > 2:
+            change = first_change(self._pass.modules, state.key, now)
+            self._warn("changes", f"a pass changes the model: {change}")
+
+    def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
+        """An ordinary pass, and the same one traced."""
+        with noting_decisions() as decisions:
+            loss = self._timed(kind, inputs, targets)
+        kind.decisions = decisions
+        try:
+            kind.traced = trace(self._pass, inputs, targets, decisions)
+        except PackpropError as error:
+            if self._policy.warns and not isinstance(error, NotTraceable):
+                raise
+            self._refuse(kind, f"{error.where}: {error.why}")
+            return loss
+        kind.is_first = self._traced_last is None
+        self._traced_last = state.key
+        return loss
+
+    def _third(self, kind: Kind, traced: Traced, state: State, inputs: Any, targets: Any) -> Tensor:
+        """An ordinary pass, and a replay beside it."""
+        compiles = not kind.tried and self._backend != REPLAY and self._policy.compiles(kind)
+        kind.tried = kind.tried or compiles
+        runner = Runner(traced.graph, self._backend if compiles else REPLAY, self._mode)
+        with noting_decisions() as decisions:
+            outcome, fault = checked(self._pass, traced, runner, state, inputs, targets)
+        if (differing := _differing(kind.decisions, decisions)) is not None:
+            fault = f"values decide on it anew in each pass: {differing}"
+        if runner.warning is not None and self._policy.warns:
+            _say_once(runner.warning)
+        if fault is None:
+            kind.runner = runner
+        elif runner.backend != REPLAY:
+            self._warn("compiler", f"{runner.backend!r} does not do what the graph says: {fault}")
+        else:
+            self._refuse(kind, f"a replay does not do what the pass does: {fault}")
+            kind.traced = None
+        return self._pass.deliver(state.parameters, outcome)
+
+    def _replay(self, kind: Kind, runner: Runner, state: State, inputs: Any, targets: Any) -> Tensor:
+        """Run the graph in place of a pass; where values are faulty, run a pass, which says so."""
+        traced = kind.traced
+        assert traced is not None
+        start = time.perf_counter()
+        self._pass.clear(state.parameters, traced.template)
+        outputs = runner(state.tensors)
+        if bool(outputs[0]):
+            return self._run_again(state, inputs, targets)
+        kind.replays += 1
+        if not kind.tried and self._backend != REPLAY and self._policy.compiles(kind):
+            kind.runner = None  # the next call is a check again
+        loss = self._pass.deliver(state.parameters, traced.outcome(outputs))
+        kind.replay_seconds = min(kind.replay_seconds, time.perf_counter() - start)
+        if not self._policy.keeps(kind):
+            kind.runner, kind.refusal = None, "a replay takes as long as a pass"
+        return loss
+
+    def _timed(self, kind: Kind, inputs: Any, targets: Any) -> Tensor:
+        start = time.perf_counter()
+        loss = self._run(inputs, targets)
+        kind.pass_seconds = min(kind.pass_seconds, time.perf_counter() - start)
+        return loss
+
+    def _run(self, inputs: Any, targets: Any) -> Tensor:
+        try:
+            return self._pass.run(inputs, targets)
+        except RuntimeError as error:
+            devices = [str(each.device) for each in tensors_in((inputs, targets))]
+            own = {str(each.device) for module in self._pass.modules for each in module.parameters()}
+            if isinstance(error, PackpropError) or "device" not in str(error) or own == set(devices):
+                raise
+            raise BadInput(
+                ASKED,
+                f"a batch on {', '.join(dict.fromkeys(devices))}",
+                f"model and batch are not on one device: {error}",
+                "move the batch to the device of the model",
+            ) from error
+
+    def _run_again(self, state: State, inputs: Any, targets: Any) -> Tensor:
+        """An ordinary pass behind a replay, which has written to buffers already."""
+        written = [(each, each.detach().clone()) for each in state.parameters if not each.requires_grad]
+        try:
+            return self._run(inputs, targets)
+        finally:
+            for tensor, value in written:
+                tensor.data.copy_(value)
+
+    def _reason_against(self, state: State) -> str | None:
+        """Why calls of this kind shall not be traced, if they shall not; a warning says so."""
+        reason = None
+        if is_recording_disabled():
+            return "packprop.disable() is in force"
+        if any(tensor.requires_grad for tensor in state.batch):
+            reason = "a tensor of the batch requires gradients"
+        elif any(map(has_late_hooks, state.parameters)):
+            reason = "a hook that runs behind the accumulation of a gradient, which a replay would not call"
+        elif any(type(each) not in PLAIN_TENSORS or each.layout is not torch.strided for each in state.tensors):
+            reason = "a tensor is of a class of its own, or not dense"
+        elif sum(kind.traced is not None for kind in self._kinds.values()) >= MOST:
+            change = first_change(self._pass.modules, self._traced_last or (), state)
+            reason = f"{MOST} kinds of calls have been traced, and this is another: {change}"
+        if reason is not None:
+            self._warn(reason.split(":")[0], reason)
+        return reason
+
+    def _forget(self, state: State) -> None:
+        """Forget calls that were not traced, the oldest first; most are never made again."""
+        untraced = [key for key, kind in self._kinds.items() if kind.traced is None]
+        change = first_change(self._pass.modules, untraced[-1], state)
+        self._warn("many", f"{SEEN} kinds of calls were made, the last two of which differ in {change}")
+        for key in untraced[: len(untraced) // 2 + 1]:
+            del self._kinds[key]
+
+    def _refuse(self, kind: Kind, reason: str) -> None:
+        kind.refusal = reason
+        self._warn(reason, reason)
+
+    def _warn(self, about: str, reason: str) -> None:
+        """Say once that calls are run eagerly."""
+        if about not in self._warned and self._policy.warns:
+            self._warned.add(about)
+            warnings.warn(
+                f"A compiled step runs passes eagerly, without a graph: {reason}.",
+                PackpropWarning,
+                stacklevel=5,
+            )
+
+
+class _Said:
+    warnings: ClassVar[set[str]] = set()
+
+
+def _say_once(warning: str) -> None:
+    """Warn of the same thing once in a process."""
+    if warning not in _Said.warnings:
+        _Said.warnings.add(warning)
+        warnings.warn(warning, PackpropWarning, stacklevel=5)
+
+
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _became(kind: Kind) -> str:
+    """What became of calls of one kind."""
+    if kind.refusal is not None:
+        return f"eager: {kind.refusal}"
+    if kind.traced is None:
+        return "eager; the next call is traced"
+    said = f"{kind.traced.operations} operations, traced in {kind.traced.seconds:.2g} s"
+    if kind.runner is None:
+        return f"{said}; the next call is eager, beside a replay"
+    if kind.runner.seconds is not None:
+        said += f", compiled in {kind.runner.seconds:.2g} s"
+        said += f" by {kind.runner.backend!r}" if kind.runner.verdict is None else ""
+    said += "" if kind.runner.verdict is None else f"; {kind.runner.verdict}"
+    return f"{said}; {kind.replays} replays"
+
+
+def _described(batch: Any) -> str:
+    """Shapes and precisions of the tensors of a batch."""
+    given = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors_in(batch)]
+    return ", ".join(given) or "no tensors"
+
+
+def _differing(before: Decisions, now: Decisions) -> str | None:
+    """What was decided otherwise; sizes of chunks are no matter of values."""
+    pairs = zip(before, now, strict=False)
+    other = next((str(new[0]) for old, new in pairs if old != new and new[0] != SIZES_OF_CHUNKS), None)
+    return other if len(before) == len(now) else other or "how much is decided"

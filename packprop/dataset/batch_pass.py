@@ -1,0 +1,203 @@
+"""The pass over one batch of a data set, which a graph may take the place of."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.compiled.passes import Outcome
+from packprop.dataset.parts import Part, drawn_as_before
+from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import StoredResults
+from packprop.engine.backward_pass import BackwardPass
+from packprop.engine.chunks import ChunkSizes
+from packprop.engine.loss_terms import reduction_and_divisor
+from packprop.engine.request import Request, settle_loss_inputs
+from packprop.errors import PackpropError, PackpropWarning
+from packprop.graph.graph import Graph
+from packprop.graph.samples import check_graph
+from packprop.graph.walk import walk
+from packprop.recording.switch import record
+from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.tensors.traced import is_traced
+from packprop.types import Extension
+
+FOUND = (0, "what a batch brought")
+"""Where an ``Outcome`` has the results of a batch."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a batch brought, apart from its loss.
+
+    Args:
+        samples: How many samples it has.
+        reduction: How its loss is reduced.
+        terms: What its loss was divided by.
+        rows: Results by the name of the parameter, with its precision.
+    """
+
+    samples: int
+    reduction: str
+    terms: Tensor | float
+    rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]]
+
+
+@dataclass
+class BatchPass:
+    """One batch through the model, the loss and a backward pass without gradients; results are merged.
+
+    Args:
+        asked: What the user asked for, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        merged: What the results of batches are merged into.
+        extensions: What is computed.
+        stored: Takes those of them that go to a store.
+        parts: What this reading of the data asks for.
+        second: Whether it is the second reading.
+        chunk_sizes: How much of the batch is taken at once.
+        batch: The batch as the data gave it.
+        number: That of the batch among those of all ranks.
+    """
+
+    asked: str
+    model: nn.Module
+    loss: LossFunction | None
+    merged: MergedResults
+    extensions: Sequence[Extension]
+    stored: StoredResults | None
+    parts: Sequence[Part] = ()
+    second: bool = False
+    chunk_sizes: ChunkSizes | None = None
+    batch: Any = None
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
+
+    @property
+    def budget(self) -> int | None:
+        """None: under a budget no graph takes the place of a pass."""
+        return None
+
+    def run(self, inputs: Any, targets: Any) -> Tensor:
+        """Run the pass, and merge the results of each parameter as they come; returns the loss."""
+        loss, graph = self._forward(inputs, targets)
+        reduction, divisor = _loss_terms(graph)
+        terms = float(divisor)
+
+        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+            self._merge(self._name_of(graph, leaf), leaf.dtype, graph.samples, terms, self._kept(found))
+
+        with _quiet_without(terms):
+            self._backward(graph, done)
+        self._count(graph.samples, reduction, terms, loss)
+        return loss
+
+    def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
+        """Run the pass, and merge nothing."""
+        loss, graph = self._forward(inputs, targets)
+        reduction, terms = _loss_terms(graph)
+        rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
+
+        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+            rows[self._name_of(graph, leaf)] = (leaf.dtype, self._kept(found))
+
+        samples = graph.samples
+        with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms)):
+            self._backward(graph, done)
+        found = {"samples": samples, "reduction": reduction, "terms": terms, "rows": rows}
+        return Outcome(loss, {}, {FOUND: found}, [])
+
+    def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
+        """Merge what a pass or its graph has brought; returns the loss."""
+        found = Found(**outcome.results[FOUND])
+        terms = float(found.terms)
+        for name, (dtype, rows) in found.rows.items():
+            self._merge(name, dtype, found.samples, terms, rows)
+        self._count(found.samples, found.reduction, terms, outcome.loss)
+        return outcome.loss
+
+    def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
+        """Nothing is left on parameters."""
+
+    def _forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+        with torch.enable_grad(), record():
+            _, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
+        graph = walk([value], [None], None)
+        if is_traced():
+            graph.hooks.require_none()
+        settle_loss_inputs(graph, self.parts)
+        check_graph(graph)
+        return value.detach(), graph
+
+    def _backward(self, graph: Graph, done: Any) -> None:
+        def known(leaf: Tensor, extension: Extension) -> list[Any]:
+            assert isinstance(extension, Part)
+            return self.merged.known(self._name_of(graph, leaf), extension.whole)
+
+        assert self.chunk_sizes is not None
+        drawn = drawn_as_before(graph, self.extensions) if self.second else {}
+        request = Request(
+            graph, self.parts, self.chunk_sizes, drawn=drawn, known=known if self.second else None
+        )
+        BackwardPass(request, done).run(None)
+        graph.release(keep=False)
+
+    def _name_of(self, graph: Graph, leaf: Tensor) -> str:
+        return self._names.get(id(leaf)) or graph.name(leaf)
+
+    def _kept(self, found: dict[Extension, list[Any]]) -> dict[Part, list[Any]]:
+        """Results but for those that a second reading computes once more."""
+        return {
+            part: found[part] for part in self.parts if part in found and not (self.second and part.is_whole)
+        }
+
+    def _merge(
+        self, name: str, dtype: torch.dtype, samples: int, terms: float, rows: dict[Part, list[Any]]
+    ) -> None:
+        if self.stored is not None and not self.second:
+            rows = self.stored.take(name, dtype, samples, terms, rows)
+        self.merged.add(name, dtype, 0 if self.second else samples, terms, rows)
+
+    def _count(self, samples: int, reduction: str, terms: float, loss: Tensor) -> None:
+        if self.second:
+            self.merged.count_again(samples, terms)
+            return
+        if self.stored is not None:
+            self.stored.end_batch(self.batch, samples, terms)
+        self.merged.count(self.number, samples, terms, loss, reduction)
+
+
+@contextlib.contextmanager
+def _quiet_without(terms: float) -> Iterator[None]:
+    """Inside, a batch whose loss is a mean over no terms is NaN without a warning; it counts as nothing."""
+    with warnings.catch_warnings():
+        if not terms:
+            warnings.simplefilter("ignore", PackpropWarning)
+        yield
+
+
+def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
+    """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
+    calls = [loss.call for loss in graph.losses]
+    if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:
+        return known
+    raise PackpropError(
+        "Quantities of a loss over several batches were asked for.",
+        f"the loss of a batch, made of {len(calls)} recorded loss functions",
+        "what it is divided by is not known, so that batches cannot be given their weight",
+        "use one loss function of torch with reduction='mean' or reduction='sum'",
+    )

@@ -1,0 +1,241 @@
+"""Checkpoints of a run over a data set: when they are written, what they must belong to, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.dataset.folder import Damaged, Folder, LockedElsewhere, WriteError
+from packprop.dataset.identity import Identity, difference
+from packprop.dataset.values import NotPlainError, decode, encode
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+
+ASKED = "compute(..., checkpoint=...) was called."
+
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 1}
+"""The first facts of each checkpoint."""
+
+SHARE = 50
+"""Seconds of work for each second of writing, at least, where checkpoints are written by the clock."""
+
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+clock = time.monotonic
+
+
+class Every:
+    """How often a checkpoint is written.
+
+    Args:
+        asked: Batches, or a time as ``"30s"``, ``"5min"``, ``"1h"``.
+
+    Raises:
+        BadInput: If it is neither.
+    """
+
+    def __init__(self, asked: int | str) -> None:
+        self.batches, self.seconds = 0, 0.0
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", asked) if isinstance(asked, str) else None
+        if found:
+            self.seconds = float(found[1]) * UNITS[found[2]]
+        elif isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
+            self.batches = asked
+        else:
+            raise BadInput(
+                ASKED,
+                f"every={asked!r}",
+                "it is neither a time nor a number of batches",
+                'give a time such as "30s", "5min" or "1h", or a number of batches such as 100',
+            )
+
+
+class Checkpoint:
+    """The checkpoint of one run, inside a folder that no other run writes to.
+
+    Args:
+        folder: Where; made if it is missing.
+        every: How often it is written.
+        identity: What the run is of.
+    """
+
+    def __init__(self, folder: str | Path, every: Every, identity: Identity) -> None:
+        self._folder, self._every, self._identity = Folder(folder), every, identity
+        self._batches, self._safe, self._last, self._took = 0, 0, clock(), 0.0
+        self._held = ""
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Checkpoint]:
+        """Inside, the folder belongs to this run.
+
+        Raises:
+            BadInput: If it is used by another run, holds other files, or cannot be written to.
+        """
+        instead = "give a folder that is empty, or that can be made"
+        where = f"checkpoint={str(self._folder.path)!r}"
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._folder.locked())
+            except LockedElsewhere:
+                why = "another run writes its checkpoints there"
+                raise BadInput(ASKED, where, why, "wait for its end, or give another folder") from None
+            except OSError as error:
+                raise BadInput(
+                    ASKED, where, f"nothing can be written there: {error.strerror or error}", instead
+                ) from error
+            strangers = self._folder.strangers()
+            if strangers and not self._folder.numbers():
+                why = f"it holds other files: {', '.join(strangers[:3])}"
+                raise BadInput(ASKED, where, why, instead)
+            yield self
+
+    def load(self) -> tuple[dict[str, Any], list[Any]] | None:
+        """State and pieces of the last checkpoint that can be read; ``None`` if none has been written.
+
+        Raises:
+            BadInput: If it belongs to something else.
+            PackpropError: If none can be read.
+        """
+        damages: list[str] = []
+        for number in self._folder.numbers():
+            try:
+                facts, tensors, rows = self._folder.read(number)
+            except Damaged as error:
+                damages.append(str(error))
+                continue
+            self._require_own(facts)
+            if damages:
+                warnings.warn(
+                    f"A checkpoint in {str(self._folder.path)!r} cannot be read ({damages[0]}); the work "
+                    f"goes on from the one before: {facts['said']}.",
+                    PackpropWarning,
+                    stacklevel=2,
+                )
+            self._held = facts["said"]
+            self._last = clock()
+            return decode(facts["state"], tensors), [piece for file in rows for piece in _unpacked(file)]
+        if damages:
+            raise PackpropError(
+                ASKED,
+                f"the checkpoint in {str(self._folder.path)!r}",
+                f"none of it can be read: {damages[0]}",
+                "remove the folder to begin again, or put back a copy of its files",
+            )
+        return None
+
+    def _require_own(self, facts: dict[str, Any]) -> None:
+        where = f"the checkpoint in {str(self._folder.path)!r}"
+        if {key: facts.get(key) for key in FORMAT} != FORMAT:
+            raise BadInput(
+                ASKED,
+                where,
+                f"it is {facts.get('what')!r} in format {facts.get('format')!r}, not in format "
+                f"{FORMAT['format']}",
+                "go on with the version of packprop that wrote it, or give another folder",
+            )
+        found = difference(facts["identity"], self._identity)
+        if found is not None:
+            name, sides = found
+            raise BadInput(
+                ASKED,
+                where,
+                f"it belongs to something else, by its {name}: {sides}",
+                "call with what it was begun with, or give another folder",
+            )
+
+    def due(self, batches: int) -> bool:
+        """Whether so many batches of this run are enough for another checkpoint."""
+        if self._every.batches:
+            return batches - self._batches >= self._every.batches
+        return clock() - self._last >= max(self._every.seconds, SHARE * self._took)
+
+    def lacks(self, batches: int) -> bool:
+        """Whether there are batches of this run that no checkpoint has."""
+        return batches > self._safe
+
+    def require_plain(self, state: Any, pieces: Sequence[Any]) -> None:
+        """Refuse results that have no form in a file.
+
+        Raises:
+            BadInput: With their type.
+        """
+        try:
+            encode([state, list(pieces)], [])
+        except NotPlainError as error:
+            raise BadInput(
+                ASKED,
+                f"a value of type {error}",
+                "results and positions are kept as tensors, numbers and texts, and this is neither",
+                "let the statistics of the extension, or the state of the data loader, be made of such; "
+                "or leave checkpoint out",
+            ) from error
+
+    def write(self, state: Any, pieces: Sequence[Any], said: str, batches: int) -> bool:
+        """Write a checkpoint; whether that was done. Where it fails, a warning says so, and the work goes on.
+
+        Args:
+            state: What the run goes on from.
+            pieces: What has come to results that grow, since the checkpoint before.
+            said: What is in it, for messages.
+            batches: The batches of this run so far.
+        """
+        start = clock()
+        tensors: list[Tensor] = []
+        self.require_plain(state, pieces)
+        facts = {**FORMAT, "said": said, "identity": self._identity, "state": encode(state, tensors)}
+        try:
+            self._folder.write(facts, tensors, _packed(pieces) if pieces else [])
+        except WriteError as error:
+            warnings.warn(
+                f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "
+                f"goes on; {self.kept or 'nothing is kept yet.'}",
+                PackpropWarning,
+                stacklevel=2,
+            )
+            self._last, self._batches = clock(), batches
+            return False
+        self._held, self._safe = said, batches
+        self._last, self._batches = clock(), batches
+        self._took = self._last - start
+        return True
+
+    @property
+    def kept(self) -> str:
+        """What is safe, as a sentence; empty if that is nothing."""
+        return f"what is kept in {str(self._folder.path)!r}: {self._held}." if self._held else ""
+
+
+def require_checkpoint(asked: str, where: str, folder: str | Path) -> None:
+    """Refuse a folder without a checkpoint, where a run shall go on.
+
+    Raises:
+        BadInput: If it holds none.
+    """
+    if not Path(folder).is_dir() or not Folder(folder).numbers():
+        raise BadInput(
+            asked,
+            where,
+            "there is no checkpoint in that folder",
+            "name the folder of the run that shall go on, or begin one with --checkpoint",
+        )
+
+
+def _packed(pieces: Sequence[Any]) -> list[Tensor]:
+    """Pieces as the tensors of one file: the first one says in JSON what the others are."""
+    tensors: list[Tensor] = []
+    named = json.dumps(encode(list(pieces), tensors)).encode()
+    return [torch.frombuffer(bytearray(named), dtype=torch.uint8), *tensors]
+
+
+def _unpacked(tensors: Sequence[Tensor]) -> list[Any]:
+    """What ``_packed`` was given."""
+    pieces: list[Any] = decode(json.loads(tensors[0].numpy().tobytes()), tensors[1:])
+    return pieces

@@ -1,0 +1,213 @@
+"""The folder of a checkpoint: locked, written atomically, read back whole or not at all.
+
+# NOTE [Safe files]
+A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names the files that belong to it, with
+their sizes and checksums, and has one of its own. Every file is written under another name, flushed to the
+disk, and renamed; the JSON file comes last. So whenever the process is killed, every checkpoint that is there
+is whole. The last two are kept: where the last one cannot be read, the one before is taken. What grows with the
+data is in files of its own, each with what came since the checkpoint before; both share the older ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: two runs in one folder are not noticed there
+    fcntl = None  # type: ignore[assignment]  # looked at before it is used
+
+LOCK = "lock"
+NAMES = re.compile(r"checkpoint-(\d{6,})\.json|(state|rows)-\d{6,}\.safetensors|lock|.*\.part")
+KEPT = 2
+"""Checkpoints that stay in the folder."""
+
+_LOCKED: set[str] = set()
+"""Folders that this process has locked: the system's locks are between processes."""
+
+WriteError = (OSError, safetensors.SafetensorError)
+"""What a full disk raises."""
+
+
+class Damaged(Exception):
+    """A file is not what was written."""
+
+
+class LockedElsewhere(Exception):
+    """Another run writes to the folder."""
+
+
+class Folder:
+    """The files of a checkpoint.
+
+    Args:
+        path: Where; made if it is missing.
+
+    Raises:
+        OSError: If it can neither be made nor written to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.number = 0
+        self._rows: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other run writes here. The system takes the lock off when the process ends in any way.
+
+        Raises:
+            LockedElsewhere: If another run does.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        key = str(self.path.resolve())
+        if key in _LOCKED:
+            raise LockedElsewhere
+        with open(self.path / LOCK, "a") as file:
+            if fcntl is not None:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise LockedElsewhere from error
+            _LOCKED.add(key)
+            try:
+                yield
+            finally:
+                _LOCKED.discard(key)
+
+    def strangers(self) -> list[str]:
+        """Names of files that no checkpoint has made."""
+        return sorted(name for name in os.listdir(self.path) if not NAMES.fullmatch(name))
+
+    def numbers(self) -> list[int]:
+        """The checkpoints that are there, the last one first."""
+        found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
+        return sorted((int(match[1]) for match in found if match and match[1]), reverse=True)
+
+    def read(self, number: int) -> tuple[dict[str, Any], list[Tensor], list[list[Tensor]]]:
+        """Facts, tensors, and what grows, file by file, of one checkpoint.
+
+        Raises:
+            Damaged: If a file of it is missing, or not what was written.
+        """
+        try:
+            outer = json.loads((self.path / f"checkpoint-{number:06d}.json").read_text(encoding="utf-8"))
+            content: dict[str, Any] = outer["content"]
+            if outer["checksum"] != zlib.crc32(_canonical(content)):
+                raise Damaged(f"checkpoint-{number:06d}.json does not have its checksum")
+            state = self._tensors(content["state"])
+            rows = [self._tensors(file) for file in content["rows"]]
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise Damaged(f"checkpoint-{number:06d}.json: {error}") from error
+        self.number, self._rows = number, content["rows"]
+        return content["facts"], state, rows
+
+    def _tensors(self, file: dict[str, Any]) -> list[Tensor]:
+        path = self.path / file["name"]
+        if _described(path) != file:
+            raise Damaged(f"{file['name']} does not have its size and checksum")
+        with safetensors.safe_open(path, framework="pt") as opened:
+            return [opened.get_tensor(str(index)).clone() for index in range(len(opened.keys()))]
+
+    def write(self, facts: dict[str, Any], state: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Write one more checkpoint; ``rows`` are what came since the one before.
+
+        Raises:
+            OSError, SafetensorError: If that fails; the checkpoints before are untouched then.
+        """
+        number = self.number + 1
+        made: list[Path] = []
+        try:
+            files = [*self._rows, *([self._written(f"rows-{number:06d}", rows, made)] if rows else [])]
+            content = {
+                "facts": facts,
+                "state": self._written(f"state-{number:06d}", state, made),
+                "rows": files,
+            }
+            text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
+            place = self.path / f"checkpoint-{number:06d}.json"
+            with open(_part(place), "w", encoding="utf-8") as file:
+                made.append(_part(place))
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(_part(place), place)
+        except BaseException:
+            for path in made:
+                path.unlink(missing_ok=True)
+            raise
+        self.number, self._rows = number, files
+        _flush_folder(self.path)
+        self._remove_old()
+
+    def _written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
+        """Write tensors to a file; what the JSON file says of it."""
+        path = self.path / f"{name}.safetensors"
+        made.append(_part(path))
+        whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
+        safetensors.torch.save_file(_apart(whole), _part(path))
+        with open(_part(path), "rb+") as file:
+            os.fsync(file.fileno())
+        made.append(path)
+        os.replace(_part(path), path)
+        _flush_folder(self.path)
+        return _described(path)
+
+    def _remove_old(self) -> None:
+        """Remove what none of the last checkpoints names."""
+        kept = self.numbers()[:KEPT]
+        for name in os.listdir(self.path):
+            numbered = re.fullmatch(r"(checkpoint|state)-(\d{6,})\.(json|safetensors)", name)
+            if name.endswith(".part") or (numbered and int(numbered[2]) not in kept):
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Name, size in bytes and checksum of a file."""
+    checksum, size = 0, 0
+    with open(path, "rb") as file:
+        while piece := file.read(2**22):
+            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+    return {"name": path.name, "bytes": size, "checksum": checksum}
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory: such are refused by the format."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen and tensor.numel():
+            tensors[name] = tensor.clone()
+        seen.add(address)
+    return tensors
+
+
+def _flush_folder(path: Path) -> None:
+    """Have the system put the names of files on the disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""What of each extension a reading of the data asks for: the rows before a second pass, or its last row.
+
+# NOTE [Second reading]
+Corrected eigenvalues of Kronecker factors need the eigenvectors of the factors of all samples before the first
+sample can be rotated. Over a data set this takes two readings: the first one computes everything but the rows
+of second passes, the second one computes nothing but these. Both draw the same numbers: random states are put
+back to what they were when the first reading began, and whatever draws from a generator does so in the order of
+the first reading, also where its results are not wanted any more. So the values are those of one batch of all
+samples, in which the same columns are swept twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from packprop.curvature.columns import Columns
+from packprop.curvature.seeds import columns
+from packprop.engine.request import tasks_by_seed
+from packprop.graph.graph import Graph
+from packprop.types import Extension, Row, Seed
+
+
+class Part(Extension):
+    """Some rows of an extension, in a pass of their own.
+
+    Args:
+        whole: The extension.
+        rows: Which of its rows.
+    """
+
+    def __init__(self, whole: Extension, rows: range) -> None:
+        self.whole, self.places = whole, rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the extension."""
+        return len(self.places) == len(self.whole.rows)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of this part."""
+        return tuple(self.whole.rows[place] for place in self.places)
+
+    @property
+    def savefield(self) -> str:  # type: ignore[override]  # that of the extension
+        """The attribute of the whole extension."""
+        return self.whole.savefield
+
+    @property
+    def cheaper(self) -> str:  # type: ignore[override]  # that of the extension
+        """What takes less time in place of the whole extension."""
+        return self.whole.cheaper
+
+    @property
+    def of_batch(self) -> bool:  # type: ignore[override]  # that of the extension
+        """Whether the whole extension is a quantity of the batch."""
+        return self.whole.of_batch
+
+    @property
+    def name(self) -> str:
+        """The name of the whole extension."""
+        return self.whole.name
+
+
+def readings_of(extensions: Sequence[Extension]) -> list[list[Part]]:
+    """What the first reading asks for, and the second one, if there is one; in the order of the extensions."""
+    later = [needs_second_reading(extension) for extension in extensions]
+    first = [
+        Part(extension, range(len(extension.rows) - second))
+        for extension, second in zip(extensions, later, strict=True)
+    ]
+    if not any(later):
+        return [first]
+    second = []
+    for extension in extensions:
+        count = len(extension.rows)
+        if needs_second_reading(extension):
+            second.append(Part(extension, range(count - 1, count)))
+        elif any(row.seed.kind == "hessian_mc" for row in extension.rows):
+            second.append(Part(extension, range(count)))  # it draws from a generator; its results are dropped
+    return [first, second]
+
+
+def needs_second_reading(extension: Extension) -> bool:
+    """Whether the extension goes over the samples twice."""
+    return extension.rows[-1].after is not None
+
+
+def drawn_as_before(graph: Graph, extensions: Sequence[Extension]) -> dict[Seed, list[Columns]]:
+    """The columns that a first reading of this batch has drawn, drawn again in its order."""
+    if not any(needs_second_reading(each) and each.rows[-1].seed.mc_samples is not None for each in extensions):
+        return {}
+    return {
+        seed: columns(graph, seed, create_graph=False)
+        for seed in tasks_by_seed(extensions)
+        if seed.kind == "ggn" and seed.mc_samples is not None
+    }
+
+
+def generators_of(extensions: Sequence[Extension]) -> list[torch.Generator]:
+    """The generators that the extensions draw from, each once."""
+    found: dict[int, torch.Generator] = {}
+    for row in _all_rows(extensions):
+        if row.seed.generator is not None:
+            found.setdefault(id(row.seed.generator), row.seed.generator)
+    return list(found.values())
+
+
+def _all_rows(extensions: Sequence[Extension]) -> Iterator[Row]:
+    for extension in extensions:
+        yield from extension.rows

@@ -1,0 +1,322 @@
+"""A run over a data set: its readings, what is kept of it, and how it goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from packprop.dataset.batches import Batches
+from packprop.dataset.checkpoint import ASKED, Checkpoint
+from packprop.dataset.chunks import ChunkSizesByBatch
+from packprop.dataset.parts import generators_of, readings_of
+from packprop.dataset.ranks import Ranks
+from packprop.dataset.result import Result
+from packprop.dataset.sources import Samples, set_states, states_of
+from packprop.dataset.stream import BatchStream
+from packprop.errors import BadInput, PackpropError
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.random import random_states, set_random_states
+
+
+class Moment(NamedTuple):
+    """Where a run is between two batches.
+
+    Args:
+        place: Of the data.
+        draws: Random states, of the global generators and of those of extensions.
+        number: The number of the next batch, among those of all ranks.
+        steps: Batches since this run began.
+        stored: Samples and terms in the store, if there is one.
+    """
+
+    place: dict[str, Any]
+    draws: dict[str, Any]
+    number: int
+    steps: int
+    stored: tuple[int, float] | None
+
+
+class Run:
+    """One run over a data set.
+
+    Args:
+        batches: The data.
+        stream: What batches are added to.
+        chunk_sizes: How much of a batch is taken at once.
+        device: Where results are.
+        ranks: Who takes part.
+        keeps: Whether there is a checkpoint.
+        progress: Whether to show a bar.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        stream: BatchStream,
+        chunk_sizes: ChunkSizesByBatch,
+        device: torch.device | str,
+        ranks: Ranks,
+        keeps: bool,
+        progress: bool,
+    ) -> None:
+        self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
+        self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
+        self._checkpoint: Checkpoint | None = None
+        self._results = stream.step.merged
+        self._readings = readings_of(stream.step.extensions)
+        self._generators = generators_of(stream.step.extensions)
+        self._reading, self._is_complete = 0, False
+        self._number, self._steps, self._written = 0, 0, 0
+        self._moment: Moment | None = None
+        batches.share(ranks)
+        batches.watched = keeps
+        if ranks.world > 1:
+            self._set_draws(self._derived(self._draws()))
+        self._begin = self._draws()
+
+    def go_on(self, checkpoint: Checkpoint | None, state: dict[str, Any] | None, pieces: list[Any]) -> None:
+        """Take up what the last checkpoint holds, if there is one.
+
+        Args:
+            checkpoint: Where the run is kept; the first rank has it.
+            state: What the last checkpoint holds; every rank has it.
+            pieces: What it holds of results that grow; the first rank has them.
+
+        Raises:
+            BadInput: If it was written by another number of ranks that had batches of their own.
+        """
+        self._checkpoint = checkpoint
+        if state is None:
+            return
+        saved, grown = map_tensors(lambda tensor: tensor.to(self._device), (state["results"], pieces))
+        self._reading, self._is_complete = state["reading"], state["complete"]
+        self._number = state["number"]
+        if self._ranks.rank == 0:
+            self._results.restore(saved, [((key[0], key[1], key[2]), piece) for key, piece in grown])
+            self._written = len(self._results.batches)
+        else:
+            self._results.restore_what_is_shared(saved)
+        self._chunk_sizes.restore(state["chunks"])
+        place = self._own(state["ranks"])
+        self._begin = place["begin"]
+        if self._is_complete:
+            self._batches.count = self._number
+        else:
+            self._batches.go_to(place, self._number)
+        self._set_draws(place["now"])
+        if self._stream.step.stored is not None:
+            self._stream.step.stored.go_to(place["stored"])
+
+    def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the checkpoint says of this rank; of one that was not there, what follows from the first one."""
+        if len(of_ranks) == self._ranks.world:
+            return of_ranks[self._ranks.rank]
+        if not isinstance(self._batches.source, Samples):
+            raise BadInput(
+                ASKED,
+                "the checkpoint",
+                f"it was written by {len(of_ranks)} ranks, each with batches of its own; there are "
+                f"{self._ranks.world} now",
+                f"go on with {len(of_ranks)} ranks; a Dataset, or a pair of tensors, is divided by packprop, "
+                "and any number of ranks may go on with it",
+            )
+        first = of_ranks[0]
+        draws, (start, states) = self._ranks.derived(first["draws"]), first["start"]
+        own = {"draws": draws, "start": [self._ranks.derived(start), states]}
+        return {**first, **own, "begin": self._derived(first["begin"]), "now": self._derived(first["now"])}
+
+    def to_the_end(self) -> Result:
+        """Read the data as often as it takes; what was done when that fails is kept.
+
+        Raises:
+            PackpropError: Of any kind; it says what is kept.
+        """
+        try:
+            with self._batches.explained():
+                return self._work()
+        except BaseException as error:
+            self._ranks.tell(error)
+            alone = self._ranks.world == 1 and self._checkpoint is not None
+            if alone and self._results.whole and self._moment is not None:
+                with contextlib.suppress(Exception):  # the error that is on its way says more
+                    self._keep_what_is_lacking()
+            kept = "" if self._checkpoint is None else self._checkpoint.kept
+            if isinstance(error, PackpropError) and kept:
+                raise _with(error, kept) from error.__cause__
+            raise
+
+    def _work(self) -> Result:
+        if not self._is_complete:
+            first = self._batches.first()
+            if first is not None:
+                self._chunk_sizes.of(first)  # a budget that nothing fits is refused before any work
+            if self._keeps and self._stream.step.stored is not None and self._moment is None:
+                self._note_moment()  # a store without a checkpoint would be one of something else
+                self._keep()
+            self._read()
+            if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
+                asked, instead = self._batches.asked, "give at least one sample"
+                raise BadInput(asked, "data", "no samples were in any batch", instead)
+            if len(self._readings) > 1 and self._reading == 0:
+                self._turn_over()
+                self._read()
+            self._is_complete = True
+            if self._keeps:
+                self._note_moment()
+                self._keep()
+        found = self._results.of_all(self._ranks, 0)
+        if len(self._readings) > 1:
+            found.end_second_reading()
+        if self._ranks.world > 1:
+            self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
+        return found.result()
+
+    def _turn_over(self) -> None:
+        """End the first reading, and begin the second one."""
+        self._results.end_first_reading(self._ranks)
+        self._reading, self._number = 1, 0
+        self._set_draws(self._begin)
+        self._batches.begin_again()
+        if self._keeps:
+            self._note_moment()
+            self._keep()
+
+    def _read(self) -> None:
+        """Read to the end of the current reading; see NOTE [In step]."""
+        console = Console(stderr=True)
+        hidden = not (self._progress and console.is_terminal and not self._ranks.rank)
+        parts, second = self._readings[self._reading], self._reading == 1
+        said = "packprop, second reading" if second else "packprop"
+        batches = track(self._batches, said, console=console, transient=True, disable=hidden)
+        self._ranks.in_step = True
+        for batch in self._with_the_others(batches):
+            if batch is not None:
+                number = self._number + self._ranks.rank
+                self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
+            self._steps += 1
+            self._number += self._ranks.world
+            if self._keeps:
+                self._note_moment()
+                if self._steps == 1 and self._checkpoint is not None:
+                    self._require_plain()
+            due = self._checkpoint is not None and self._checkpoint.due(self._steps)
+            self._others_go_on, due = self._ranks.step(batch is not None, due)
+            if due:
+                self._ranks.in_step = False
+                self._keep()
+                self._ranks.in_step = True
+        self._ranks.in_step = False
+
+    def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
+        """The batches of this rank, then ``None`` as long as others have some."""
+        yield from batches
+        while self._ranks.world > 1:
+            yield None
+            if not self._others_go_on:
+                return
+
+    def _note_moment(self) -> None:
+        """Batches before this moment are merged, and no others."""
+        stored = None if self._stream.step.stored is None else self._stream.step.stored.place
+        self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
+        self._results.whole = True
+
+    def _keep_what_is_lacking(self) -> None:
+        """Write a checkpoint of the last moment between two batches, if that can be done and was not."""
+        assert self._checkpoint is not None
+        assert self._moment is not None
+        taken = self._batches.count != self._moment.place["batches"]
+        if self._checkpoint.lacks(self._moment.steps) and not (taken and self._batches.has_state):
+            self._keep()  # a loader's own position would be behind that moment
+
+    def _keep(self) -> None:
+        """Write a checkpoint of the last moment between two batches, of all ranks."""
+        assert self._moment is not None
+        since, count = self._written, len(self._results.batches)
+        if self._stream.step.stored is not None:
+            self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
+        found = self._results.of_all(self._ranks, since)
+        of_ranks = self._ranks.each(self._own_state())
+        written = True
+        if self._checkpoint is not None:
+            state = self._state(found.saved(), of_ranks)
+            pieces = [
+                (key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value
+            ]
+            said = self._said(found.samples, of_ranks)
+            written = self._checkpoint.write(state, pieces, said, self._moment.steps)
+        if all(self._ranks.each(written)):
+            self._written = count
+
+    def _require_plain(self) -> None:
+        """Refuse what has no form in a file now, not after half a minute."""
+        assert self._checkpoint is not None
+        pieces = [
+            piece for key, value in self._results.partial.items() if self._results.grows(key) for piece in value
+        ]
+        self._checkpoint.require_plain(self._state(self._results.saved(), [self._own_state()]), pieces)
+
+    def _said(self, samples: int, of_ranks: list[dict[str, Any]]) -> str:
+        """What a checkpoint of the last moment holds, for messages."""
+        if self._is_complete:
+            return f"the results of all {samples:,} samples"
+        batches = self._said_batches([each["batches"] for each in of_ranks])
+        if self._reading == 0:
+            return f"the first {batches:,} batches, {samples:,} samples"
+        return f"all batches once, and the first {batches:,} batches of a second reading"
+
+    def _said_batches(self, counts: list[int]) -> int:
+        """How many batches all ranks have done."""
+        assert self._moment is not None or not self._keeps or self._is_complete
+        number = self._number if self._moment is None else self._moment.number
+        source = self._batches.source
+        return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
+
+    def _state(self, results: Mapping[str, Any], of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a run goes on from, but for what grows with the data."""
+        assert self._moment is not None
+        return {
+            "reading": self._reading,
+            "complete": self._is_complete,
+            "number": self._moment.number,
+            "results": results,
+            "chunks": self._chunk_sizes.saved(),
+            "ranks": of_ranks,
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """What this rank goes on from."""
+        assert self._moment is not None
+        loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
+        draws = {"now": self._moment.draws, "begin": self._begin}
+        return {**self._moment.place, **loader, **draws, "stored": self._moment.stored}
+
+    def _draws(self) -> dict[str, Any]:
+        """The random states that the next draws are made from."""
+        states = {str(device): state for device, state in random_states().items()}
+        return {"devices": states, "generators": states_of(self._generators)}
+
+    def _derived(self, draws: dict[str, Any]) -> dict[str, Any]:
+        """Random states of this rank, where those of the first one are given."""
+        generators = [
+            self._ranks.derived(state, generator.device)
+            for state, generator in zip(draws["generators"], self._generators, strict=True)
+        ]
+        devices = {
+            name: self._ranks.derived(state, torch.device(name)) for name, state in draws["devices"].items()
+        }
+        return {"devices": devices, "generators": generators}
+
+    def _set_draws(self, draws: dict[str, Any]) -> None:
+        set_random_states({torch.device(name): state for name, state in draws["devices"].items()})
+        set_states(self._generators, draws["generators"])
+
+
+def _with(error: PackpropError, kept: str) -> PackpropError:
+    """The same error, which also says what is kept."""
+    return type(error)(error.asked, error.where, error.why, f"{error.instead}; {kept}")

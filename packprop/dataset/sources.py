@@ -1,0 +1,169 @@
+"""Where batches come from: samples that are put together here, or batches that come as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from packprop.dataset.identity import spot_check
+from packprop.tensors.nesting import tensors_in
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Indices of the samples of some batches, in the data's order: a sampler of batches.
+
+    Args:
+        samples: Samples in all batches.
+        size: Samples in a batch; the last one may have fewer.
+        begin: The first batch.
+        step: From one batch to the next.
+    """
+
+    samples: int
+    size: int
+    begin: int = 0
+    step: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the batches."""
+        return range(self.begin, -(-self.samples // self.size), self.step)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.numbers:
+            yield list(range(number * self.size, min(self.samples, (number + 1) * self.size)))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A data set of single samples.
+
+    Args:
+        data: The data set; its samples have indices.
+        size: Samples in a batch.
+    """
+
+    data: Any
+    size: int
+
+    @property
+    def tensors(self) -> Sequence[Tensor] | None:
+        """Tensors whose leading axes hold the samples, where there is nothing else to a sample."""
+        plain = type(self.data).__getitem__ is TensorDataset.__getitem__
+        return self.data.tensors if plain else None
+
+    def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
+        """Batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
+        ranges = Ranges(len(self.data), self.size, begin + rank, world)
+        if self.tensors is not None:
+            return (tuple(t[at[0] : at[-1] + 1] for t in self.tensors) for at in ranges)
+        return iter(DataLoader(self.data, batch_sampler=ranges))
+
+    def facts(self) -> dict[str, Any]:
+        """What tells these data from others, without reading them all."""
+        spots = None if self.tensors is None else spot_check(self.tensors)
+        return {"samples": len(self.data), "samples in a batch": self.size, "some values": spots}
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // self.size)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Batches as the user's own loader yields them.
+
+    Args:
+        data: Can be iterated over.
+    """
+
+    data: Iterable[Any]
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether the data are gone when they have been read."""
+        return isinstance(self.data, Iterator)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the data say where they are, and can be put there, as a ``StatefulDataLoader`` does."""
+        return all(callable(getattr(self.data, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def generators(self) -> list[torch.Generator]:
+        """Generators that a data loader and its samplers draw from, each once."""
+        loader: Any = self.data
+        samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+        samplers.append(getattr(samplers[1], "sampler", None))
+        found = [getattr(each, "generator", None) for each in (loader, *samplers)]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def facts(self) -> dict[str, Any]:
+        """What tells these data from others, without reading them."""
+        return {"batches": "of a loader with a state" if self.has_state else "as they are given"}
+
+    def __len__(self) -> int:
+        return len(self.data) if isinstance(self.data, Sized) else 0
+
+
+Source = Samples | Given
+
+
+def source_of(data: Any, size: int) -> Source:
+    """Samples, if the data have indices; a data set without becomes a loader."""
+    if isinstance(data, Dataset):
+        if isinstance(data, Sized) and not isinstance(data, torch.utils.data.IterableDataset):
+            return Samples(data, size)
+        return Given(DataLoader(data, size))
+    return Given(data)
+
+
+class Draws:
+    """Random numbers of the data: the global generator of the CPU, apart from what is drawn between batches.
+
+    So the order of a shuffled loader, and what it does to its samples, depends on how many batches it gave, and
+    not on what was computed from them. It begins with a state that the global one determines.
+    """
+
+    def __init__(self) -> None:
+        seed = (
+            int.from_bytes(hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest())
+            >> 1
+        )
+        self.state: Tensor = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, the global generator is that of the data."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def chained(before: str, batch: Any) -> str:
+    """A text that stands for the batches so far and this one, in their order."""
+    return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """The states of generators."""
+    return [generator.get_state() for generator in generators]
+
+
+def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    """Put back what ``states_of`` returned."""
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)

@@ -1,0 +1,339 @@
+"""Runs that end midway, and go on from their checkpoint: the result is that of a run that was left alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from packprop import BadInput, PackpropWarning, Store, extensions
+from packprop.dataset.result import Result
+from packprop.dataset.state import MergedResults
+from tests.dataset.kills import same
+from tests.dataset.small import compute, small
+from tests.dataset.test_forms import Pairs
+
+SAMPLES, SIZE = 23, 5
+
+
+class Broken(Exception):
+    """The process was to be ended here."""
+
+
+class Breaking(nn.Module):
+    """A model that fails in one of its calls."""
+
+    def __init__(self, fails: int | None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.calls: list[int] = []
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        if len(self.calls) == self.fails:
+            raise KeyboardInterrupt
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Stateful:
+    """A loader that shuffles, and keeps its own position; what it gave is not given again."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.begin, self.given = x, y, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        begin, self.begin = self.begin, 0
+        self.given = begin
+        for start in range(begin * SIZE, len(self.x), SIZE):
+            self.given += 1
+            yield self.x[start : start + SIZE], self.y[start : start + SIZE]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "nested": (b"bytes", torch.ones(2), None)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["nested"][0] == b"bytes"
+        self.begin = state["given"]
+
+
+class Drawn(Pairs):
+    """A data set that changes its samples by random numbers."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(3).double(), y
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 3, generator=source).double()
+    return inputs, torch.randint(2, (SAMPLES,), generator=source)
+
+
+def split(x: Tensor, y: Tensor) -> list[Any]:
+    return list(zip(x.split(SIZE), y.split(SIZE), strict=True))
+
+
+def shuffled(x: Tensor, y: Tensor) -> Any:
+    return DataLoader(Drawn(x, y), SIZE, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tensors": lambda x, y: (x, y),
+    "TensorDataset": TensorDataset,
+    "samples that draw": Drawn,
+    "list": split,
+    "shuffled": lambda x, y: DataLoader(Drawn(x, y), SIZE, shuffle=True),
+    "shuffled by a generator": shuffled,
+    "with a state": Stateful,
+}
+BY_SAMPLE = ("tensors", "TensorDataset", "samples that draw")
+
+
+def asked_of(source: torch.Generator | None) -> list[Any]:
+    return [
+        extensions.BatchGrad(),
+        extensions.Variance(),
+        extensions.DiagHessianMC(),
+        extensions.KFAC(mc_samples=2),
+        extensions.EKFAC(mc_samples=2, generator=source),
+    ]
+
+
+def run(
+    form: str, fails: int | None = None, data: Any = None, **options: Any
+) -> tuple[Result, Breaking, Tensor]:
+    """The result, the model, and numbers that are drawn afterwards."""
+    torch.manual_seed(4)
+    model = Breaking(fails)
+    asked = asked_of(torch.Generator().manual_seed(3))
+    given = FORMS[form](*samples()) if data is None else data
+    size = {"batch_size": SIZE} if form in BY_SAMPLE else {}
+    found = compute(model, nn.CrossEntropyLoss(), given, *asked, **size, **options)
+    return found, model, torch.rand(2)
+
+
+@pytest.mark.parametrize("every", [1, 2, "1h"])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_goes_on_from_where_it_was(form: str, every: Any, tmp_path: Path) -> None:
+    """Interrupted in the middle of a batch, of either reading; the numbers that are drawn are the same, too."""
+    alone, left_alone, numbers = run(form)
+    calls = len(left_alone.calls)
+    for number, fails in enumerate((4, 3)):  # in the first reading, then in the second one
+        with pytest.raises(KeyboardInterrupt):
+            run(form, fails if number == 0 else fails + 2, checkpoint=tmp_path, every=every)
+    found, model, drawn = run(form, checkpoint=tmp_path, every=every)
+    assert same(found, alone)
+    assert torch.equal(drawn, numbers)
+    keeps = form != "with a state" or every == 1  # such a loader is behind the batch that failed
+    assert len(model.calls) == calls - 7 if keeps else len(model.calls) >= calls - 7
+
+
+def test_a_run_that_has_ended_gives_its_result_at_once(tmp_path: Path) -> None:
+    alone, _, numbers = run("list", checkpoint=tmp_path)
+    found, model, drawn = run("list", checkpoint=tmp_path)
+    assert same(found, alone)
+    assert torch.equal(drawn, numbers)
+    assert not model.calls
+
+
+def test_a_data_set_is_not_read_again(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    class Noting(Pairs):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            read.append(index)
+            return super().__getitem__(index)
+
+    model, (x, y) = small(SAMPLES)
+    for fails in (True, False):
+        data = Noting(x, y)
+        data_or_broken = data if not fails else Failing(data, 12)
+        with pytest.raises(BadInput) if fails else pytest.MonkeyPatch.context():
+            compute(model, nn.CrossEntropyLoss(), data_or_broken, extensions.Variance(), batch_size=SIZE,
+                    checkpoint=tmp_path)  # fmt: skip
+    assert read.index(10, 12) == 12
+    assert read[12:] == [*range(10, SAMPLES)]
+
+
+class Failing(Pairs):
+    """A data set that cannot read one of its samples."""
+
+    def __init__(self, data: Pairs, at: int) -> None:
+        super().__init__(data.x, data.y)
+        self.data, self.at = data, at
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.at:
+            raise OSError("the disk is gone")
+        return self.data[index]
+
+
+def breaking(batches: list[Any], after: int) -> Iterator[Any]:
+    yield from batches[:after]
+    raise OSError("the disk is gone")
+
+
+def test_data_that_fail_midway(tmp_path: Path) -> None:
+    """What was done is kept, and said; an iterator that is given anew goes on from there."""
+    model, (x, y) = small(SAMPLES)
+    asked, loss = [extensions.BatchGrad(), extensions.Variance()], nn.CrossEntropyLoss()
+    with pytest.raises(BadInput, match="the disk is gone") as error:
+        compute(model, loss, breaking(split(x, y), 3), *asked, checkpoint=tmp_path)
+    assert "the first 3 batches, 15 samples" in error.value.instead
+    assert str(tmp_path) in error.value.instead
+    found = compute(model, loss, iter(split(x, y)), *asked, checkpoint=tmp_path)
+    assert same(found, compute(model, loss, split(x, y), *asked))
+
+
+def test_a_batch_that_fails(tmp_path: Path) -> None:
+    """A batch of another structure: those before it are kept."""
+    model, (x, y) = small(SAMPLES)
+    asked, loss = [extensions.BatchGrad(), extensions.Variance()], nn.CrossEntropyLoss()
+    batches = split(x, y)
+    wrong = [*batches[:2], (batches[2][0][:, :2], batches[2][1]), *batches[3:]]
+    with pytest.raises(BadInput, match="mat1") as error:
+        compute(model, loss, wrong, *asked, checkpoint=tmp_path)
+    assert "the first 2 batches, 10 samples" in error.value.instead
+    found = compute(model, loss, batches, *asked, checkpoint=tmp_path)
+    assert same(found, compute(model, loss, batches, *asked))
+
+
+@pytest.mark.parametrize("change", ["order", "values", "fewer"])
+def test_other_data_are_noticed(change: str, tmp_path: Path) -> None:
+    model, (x, y) = small(SAMPLES)
+    asked, loss = extensions.Variance(), nn.CrossEntropyLoss()
+    with pytest.raises(BadInput, match="the disk is gone"):
+        compute(model, loss, breaking(split(x, y), 3), asked, checkpoint=tmp_path)
+    batches = split(x, y)
+    if change == "order":
+        batches[0], batches[1] = batches[1], batches[0]
+    elif change == "values":
+        batches[0][0][0, 0] += 1e-9
+    else:
+        del batches[2:]
+    with pytest.raises(BadInput, match="3 batches had been read") as error:
+        compute(model, loss, batches, asked, checkpoint=tmp_path)
+    assert ("2 batches only" if change == "fewer" else "another order") in error.value.why
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_stateful_data_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for shuffle in (False, True):
+        folder = tmp_path / str(shuffle)
+
+        def loader(shuffle: bool = shuffle) -> Any:
+            return stateful(Pairs(*samples()), SIZE, shuffle=shuffle)
+
+        alone, _, _ = run("with a state", data=loader())
+        for fails in (4, 4, 4):
+            with pytest.raises(KeyboardInterrupt):
+                run("with a state", fails, data=loader(), checkpoint=folder, every=1)
+        found, _, _ = run("with a state", data=loader(), checkpoint=folder, every=1)
+        assert same(found, alone)
+        with monkeypatch.context() as patch:  # all batches of the first reading were given, and are kept
+            patch.setattr(MergedResults, "end_first_reading", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run("with a state", data=loader(), checkpoint=folder / "end", every=1)
+        found, model, _ = run("with a state", data=loader(), checkpoint=folder / "end", every=1)
+        assert same(found, alone)
+        assert len(model.calls) == 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads: torch's are idle
+def test_killed_at_random_moments() -> None:
+    """A few of the many that `python -m tests.dataset.kills` makes."""
+    command = [sys.executable, "-m", "tests.dataset.kills", "--kills", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(re.findall(r'"kills": (\d+)', done.stdout)[-1]) >= 5
+
+
+def test_every_is_a_time_or_a_number(tmp_path: Path) -> None:
+    model, data = small()
+    for every in ("30", "soon", 0, -1, 2.5, True, None):
+        with pytest.raises(BadInput, match="neither a time nor a number"):
+            compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=tmp_path, every=every)
+    for good in ("0.5s", "5 min", "1h", 3):
+        folder = tmp_path / str(good)
+        compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=folder, every=good)
+
+
+def test_the_budget_chooses_the_same_chunks(tmp_path: Path) -> None:
+    """Chunks decide how sums are rounded, and which batch came first decides chunks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 50), nn.Sigmoid(), nn.Linear(50, 4)).double()
+    x, y = torch.randn(60, 6).double(), torch.randint(4, (60,))
+    batches = list(zip(x.split([10, 30, 20]), y.split([10, 30, 20]), strict=True))
+    asked, options = [extensions.SumGradSquared(), extensions.DiagGGNExact()], {"memory": "400KiB"}
+    alone = compute(model, nn.CrossEntropyLoss(), batches, *asked, **options)
+    for after in (1, 2):
+        with pytest.raises(BadInput, match="the disk is gone"):
+            compute(
+                model, nn.CrossEntropyLoss(), breaking(batches, after), *asked, checkpoint=tmp_path, **options
+            )
+    found = compute(model, nn.CrossEntropyLoss(), batches, *asked, checkpoint=tmp_path, **options)
+    assert same(found, alone)
+
+
+@pytest.mark.parametrize("what", ["full", "truncated"])
+def test_a_finished_result_is_returned_where_nothing_can_be_written(what: str, tmp_path: Path) -> None:
+    """Whatever happens to the folder while the run goes on, it ends with its result."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    alone, _, _ = run("tensors")
+    with pytest.raises(KeyboardInterrupt):
+        run("tensors", 3, checkpoint=tmp_path, every=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint-*.json")}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000 if what == "full" else 100, hard))
+        with pytest.warns(PackpropWarning, match="could not be written") as warned:
+            found, _, _ = run("tensors", checkpoint=tmp_path, every=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the first 2 batches, 10 samples" in str(warned[0].message)
+    assert same(found, alone)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint-*.json")} == before
+    assert not list(tmp_path.glob("*.part"))
+    found, model, _ = run("tensors", checkpoint=tmp_path)
+    assert same(found, alone)
+    assert len(model.calls) == 2 * 5 - 2
+
+
+def test_a_store_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
+    """Rows that came after the checkpoint are cut off, and come again; a writer of one's own does the same."""
+    (x, y), kept = samples(), tmp_path / "kept"
+
+    def stored(fails: int | None, store: Any, **options: Any) -> Result:
+        torch.manual_seed(4)
+        asked = [extensions.BatchGrad(), extensions.Variance()]
+        given = (x, y), asked[0], asked[1]
+        return compute(Breaking(fails), nn.CrossEntropyLoss(), *given, batch_size=SIZE, store=store, **options)
+
+    alone = stored(None, tmp_path / "alone")
+    for fails in (4, 2):
+        with pytest.raises(KeyboardInterrupt):
+            stored(fails, tmp_path / "store", checkpoint=kept, every=2)
+    found = stored(None, tmp_path / "store", checkpoint=kept, every=2)
+    assert same(found, alone)
+    expected, rows = Store(tmp_path / "alone"), Store(tmp_path / "store")
+    assert (rows.samples, rows.terms, rows.finished) == (SAMPLES, expected.terms, True)
+    assert torch.equal(rows.identifiers, expected.identifiers)
+    for name, array in expected["grad_batch"].items():
+        assert torch.equal(rows["grad_batch", name].torch(), array.torch())
+    with pytest.raises(BadInput, match="other"):
+        stored(None, None, checkpoint=kept)

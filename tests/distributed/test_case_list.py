@@ -1,0 +1,33 @@
+"""Some cases of the one list on two and three ranks; `make ranks` takes all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.comparison import compare, summary
+from tests.distributed.processes import in_processes, needs_groups
+
+pytestmark = needs_groups
+
+NAMES = [
+    "linear-2d",
+    "conv2d",
+    "embedding",
+    "layernorm",
+    "gru",
+    "class-token",
+    "module-twice",
+    "tied-transpose",
+    "checkpoint",
+    "experts-grouped",
+    "ce-plain",
+    "bce-vector",
+    "two-losses-one-output",
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("DDP", 2), ("alone", 3)])
+def test_values_are_those_of_one_process(kind: str, ranks: int) -> None:
+    lines, wrong = summary(in_processes(compare, ranks, NAMES, kind))
+    assert not wrong, "\n".join(lines)
+    assert lines == [f"{len(NAMES)} cases right, 0 wrong, 0 refused, 0 refused in one process, too"]

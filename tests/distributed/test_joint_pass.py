@@ -1,0 +1,418 @@
+"""Values of the samples of all ranks: what they are, on which ranks, and what is refused on all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import packprop
+from packprop import extensions
+from packprop.distributed import AllRanks
+from packprop.errors import BadInput, PackpropError
+from tests.distributed.processes import in_processes, needs_groups, outcomes_of
+
+pytestmark = needs_groups
+
+SIZES = (5, 2, 3)
+"""Samples of each rank."""
+
+ASKED = [
+    extensions.BatchGrad,
+    extensions.BatchL2Grad,
+    extensions.SumGradSquared,
+    extensions.Variance,
+    extensions.DiagGGNExact,
+    extensions.KFLR,
+    extensions.DiagHessian,
+]
+
+
+class Branching(nn.Module):
+    """A model whose second layer serves some inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, detour: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(torch.sigmoid(self.second(x)) if detour else x)  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    """One weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x) @ self.embedding.weight)  # type: ignore[no-any-return]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3))
+
+
+def built(build: Callable[[], nn.Module] = network) -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(3)
+    return packprop.extend(build().double())
+
+
+def data(sizes: tuple[int, ...] = SIZES) -> list[tuple[Tensor, Tensor]]:
+    """The samples of each rank."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (sum(sizes),), generator=generator)
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def cross_entropy(**options: Any) -> nn.Module:
+    return packprop.extend(nn.CrossEntropyLoss(**options))
+
+
+def values(model: nn.Module, fields: list[str]) -> dict[str, list[Tensor]]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        for field in fields:
+            if hasattr(parameter, field):
+                value = getattr(parameter, field)
+                found[f"{field} of {name}"] = [*value] if isinstance(value, list) else [value]
+    return found
+
+
+def assert_same(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensors in expected.items():
+        for mine, other in zip(found[key], tensors, strict=True):
+            torch.testing.assert_close(
+                mine, other, rtol=1e-9, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+FIELDS = [make.savefield for make in ASKED]
+
+
+def one_process(model: nn.Module, loss: nn.Module, **options: Any) -> dict[str, list[Tensor]]:
+    """What one process has of the samples of all ranks."""
+    x, y = (torch.cat(each) for each in zip(*data(), strict=True))
+    with packprop.backpack(*(make() for make in ASKED), **options):
+        loss(model(x), y).backward()
+    return values(model, FIELDS)
+
+
+def unequal_batches(rank: int) -> None:
+    """Means are over all samples, and .grad is what DistributedDataParallel makes of it."""
+    for options in ({}, {"reduction": "sum"}, {"weight": torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)}):
+        loss = cross_entropy(**options)
+        expected = one_process(built(), loss)
+        model = built()
+        wrapped = DistributedDataParallel(model)
+        x, y = data()[rank]
+        for _ in range(2):
+            with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)) as context:
+                loss(wrapped(x), y).backward()
+            assert context.rows == [range(5), range(5, 7), range(7, 10)][rank]
+            assert_same(values(model, FIELDS), expected)
+        with packprop.backpack(extensions.BatchGrad(), extensions.Variance(), ranks="all") as context:
+            loss(wrapped(x), y).backward()
+        rows = expected["grad_batch of 0.weight"][0][context.rows.start : context.rows.stop]
+        torch.testing.assert_close(model[0].weight.grad_batch, rows)  # they stay where they were
+
+
+def rows_sum_to_the_gradient(rank: int) -> None:
+    """With equal shares, rows of all ranks add up to .grad under DistributedDataParallel."""
+    model, loss = built(), cross_entropy()
+    x, y = data()[rank]
+    wrapped = DistributedDataParallel(model)
+    with packprop.backpack(extensions.BatchGrad(), ranks=AllRanks(share="equal", gather=True)):
+        loss(wrapped(x), y).backward()
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+    share = SIZES[rank] / sum(SIZES)
+    expected = one_process(built(), loss)
+    for ranks in (AllRanks(share="samples"), AllRanks(share=share)):
+        with packprop.backpack(*(make() for make in ASKED[2:]), ranks=ranks):
+            loss(model(x), y).backward()
+        assert_same(values(model, FIELDS[2:]), {k: v for k, v in expected.items() if "batch" not in k})
+
+
+def accumulation(rank: int) -> None:
+    """Gradients accumulate on the rank under no_sync; values are those of all ranks in every pass."""
+    model, loss = built(), cross_entropy()
+    wrapped = DistributedDataParallel(model)
+    x, y = data()[rank]
+    expected = one_process(built(), loss)
+    asked = [make() for make in ASKED]
+    with wrapped.no_sync(), packprop.backpack(*asked, ranks=AllRanks(gather=True), loss_scale=0.5):
+        (loss(wrapped(x), y) / 2).backward()
+    assert_same(values(model, FIELDS), expected)
+    plain = built()
+    (cross_entropy()(plain(x), y) / 2).backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)  # that of this rank
+    with packprop.backpack(*asked, ranks=AllRanks(gather=True), loss_scale=0.5):
+        (loss(wrapped(x), y) / 2).backward()
+    assert_same(values(model, FIELDS), expected)
+
+
+def unused_on_one_rank(rank: int) -> None:
+    """What a rank has not used has zeros for its samples, and the values of all ranks."""
+    model, loss = built(Branching), cross_entropy()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    x, y = data()[rank]
+    with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)) as context:
+        loss(wrapped(x, detour=rank != 1), y).backward()
+    reference = built(Branching)
+    parts = [reference(x, detour=place != 1) for place, (x, _) in enumerate(data())]
+    total = sum(SIZES)
+    rows = {name: torch.zeros(total, *p.shape, dtype=p.dtype) for name, p in reference.named_parameters()}
+    place = 0
+    for part, (_, y) in zip(parts, data(), strict=True):
+        for out, label in zip(part, y, strict=True):
+            term = nn.functional.cross_entropy(out[None], label[None]) / total
+            for name, p in reference.named_parameters():
+                (g,) = torch.autograd.grad(term, p, retain_graph=True, allow_unused=True)
+                rows[name][place] = 0 if g is None else g
+            place += 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_batch, rows[name])
+        torch.testing.assert_close(parameter.batch_l2, rows[name].flatten(1).square().sum(1))
+        torch.testing.assert_close(parameter.variance, rows[name].var(0, unbiased=False))
+        torch.testing.assert_close(parameter.sum_grad_squared, rows[name].square().sum(0))
+    factors = model.second.weight.kflr
+    if rank == 1:
+        assert context.rows == range(5, 7)
+    inputs = torch.cat([torch.tanh(reference.first(x)) for place, (x, _) in enumerate(data()) if place != 1])
+    torch.testing.assert_close(factors[1], inputs.T @ inputs / total)
+
+
+def empty_on_one_rank(rank: int) -> None:
+    """A rank without samples takes part, and has the values of the others."""
+    model, loss = built(), cross_entropy()
+    sizes = (4, 0, 3)
+    x, y = data(sizes)[rank]
+    with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)) as context:
+        out = model(x)
+        (loss(out, y) if len(x) else out.sum() * 0).backward()
+    assert context.rows == [range(4), range(4, 4), range(4, 7)][rank]
+    reference = built()
+    x, y = (torch.cat(each) for each in zip(*data(sizes), strict=True))
+    with packprop.backpack(*(make() for make in ASKED)):
+        loss(reference(x), y).backward()
+    assert_same(values(model, FIELDS), values(reference, FIELDS))
+
+
+def without_terms_on_one_rank(rank: int) -> None:
+    """All targets of a rank are ignored: its mean is 0/0, and counts nothing."""
+    model, loss = built(), cross_entropy()
+    parts = data()
+    x = parts[rank][0]
+    ignored = [y if place != 1 else torch.full_like(y, -100) for place, (_, y) in enumerate(parts)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)):
+            loss(model(x), ignored[rank]).backward()
+    reference = built()
+    with packprop.backpack(*(make() for make in ASKED)):
+        loss(reference(torch.cat([x for x, _ in parts])), torch.cat(ignored)).backward()
+    assert_same(values(model, FIELDS), values(reference, FIELDS))
+
+
+def tied_and_frozen(rank: int) -> None:
+    for build in (Tied, network):
+        model, reference = built(build), built(build)
+        if build is network:
+            model[0].bias.requires_grad_(False)
+            reference[0].bias.requires_grad_(False)
+        loss = cross_entropy()
+        x, y = data()[rank]
+        wrapped = DistributedDataParallel(model)
+        with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)):
+            loss(wrapped(x), y).backward()
+        assert_same(values(model, FIELDS), one_process(reference, loss))
+
+
+def penalties(rank: int) -> None:
+    """A penalty on parameters is in the loss of all ranks once."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    def run(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        with packprop.backpack(extensions.DiagHessian(), **options):
+            (cross_entropy()(model(x), y) + penalty).backward()
+        return model.inner[0].weight.diag_h  # type: ignore[no-any-return]
+
+    found = run(built(Penalised), *data()[rank], ranks="all")
+    x, y = (torch.cat(each) for each in zip(*data(), strict=True))
+    torch.testing.assert_close(found, run(built(Penalised), x, y))
+
+
+def hooks_see_values_of_all_ranks(rank: int) -> None:
+    model, loss = built(), cross_entropy()
+    seen = []
+
+    def hook(module: nn.Module) -> None:
+        seen.append(module.weight.diag_ggn_exact.clone())
+        del module.weight.diag_ggn_exact
+
+    x, y = data()[rank]
+    with packprop.backpack(extensions.DiagGGNExact(), ranks="all", extension_hook=hook):
+        loss(model(x), y).backward()
+    assert len(seen) == 2
+    expected = one_process(built(), loss)
+    by_shape = {tensors[0].shape: tensors[0] for key, tensors in expected.items() if "diag_ggn" in key}
+    for diagonal in seen:
+        torch.testing.assert_close(diagonal, by_shape[diagonal.shape])
+
+
+def several_losses(rank: int) -> None:
+    """Two means over the same samples have one share."""
+    model, loss = built(), cross_entropy()
+    x, y = data()[rank]
+
+    def run(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        with packprop.backpack(extensions.Variance(), **options), packprop.record():
+            out = model(x)
+            (loss(out, y) + 0.3 * nn.functional.mse_loss(out, torch.ones_like(out))).backward()
+        return model[0].weight.variance  # type: ignore[no-any-return]
+
+    found = run(model, x, y, ranks="all")
+    x, y = (torch.cat(each) for each in zip(*data(), strict=True))
+    torch.testing.assert_close(found, run(built(), x, y))
+
+
+RIGHT = [
+    unequal_batches,
+    rows_sum_to_the_gradient,
+    accumulation,
+    unused_on_one_rank,
+    empty_on_one_rank,
+    without_terms_on_one_rank,
+    tied_and_frozen,
+    penalties,
+    hooks_see_values_of_all_ranks,
+    several_losses,
+]
+
+
+def all_right(rank: int) -> None:
+    for check in RIGHT:
+        try:
+            check(rank)
+        except Exception as error:
+            error.add_note(f"in {check.__name__}")
+            raise
+
+
+def test_values_are_those_of_one_process() -> None:
+    in_processes(all_right, 3)
+
+
+def refused(run: Callable[[], None]) -> str:
+    with pytest.raises(PackpropError) as raised:
+        run()
+    error = raised.value
+    assert all((error.asked, error.where, error.why, error.instead))
+    return str(error)
+
+
+def refusals(rank: int) -> dict[str, str]:
+    model, loss = built(), cross_entropy()
+    x, y = data()[rank]
+    found = {}
+
+    def one_pass(*asked: Any, factor: float = 1.0, ranks: Any = "all", **options: Any) -> None:
+        with packprop.backpack(*asked, ranks=ranks):
+            (factor * loss(model(x), y)).backward(**options)
+
+    norms = extensions.BatchL2Grad
+    found["other extensions"] = refused(lambda: one_pass(extensions.Variance() if rank else norms()))
+    found["other options"] = refused(lambda: one_pass(extensions.KFAC(1 + rank)))
+    found["more extensions"] = refused(lambda: one_pass(norms(), *([extensions.Variance()] if rank else [])))
+    found["one refuses"] = refused(lambda: one_pass(extensions.BatchGrad(subsampling=[4])))
+    found["by hand"] = refused(lambda: one_pass(norms(), factor=1.0 + rank))
+    found["BatchDotGrad"] = refused(lambda: one_pass(extensions.BatchDotGrad()))
+    found["EKFAC"] = refused(lambda: one_pass(extensions.EKFAC()))
+    found["HMP"] = refused(lambda: one_pass(extensions.HMP()))
+    found["KFRA"] = refused(lambda: one_pass(extensions.KFRA()))
+    found["create_graph"] = refused(lambda: one_pass(norms(), create_graph=True))
+
+    def own_loss() -> None:
+        with packprop.backpack(norms(), ranks="all"):
+            (model(x).square().sum(1) * torch.arange(len(x))).sum().backward()
+
+    found["own loss"] = refused(own_loss)
+
+    def sums_and_means() -> None:
+        with packprop.backpack(norms(), ranks="all"):
+            out = model(x)
+            (loss(out, y) + cross_entropy(reduction="sum")(out, y)).backward()
+
+    found["sums and means"] = refused(sums_and_means)
+    parameters = [*model.parameters()]
+    assert not any(hasattr(p, "batch_l2") for p in parameters)
+    one_pass(norms())  # and all goes on
+    assert model[0].weight.batch_l2.shape == (len(x),)
+    return found
+
+
+def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
+    first, *others = in_processes(refusals, 3)
+    for found in others:
+        assert found.keys() == first.keys()
+    assert "rank 1" in first["other extensions"]
+    assert "mc_samples=2" in first["other options"]
+    assert "Variance" in first["more extensions"]
+    assert "rank 1" in first["one refuses"]
+    assert "index 4" in first["one refuses"]
+    assert "the batch has 2 samples" in others[0]["one refuses"]
+    assert "by hand" in first["by hand"]
+    assert "share" in first["own loss"]
+    for name in ("BatchDotGrad", "EKFAC", "HMP", "KFRA"):
+        assert name in first[name]
+        assert "ranks='own'" in first[name]
+
+
+def one_does_not_come(rank: int) -> str:
+    model, loss = built(), cross_entropy()
+    x, y = data()[rank]
+    if rank == 1:
+        loss(model(x), y).backward()
+        return ""
+
+    def run() -> None:
+        with packprop.backpack(extensions.Variance(), ranks=AllRanks(timeout=1.0)):
+            loss(model(x), y).backward()
+
+    return refused(run)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    found = outcomes_of(one_does_not_come, 2, patient=True)
+    assert found[0].error is None
+    assert "did not come" in found[0].value or "not all ranks came within 1 s" in found[0].value
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(BadInput, match="no process group"):
+        packprop.backpack(extensions.Variance(), ranks="all")
+    with pytest.raises(BadInput, match="'own', 'all'"):
+        packprop.backpack(extensions.Variance(), ranks="every")
+    for wrong in (dict(share="half"), dict(share=-1.0), dict(share=True), dict(timeout=0)):
+        with pytest.raises(BadInput):
+            AllRanks(**wrong)

@@ -17,6 +17,7 @@ from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
+from packprop.engine.probes import by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver
 from packprop.errors import BadInput, PackpropWarning
@@ -69,6 +70,7 @@ def backpack(
     debug: bool = False,
     loss_scale: float | Tensor = 1.0,
     ranks: str | AllRanks = "own",
+    probes: Sequence[int] | Tensor | None = None,
 ) -> Backpack:
     """Compute more than the gradient in every backward pass inside the context.
 
@@ -88,6 +90,10 @@ def backpack(
         ranks: Whose samples values are made of, where several processes train: ``"own"`` for those of this
             process, ``"all"`` for those of all, or ``packprop.distributed.AllRanks(...)``, which says more.
             Values of all ranks are saved, and the hook called, when the backward pass is over.
+        probes: Indices of samples (or a mask) that are left out of ``.grad`` and of all values, as if the loss
+            were taken over the others alone. Values of probes, as if it were taken over them alone, are saved
+            under the same names and ``_probes``; ``batch_dot_probes``: ``[n, m]`` has the inner products
+            between training samples and probes.
 
     Raises:
         BadInput: For a class instead of an instance, or anything that is no extension; for a budget that is no
@@ -95,7 +101,7 @@ def backpack(
             pass, before any work: for a budget that no choice of chunks keeps to, or a plan that was made for
             something else.
     """
-    return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks)
+    return Backpack(extensions, extension_hook, memory, debug, loss_scale, ranks, probes)
 
 
 class Backpack(OwnMode):
@@ -109,6 +115,7 @@ class Backpack(OwnMode):
         debug: bool,
         loss_scale: float | Tensor = 1.0,
         ranks: str | AllRanks = "own",
+        probes: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
         self.extensions = check_extensions("backpack(...) was entered.", extensions)
@@ -130,6 +137,8 @@ class Backpack(OwnMode):
             )
         self.rows = range(0)
         """Which of the samples of all ranks the last pass was given here, in the order of ranks."""
+        self._probes = probes
+        require_alone(probes, memory is not None, self._ranks is not None)
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
@@ -184,7 +193,7 @@ class Backpack(OwnMode):
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""
-        if not self.extensions or call.is_refused_by_torch:
+        if (not self.extensions and self._probes is None) or call.is_refused_by_torch:
             return backward()
         if self._ranks is None:
             return self._pass(call, backward, None)
@@ -198,6 +207,8 @@ class Backpack(OwnMode):
         graph = walk(call.roots, call.gradients, call.leaves)
         if not graph.uses:
             require_complete(graph)
+            if self._probes is not None:
+                raise nothing_recorded(EXTEND_FIRST)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
         if not graph.uses or (joint is not None and is_empty(graph)):
@@ -211,18 +222,22 @@ class Backpack(OwnMode):
         names = ", ".join(extension.name for extension in self.extensions)
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
-        of_samples = not all(extension.of_batch for extension in self.extensions)
+        of_samples = self._probes is not None or not all(extension.of_batch for extension in self.extensions)
         check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
-        request = Request(graph, self.extensions, self._chunk_sizes(graph), call.create_graph, self._drawn)
+        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
+        extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
+        request = Request(
+            graph, extensions, self._chunk_sizes(graph), call.create_graph, self._drawn, groups=groups
+        )
         if joint is not None:
             joint.agree(graph, request)
         backward_pass = BackwardPass(
             request,
             saver.save if joint is None else joint.keep,
-            begin=lambda: saver.take_off(self.extensions, reuse=self._memory is None and not is_traced()),
+            begin=lambda: saver.take_off(extensions, reuse=self._memory is None and not is_traced()),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")

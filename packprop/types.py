@@ -61,6 +61,10 @@ class Row:
         after: For the last row of an extension, if it needs a second pass. That begins when the rows before
             it, of the same seed or of inputs, are complete. ``after`` turns their results into those that take
             their place, and the statistic gets these as its second argument. See NOTE [Second pass].
+        condenses: Whether every cotangent enters a result that is smaller than they are, so that what is not
+            finite shows there.
+        of_parameter: Whether the statistic is also told of which parameter the structure is: ``name`` and
+            ``shape``.
     """
 
     seed: Seed
@@ -70,6 +74,8 @@ class Row:
     whole: bool = False
     degree: float = 1.0
     after: Callable[[list[Any]], list[Any]] | None = None
+    condenses: bool = False
+    of_parameter: bool = False
 
     @property
     def sums(self) -> bool:

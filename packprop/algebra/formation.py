@@ -15,6 +15,7 @@ from packprop.algebra.statistics import (
     sq_norm,
     sum_sq,
     summed_grad,
+    total_grad,
 )
 from packprop.algebra.structures import entry_order_of
 from packprop.algebra.tokens import token_batch_sq, token_grads, token_moments, token_sq_norm, token_sum_sq
@@ -24,10 +25,11 @@ from packprop.tensors.precision import accumulation_dtype, wider_dtype
 OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments)
 """Statistics that are functions of the gradients of single tokens."""
 
-OF_ROWS = (per_sample_grad, summed_grad, sum_sq, batch_sq, sq_norm, gram, moments, *OF_TOKENS)
+OF_ROWS = (per_sample_grad, summed_grad, total_grad, sum_sq, batch_sq, sq_norm, gram, moments, *OF_TOKENS)
 """Statistics that are functions of per-sample gradients, whatever structure these come from."""
 
 FACTORED = (
+    total_grad,
     sum_sq,
     batch_sq,
     sq_norm,
@@ -43,7 +45,7 @@ FACTORED = (
 MATRICES = (cotangent_gram, input_gram)
 """Statistics that are one matrix of all samples, as large for one of them as for many."""
 
-LINEAR = (per_sample_grad, token_grads, summed_grad, entry_order_of)
+LINEAR = (per_sample_grad, token_grads, summed_grad, total_grad, entry_order_of)
 """Statistics that multiply no two gradients, so that those of complex parameters have them, too."""
 
 

@@ -17,7 +17,16 @@ from packprop.algebra.cells import FAST_CELLS
 from packprop.algebra.kernels import square_norms, sum_of_squares
 from packprop.algebra.monoid import Moments
 from packprop.algebra.quadratic import diagonal_batch, diagonal_sum, product_batch_sum, product_sum
-from packprop.algebra.structures import Diagonal, Outer, Product, Quadratic, Structure, rows
+from packprop.algebra.structures import (
+    Diagonal,
+    Lookup,
+    Outer,
+    Product,
+    Quadratic,
+    Structure,
+    Tied,
+    rows,
+)
 
 Statistic = Callable[..., Any]
 
@@ -30,6 +39,20 @@ def per_sample_grad(structure: Structure) -> Tensor:
 def summed_grad(structure: Structure) -> Tensor:
     """The gradient of one column, summed over samples, ``[*p]``."""
     return structure.total if isinstance(structure, Outer) else rows(structure)[0].sum(0)
+
+
+def total_grad(structure: Structure) -> Tensor:
+    """As ``summed_grad``, by one product over samples and positions: no sample's gradient is formed."""
+    if isinstance(structure, Tied) and not structure.formed:
+        return total_grad(structure.parts[0]) + total_grad(structure.parts[1])
+    if isinstance(structure, Outer) and not structure.formed and structure.cotangent is not None:
+        left = structure.cotangent[0].flatten(0, 1).permute(1, 2, 0)  # g o (n s)
+        return structure.fold(left @ structure.x.flatten(0, 1).transpose(0, 1))
+    if isinstance(structure, Lookup) and not structure.formed and structure.cotangent is not None:
+        cotangent = structure.cotangent[0].flatten(0, 1)
+        table = cotangent.new_zeros(structure.entries, cotangent.shape[1])
+        return table.index_add(0, structure.index.flatten(), cotangent)
+    return summed_grad(structure)
 
 
 def sum_sq(structure: Quadratic) -> Tensor:

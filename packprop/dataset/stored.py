@@ -13,7 +13,7 @@ from packprop.algebra.monoid import nothing_like, rescale
 from packprop.dataset.parts import Part
 from packprop.errors import BadInput
 from packprop.store.describing import described_extension, grows
-from packprop.store.values import samples_first
+from packprop.store.values import put
 from packprop.store.writing import StoreWriter
 from packprop.types import Extension
 
@@ -49,7 +49,7 @@ class StoredResults:
                     for row, value in zip(extension.rows, found, strict=True)
                 ]
                 value = extension.finish(values, samples).to(extension.dtype_of(dtype))
-                self._values[extension.savefield, name] = samples_first(extension, value)
+                put(self._values, extension, name, value)
         return {part: values for part, values in results.items() if part.whole not in self.extensions}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,13 +14,13 @@ from torch import Tensor
 from packprop.algebra.one_by_one import evaluate_together
 from packprop.algebra.order import fold_to
 from packprop.algebra.partial import ONE, Extent
-from packprop.algebra.statistics import per_sample_grad
+from packprop.algebra.statistics import Statistic, per_sample_grad
 from packprop.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.chunks import start_after
 from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
 from packprop.engine.finite import FiniteCheck
 from packprop.engine.partial_results import Begin, PartialResults
-from packprop.engine.request import SUMMED, Request, Task, by_subsampling
+from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import OfParameter, PackpropWarning
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
@@ -53,6 +54,8 @@ class Accumulator:
         self._partial = PartialResults(begin, request.known)
         self._largest_chunk: dict[int, int] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._names: dict[int, str] | None = None
+        self._summed = request.summed.extension
 
     def add_contributions(
         self,
@@ -88,7 +91,7 @@ class Accumulator:
         whole = any(task.row.whole for task in tasks)
         step = count
         if not whole:
-            statistics = [task.row.statistic for task in tasks]
+            statistics = [self._statistic(leaf, task) for task in tasks]
             step = self._chunk_sizes.samples_at_once(
                 leaf, contributions, statistics, build is joint_structure, samples, self._create_graph
             )
@@ -129,8 +132,16 @@ class Accumulator:
     def _statistics(self, leaf: Tensor, structure: Statistical, tasks: list[Task]) -> list[Any]:
         """The statistics of one chunk; those of a second pass are also given what the first one led to."""
         if tasks[0].row.after is None:
-            return evaluate_together(structure, [task.row.statistic for task in tasks])
+            return evaluate_together(structure, [self._statistic(leaf, task) for task in tasks])
         return [task.row.statistic(structure, self._partial.first_pass(leaf, task.extension)) for task in tasks]
+
+    def _statistic(self, leaf: Tensor, task: Task) -> Statistic:
+        """The statistic of a task, told of which parameter it is if it wants to know."""
+        if not task.row.of_parameter:
+            return task.row.statistic
+        if self._names is None:
+            self._names = self._graph.distinct_names(task.extension.name)
+        return functools.partial(task.row.statistic, name=self._names[id(leaf)], shape=leaf.shape)
 
     def _written_in_place(
         self, leaf: Tensor, structure: Outer, tasks: list[Task], columns: Extent, samples: Extent
@@ -180,17 +191,20 @@ class Accumulator:
             count = self._graph.samples if chosen is None else len(chosen)
             dtype = accumulation_dtype(leaf.dtype)
             zeros = Dense(leaf.new_zeros(columns.stop - columns.start, count, *leaf.shape, dtype=dtype))
-            self._partial.at(leaf, task).put(task.row.statistic(zeros), columns, Extent(0, count, count))
+            self._partial.at(leaf, task).put(
+                self._statistic(leaf, task)(zeros), columns, Extent(0, count, count)
+            )
 
     def finish(self, leaf: Tensor) -> None:
         """Hand over the results of a leaf, which are complete."""
         results: dict[Extension, list[Any]] = {}
-        for extension in (*self._extensions, SUMMED.extension):
+        for extension in (*self._extensions, self._summed):
             values = self._partial.take(leaf, extension)
             if values is not None:
                 results[extension] = values
-        if SUMMED.extension in results:
-            self._gradients[id(leaf)] = results.pop(SUMMED.extension)[0].to(leaf.dtype)
+        if self._summed in results:
+            total = self._summed.finish(results.pop(self._summed), self._graph.samples)
+            self._gradients[id(leaf)] = total.to(leaf.dtype)
         smallest = _smallest_sums(results)
         if id(leaf) in self._gradients:
             smallest.setdefault(GRADIENT, self._gradients[id(leaf)])
@@ -208,14 +222,14 @@ class Accumulator:
 
 
 def _smallest_sums(results: Mapping[Extension, list[Any]]) -> dict[Seed, Tensor]:
-    """For each seed the smallest result that sums over its cotangents: NaN in a cotangent is NaN in the sum.
+    """For each seed the smallest result that its cotangents enter: NaN in a cotangent is NaN in it.
 
     Where nothing sums, the collector has noted the cotangents themselves.
     """
     smallest: dict[Seed, Tensor] = {}
     for extension, values in results.items():
         for row, value in zip(extension.rows, values, strict=True):
-            if not row.sums or row.seed == INPUTS:
+            if not (row.sums or row.condenses) or row.seed == INPUTS:
                 continue
             for tensor in tensors_in(value):
                 if 0 < tensor.numel() <= smallest.get(row.seed, tensor).numel():

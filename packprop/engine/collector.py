@@ -46,7 +46,7 @@ class Collector:
         self._contributions: dict[int, list[Contribution]] = {}
         self._leaves = {id(site.leaf): site.leaf for use in uses for site in use.sites}
         self._expected = Counter(id(site.leaf) for use in uses for site in use.sites)
-        self._sums = any(task.row.sums for task in tasks)
+        self._sums = any(task.row.sums or task.row.condenses for task in tasks)
 
     def visit(self, use: ReachedUse, cotangents: list[Tensor | None]) -> None:
         """Note the cotangents at one use."""

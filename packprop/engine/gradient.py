@@ -14,7 +14,7 @@ from packprop.engine.accumulator import Accumulator
 from packprop.engine.autocast import AutocastRegions
 from packprop.engine.collector import Collector
 from packprop.engine.contributions import extents_of
-from packprop.engine.request import SUMMED, Request, Task
+from packprop.engine.request import Request, Task
 from packprop.errors import PackpropError
 from packprop.graph.graph import ReachedUse
 from packprop.graph.restriction import split_leaves
@@ -64,7 +64,9 @@ class GradientPass:
         ``apart``: whether gradients were swept already, so that no hook may change them in the user's pass.
         """
         graph = self._request.graph
-        if not tasks and apart:
+        if self._request.groups is not None:
+            self._sweep_groups(tasks)
+        elif not tasks and apart:
             with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
                 self._run_user_pass()
         elif not tasks:
@@ -85,11 +87,37 @@ class GradientPass:
             self._run_user_pass()
         collector.flush()
 
+    def _sweep_groups(self, tasks: list[Task]) -> None:
+        """Sweep the gradient; that of training rows goes to the leaves. See NOTE [Probe rows]."""
+        graph = self._request.graph
+        leaves = {id(leaf): leaf for leaf in graph.leaves()}
+        _, others = split_leaves(graph, list(leaves.values()))
+        unknown = [leaf for leaf in others if id(leaf) not in leaves and id(leaf) not in graph.in_terms]
+        if unknown:
+            raise PackpropError(
+                "Probe rows were asked for.",
+                f"a tensor of shape {list(unknown[0].shape)} that requires a gradient, and is no parameter",
+                "probes cannot be left out of its gradient",
+                "detach it, or take a pass over the probes alone",
+            )
+        first_tasks = {key: [self._request.summed] for key in leaves}
+        collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
+        edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
+        terms = list(graph.in_terms.values())
+        of_terms = term_gradients(graph, terms)
+        sweep(edges, graph.root_gradients(), graph.uses, collector.visit, SweepOptions())
+        collector.flush()
+        gradients = self._results.take_gradients(list(leaves.values()))
+        gradients += [(leaf, term) for leaf, term in zip(terms, of_terms, strict=True) if term is not None]
+        if gradients and self._backward is not None:
+            with graph.hooks.heard():
+                torch.autograd.backward([leaf for leaf, _ in gradients], [grad for _, grad in gradients])
+
     def _watch(self, tasks: list[Task], backward: Backward) -> None:
         """Take the cotangents from the user's pass while it runs."""
         graph = self._request.graph
         summed, others = self._summed_leaves(tasks)
-        first_tasks = {id(leaf): [SUMMED] for leaf in summed}
+        first_tasks = {id(leaf): [self._request.summed] for leaf in summed}
         collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
 
         def visit(use: ReachedUse, cotangents: list[Tensor | None]) -> None:

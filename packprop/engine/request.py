@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from packprop.algebra.formation import is_for_real_numbers
 from packprop.algebra.monoid import SUM
-from packprop.algebra.statistics import summed_grad
+from packprop.algebra.statistics import summed_grad, total_grad
 from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.probes import Groups, OfGroup
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.completeness import require_loss_inputs
 from packprop.graph.graph import Graph
@@ -34,6 +36,7 @@ class Request:
         known: What the rows before the last one led to, by leaf and extension, where these went over all
             samples in passes before this one; such an extension consists of its last row. See NOTE [Second
             reading] (``packprop/dataset/parts.py``).
+        groups: Training rows and probes, if there are any; see NOTE [Probe rows].
     """
 
     graph: Graph
@@ -42,6 +45,15 @@ class Request:
     create_graph: bool = False
     drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
     known: Callable[[Tensor, Extension], list[Any]] | None = None
+    groups: Groups | None = None
+
+    @functools.cached_property
+    def summed(self) -> Task:
+        """The task for leaves whose gradient autograd shall not compute: of all samples or of training rows."""
+        if self.groups is None:
+            return SUMMED
+        extension = OfGroup(_TotalGradient(), self.groups.training, self.groups.of_training)
+        return Task(extension, 0, extension.rows[0])
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,13 @@ class _SummedGradient(Extension):
     """The gradient itself, summed from per-sample gradients."""
 
     rows = (Row(GRADIENT, summed_grad),)
+
+
+class _TotalGradient(Extension):
+    """The gradient itself, in one product."""
+
+    savefield = "total_grad"
+    rows = (Row(GRADIENT, total_grad),)
 
 
 _SUMMED_GRADIENT = _SummedGradient()
@@ -111,7 +130,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
     _require_real_numbers(request)
     seeds = list(seeds)
     of_samples = any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds)
-    if of_samples or _asks_hessians_of_samples(request):
+    if of_samples or request.groups is not None or _asks_hessians_of_samples(request):
         require_terms(request.graph)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(

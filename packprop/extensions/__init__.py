@@ -18,6 +18,7 @@ from packprop.extensions.hessian import BatchDiagHessian, DiagHessian, DiagHessi
 from packprop.extensions.jacobian import BatchJacobian
 from packprop.extensions.kronecker import EKFAC, KFAC, KFLR
 from packprop.extensions.products import GGNMP, HMP, PCHMP
+from packprop.extensions.projected import Projected
 from packprop.extensions.square_root import SqrtGGNExact, SqrtGGNMC
 from packprop.types import Extension, Row
 
@@ -42,6 +43,7 @@ __all__ = [
     "DiagHessian",
     "DiagHessianMC",
     "Extension",
+    "Projected",
     "Row",
     "SqrtGGNExact",
     "SqrtGGNMC",

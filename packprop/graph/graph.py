@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from packprop.errors import PackpropError
 from packprop.functions.entry import Entry
 from packprop.functions.losses import Loss
 from packprop.graph.site import Site
@@ -253,6 +254,28 @@ class Graph:
                 if parameter is leaf:
                     return name
         return f"a tensor of shape {list(leaf.shape)}"
+
+    def distinct_names(self, asked: str) -> dict[int, str]:
+        """Names of all leaves, by identity.
+
+        Raises:
+            PackpropError: With what was ``asked`` for, if two leaves have the same name.
+        """
+        known = {
+            id(parameter): name
+            for module in reversed(self.modules)
+            for name, parameter in module.named_parameters()
+        }
+        names = {id(leaf): known.get(id(leaf)) or self.name(leaf) for leaf in self.leaves()}
+        for name in names.values():
+            if [*names.values()].count(name) > 1:
+                raise PackpropError(
+                    f"{asked}() was asked for.",
+                    f"parameters {name!r}, of which there are several",
+                    "what belongs to a parameter is chosen by its name",
+                    "extend the model that holds them all, and call it instead of its parts",
+                )
+        return names
 
     def label(self, use: ReachedUse) -> str:
         """What messages call a use: its function and its parameters."""

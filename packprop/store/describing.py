@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from packprop.errors import BadInput
+from packprop.extensions.projected import Projected
 from packprop.store.plain import name_of
 from packprop.types import Extension
 
@@ -28,7 +29,9 @@ def described_extension(extension: Extension) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if dataclasses.is_dataclass(extension):
         options = {
-            field.name: _plain(getattr(extension, field.name)) for field in dataclasses.fields(extension)
+            field.name: _plain(getattr(extension, field.name))
+            for field in dataclasses.fields(extension)
+            if field.init
         }
     return {"name": extension.name, "attribute": extension.savefield, "options": options}
 
@@ -39,6 +42,13 @@ def described_model(model: nn.Module) -> dict[str, Any]:
         name: [list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad]
         for name, parameter in model.named_parameters()
     }
+
+
+def projection_of(extension: Extension | None) -> dict[str, Any] | None:
+    """What gradients were projected by, as JSON has it; ``None`` if by nothing."""
+    if not isinstance(extension, Projected):
+        return None
+    return dataclasses.asdict(extension.projection)
 
 
 def grows(extension: Extension) -> bool:

@@ -221,6 +221,11 @@ def folder_of_shard(folder: Path, shard: int) -> Path:
     return folder / f"shard-{shard:05d}"
 
 
+def is_begun(place: Path) -> bool:
+    """Whether a shard has more than a writer that has just come."""
+    return bool({path.name for path in place.iterdir()} - {LOCK, f"{HEADER}.draft"})
+
+
 class WriterLock:
     """Keeps a second writer out of a shard, until this one is closed or its process is gone.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packprop.errors import BadInput
-from packprop.store.folder import SAMPLES, ArrayHeader, Mark, ShardHeader, marks
+from packprop.store.folder import SAMPLES, ArrayHeader, Mark, ShardHeader, is_begun, marks
 from packprop.store.frames import to_frame
 from packprop.store.plain import GrowingArray, as_tensor, mapped, require_length
 from packprop.store.search import Found, largest_products
@@ -135,7 +135,7 @@ class Store(Mapping[Any, Any]):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._asked = f"Store({str(folder)!r}) was opened."
-        places = sorted(self.folder.glob("shard-*")) if self.folder.is_dir() else []
+        places = [place for place in sorted(self.folder.glob("shard-*")) if is_begun(place)]
         if not places:
             raise BadInput(
                 self._asked,

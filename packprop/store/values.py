@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput, PackpropError
+from packprop.extensions.projected import Projected
 from packprop.store.folder import ShardHeader, described
 from packprop.types import Extension
 
@@ -40,8 +41,7 @@ def taken_from(
         for name, parameter in model.named_parameters():
             value = vars(parameter).get(extension.savefield)
             if value is not None:
-                scaled = value if terms == 1 else value * terms**degree
-                taken[extension.savefield, name] = samples_first(extension, scaled)
+                put(taken, extension, name, value, terms**degree)
             elif parameter.requires_grad:
                 missing.append(name)
         none = not any(key[0] == extension.savefield for key in taken)
@@ -56,9 +56,24 @@ def taken_from(
     return taken
 
 
-def samples_first(extension: Extension, value: Tensor) -> Tensor:
-    """A value with its axis of samples in front."""
-    return value.movedim(extension.sample_axis, 0) if extension.sample_axis else value
+def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor, factor: float = 1.0) -> None:
+    """Put a parameter's value, times a factor, among the rows of a batch, its axis of samples in front.
+
+    Projections of all parameters are added up: that is the projection of the whole gradient, and has the inner
+    products of that.
+    """
+    value = value.detach()
+    if isinstance(extension, Projected):
+        key = extension.savefield, ""
+        if key not in rows:
+            rows[key] = value * factor
+        elif torch.promote_types(rows[key].dtype, value.dtype) == rows[key].dtype:
+            rows[key].add_(value.to(rows[key].device), alpha=factor)
+        else:
+            rows[key] = rows[key] + value.to(rows[key].device) * factor
+    else:
+        value = value if factor == 1 else value * factor
+        rows[extension.savefield, name] = value.movedim(extension.sample_axis, 0)
 
 
 def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:

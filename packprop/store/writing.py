@@ -13,10 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput, PackpropError
-from packprop.store.describing import described_extension, described_model, require_storable, version
+from packprop.store.describing import (
+    described_extension,
+    described_model,
+    projection_of,
+    require_storable,
+    version,
+)
 from packprop.store.folder import (
     HEADER,
-    LOCK,
     SAMPLES,
     ArrayHeader,
     Mark,
@@ -25,6 +30,7 @@ from packprop.store.folder import (
     add_mark,
     described,
     folder_of_shard,
+    is_begun,
     marks,
 )
 from packprop.store.places import file_name, rank_of_process, require_place, short
@@ -143,8 +149,7 @@ class StoreWriter:
                 "write to another folder, delete this one, or give resume=True to go on with it",
             )
         if not present:
-            others = {path.name for path in self._place.iterdir()} - {LOCK, f"{HEADER}.draft"}
-            if others:
+            if is_begun(self._place):
                 ShardHeader.load(self._place, self._asked)  # says what is wrong
             self._header.save(self._place)
             return
@@ -306,9 +311,8 @@ class StoreWriter:
             file = file_name(quantity, parameter, used)
             kind = next((each for each in self.extensions if each.savefield == quantity), None)
             degree = 0.0 if kind is None else kind.degrees[0]
-            headers.append(
-                ArrayHeader(quantity, parameter, file, tuple(value.shape[1:]), described(value.dtype), degree)
-            )
+            shape, dtype = tuple(value.shape[1:]), described(value.dtype)
+            headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection_of(kind)))
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
         for array in arrays:  # what the header says is there: zeros for samples that came before
             array.fill(self.samples)

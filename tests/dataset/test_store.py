@@ -151,3 +151,35 @@ def test_a_store_in_the_way_is_refused_before_any_work(tmp_path: Path) -> None:
     model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
     with pytest.raises(BadInput, match="not empty"):
         compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), store=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian", "kronecker"])
+def test_projections_of_whole_gradients(tmp_path: Path, kind: Any) -> None:
+    """What is stored is the sum over parameters, by hand too; inner products are near those of gradients."""
+    model, (x, y) = small()
+    asked = extensions.Projected(extensions.BatchGrad(), 2048, kind=kind, seed=2)
+    loss = nn.CrossEntropyLoss()
+    compute(model, loss, (x, y), asked, batch_size=3, store=tmp_path / "store")
+    array = Store(tmp_path / "store")["grad_batch_projected"]
+    assert array.header.projection == {"kind": kind, "dimension": 2048, "seed": 2}
+    gradients = compute(model, nn.CrossEntropyLoss(reduction="sum"), (x, y), extensions.BatchGrad())[
+        "grad_batch"
+    ]
+    expected = torch.zeros(SIZE, 2048).double()
+    for name, rows in gradients.items():
+        assert isinstance(rows, Tensor)
+        made = asked.matrix(name, rows.shape[1:], torch.float64)
+        expected += rows.flatten(1) @ made.flatten(1).T
+    assert_near(array.torch(), expected, kind)
+    flat = torch.cat([rows.flatten(1) for rows in gradients.values() if isinstance(rows, Tensor)], 1)
+    exact, found = flat @ flat.T, expected @ expected.T
+    assert (found - exact).abs().max() < (0.5 if kind == "kronecker" else 0.15) * exact.diagonal().max()
+    packprop.extend(model)
+    with StoreWriter(tmp_path / "hand", model, [asked]) as writer:
+        for inputs, targets in zip(x.split(4), y.split(4), strict=True):
+            with packprop.record():
+                value = loss(model(inputs), targets)
+            with packprop.backpack(asked):
+                value.backward()
+            writer.write(terms=len(inputs))
+    assert_near(Store(tmp_path / "hand")["grad_batch_projected"].torch(), expected, "by hand")

@@ -26,6 +26,7 @@ ASKED = {
     "BatchGrad": extensions.BatchGrad,
     "BatchGrad-chosen": lambda: extensions.BatchGrad(subsampling=[2, 0]),
     "BatchL2Grad": extensions.BatchL2Grad,
+    "Projected": extensions.Projected,
     "SumGradSquared": extensions.SumGradSquared,
     "Variance": extensions.Variance,
     "BatchDotGrad": extensions.BatchDotGrad,

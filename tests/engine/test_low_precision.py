@@ -33,6 +33,7 @@ from tests.references.running import (
 # Of the catalogue, what the table of references does not have; on chains only where paths may not meet.
 OTHERS = {
     "BatchJacobian": extensions.BatchJacobian,
+    "Projected": extensions.Projected,
     "DiagHessianMC": lambda: extensions.DiagHessianMC(3, generator()),
     "HMP": extensions.HMP,
     "GGNMP": extensions.GGNMP,

@@ -22,7 +22,7 @@ def test_the_guide_runs(
         exec(block, scope)
     printed = capsys.readouterr().out.splitlines()
     said = [line.split("# ", 1)[1] for block in blocks for line in block.splitlines() if "print(" in line]
-    assert len(printed) == len(said) == 5
+    assert len(printed) == len(said) == 6
     for actual, expected in zip(printed, said, strict=True):
         assert expected.startswith(actual), (actual, expected)
     assert (scope["store"].samples, scope["store"].finished) == (100, True)

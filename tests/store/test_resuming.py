@@ -157,6 +157,18 @@ def test_shards_are_read_as_one(tmp_path: Path) -> None:
     assert store["score"][:4].tolist() == [0] * 4
 
 
+def test_a_shard_whose_writer_has_just_come(tmp_path: Path) -> None:
+    model, *_ = written(tmp_path / "store", [3], shard=0, shards=2)
+    (tmp_path / "store" / "shard-00001").mkdir()
+    (tmp_path / "store" / "shard-00001" / "lock").touch()
+    (tmp_path / "store" / "shard-00001" / "header.json.draft").touch()
+    store = Store(tmp_path / "store")
+    assert (store.samples, store.finished) == (3, False)
+    with StoreWriter(tmp_path / "store", model, [BatchGrad()], shard=1, shards=2):
+        pass
+    assert Store(tmp_path / "store").finished
+
+
 def test_shards_of_different_stores(tmp_path: Path) -> None:
     model, *_ = problem()
     folder = tmp_path / "store"

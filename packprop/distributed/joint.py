@@ -27,6 +27,7 @@ from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
 from packprop.recording.marks import EXTENDED
+from packprop.tensors.sharding import named_wholes
 from packprop.types import Extension
 
 AT_ONCE = 2**22
@@ -192,12 +193,12 @@ def _sees_penalties(extension: Extension) -> bool:
     return any(row.seed.kind.startswith("hessian") for row in extension.rows)
 
 
-def _parameters(graph: Graph) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the modules that were called, else of all that are extended, by a name for all ranks."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        for name, parameter in inner.named_parameters():
+        for name, parameter in (*named_wholes(inner), *inner.named_parameters()):
             if name not in seen:
                 seen.add(name)
                 yield name, parameter

@@ -30,7 +30,7 @@ class AllRanks:
             ``"equal"``: 1 divided by the number of ranks, which ``DistributedDataParallel`` and
             ``fully_shard`` multiply gradients by. Or a positive number, for a loss that is weighted already.
         gather: Whether every rank gets the rows of all samples, in the order of ranks.
-        group: The ranks; ``None`` for all. Under tensor parallelism: the ranks that have samples of their own.
+        group: The ranks that have samples of their own, and share parameters if any do; ``None`` for all.
         timeout: Seconds to wait for the other ranks before each pass; with gloo, the ranks that did not come
             are named then.
 

@@ -25,7 +25,7 @@ from packprop.graph.completeness import (
     reached_without_loss,
     require_alive,
     require_derivatives,
-    require_unsharded,
+    require_known_shards,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.hidden_order import hides_order, own_options
@@ -108,7 +108,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
         use.through = empty
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
-    require_unsharded(graph.modules, graph.hooks)
+    require_known_shards(graph)
     graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
     return graph
 

@@ -197,7 +197,7 @@ class Backpack(OwnMode):
 
     def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
         """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
-        graph = walk(call.roots, call.gradients, call.leaves)
+        graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
         planned = self._memory is not None
         require_sharded(graph, self.extensions, self._ranks, create_graph=call.create_graph, planned=planned)
         if not graph.uses:
@@ -207,10 +207,10 @@ class Backpack(OwnMode):
         if not graph.uses or (joint is not None and is_empty(graph)):
             if joint is None:
                 return backward()
-            with swept(graph, self.extensions):
+            with swept(graph, self.extensions, self._ranks):
                 pass  # the others may sweep
             joint.agree(graph, None)
-            with swept(graph, self.extensions):
+            with swept(graph, self.extensions, self._ranks):
                 pass
             backward()
             return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
@@ -220,7 +220,7 @@ class Backpack(OwnMode):
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         of_samples = not all(extension.of_batch for extension in self.extensions)
-        with swept(graph, self.extensions):
+        with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
@@ -242,7 +242,7 @@ class Backpack(OwnMode):
         try:
             if call.leaves is None:
                 with contextlib.ExitStack() as own_sweeps:
-                    own_sweeps.enter_context(swept(graph, self.extensions))
+                    own_sweeps.enter_context(swept(graph, self.extensions, self._ranks))
 
                     def users_pass(leaves: Sequence[Tensor] | None) -> None:
                         own_sweeps.close()
@@ -250,7 +250,7 @@ class Backpack(OwnMode):
 
                     backward_pass.run(users_pass)
             else:  # a pass to these inputs alone does not go through every node that is needed
-                with swept(graph, self.extensions):
+                with swept(graph, self.extensions, self._ranks):
                     backward_pass.run(None)
                 asks_gradient = any(
                     row.seed.kind == "gradient" for each in self.extensions for row in each.rows

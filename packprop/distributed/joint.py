@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.algebra.monoid import SINGLE, lift, nothing_like, rescale
+from packprop.distributed.arriving import RefusedElsewhere
 from packprop.distributed.merging import merge_over_ranks
 from packprop.distributed.ranks import ASKED, AllRanks
 from packprop.distributed.statement import (
@@ -60,7 +61,7 @@ class JointPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._statements is None:
+        if error is not None and self._statements is None and not isinstance(error, RefusedElsewhere):
             self._statements = []
             asked = described(self._ranks, self._extensions)
             try:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from packprop.distributed.arriving import PATIENCE
 from packprop.errors import BadInput
 
 ASKED = "Values of the samples of all ranks were asked for."
@@ -41,7 +42,7 @@ class AllRanks:
     share: Share | float = "terms"
     gather: bool = False
     group: torch.distributed.ProcessGroup | None = None
-    timeout: float = 600.0
+    timeout: float = PATIENCE
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from packprop.distributed.arriving import PATIENCE, RefusedElsewhere, arrive
 from packprop.distributed.merging import exchanged
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph, ReachedUse
@@ -42,9 +43,11 @@ class Residence:
         graph: What is swept.
         at_once: Whether all parameters are put together for the whole time. Else those are that are frozen, or
             that lie beside frozen ones: nothing tells where the graph needs these.
+        timeout: Seconds to wait for the other ranks.
     """
 
-    def __init__(self, graph: Graph, at_once: bool) -> None:
+    def __init__(self, graph: Graph, at_once: bool, timeout: float = PATIENCE) -> None:
+        self._timeout, self._is_over = timeout, False
         self._units, self._graph = graph.units, graph
         self._always = [unit for unit in self._units if at_once or unit.is_partly_frozen]
         self._place = {id(whole): place for place, unit in enumerate(self._units) for whole, _ in unit.pairs}
@@ -53,6 +56,7 @@ class Residence:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Residence:
+        arrive(self._group, self._timeout)
         self._always = [unit for unit in self._always if not unit.is_whole]
         with torch.no_grad():
             for unit in self._always:
@@ -70,6 +74,10 @@ class Residence:
         for use in self._graph.uses:
             use.prepare = None
         self._leave(frozenset())
+        if self._is_over:
+            for unit in self._always:
+                unit.reshard()
+            return
         said = self._round(None, failed=error is not None)
         while any(places is not None for places, _ in said):
             said = self._round(None, failed=error is not None)
@@ -107,7 +115,16 @@ class Residence:
     ) -> list[tuple[frozenset[int] | None, bool]]:
         """Say what this rank needs, hear what others do, and put it together; ``None`` for nothing any more."""
         with torch.no_grad():
-            said = exchanged((own, failed), self._group)
+            said: list[Any] = exchanged((own, failed), self._group)
+            strangers = [rank for rank, each in enumerate(said) if not isinstance(each, tuple)]
+            if strangers:  # what a rank says that was refused before it came to sweeps
+                self._is_over = True
+                raise RefusedElsewhere(
+                    ASKED,
+                    f"rank {strangers[0]}",
+                    f"it has refused its part of the pass:\n{getattr(said[strangers[0]], 'refused', '')}\n",
+                    "see what that rank says",
+                )
             for place in sorted(frozenset().union(*(places or () for places, _ in said))):
                 unit, was_whole = self._units[place], self._units[place].is_whole
                 if not was_whole:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from packprop.distributed.arriving import PATIENCE
 from packprop.distributed.ranks import AllRanks
 from packprop.distributed.residence import ASKED, Residence, group_of
 from packprop.errors import PackpropError
@@ -17,13 +18,16 @@ from packprop.tensors.sharding import is_of_sharding
 from packprop.types import Extension
 
 
-def swept(graph: Graph, extensions: Sequence[Extension]) -> contextlib.AbstractContextManager[object]:
+def swept(
+    graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None
+) -> contextlib.AbstractContextManager[object]:
     """Inside, sweeps go through sharded parameters; left before the user's own pass. See NOTE [Rounds]."""
     if not graph.units:
         return contextlib.nullcontext()
     twice = any(row.seed.kind.startswith("hessian") for extension in extensions for row in extension.rows)
     runs_again = any(use.recorded.source is not None for use in graph.uses)
-    return Residence(graph, at_once=twice or runs_again)
+    timeout = PATIENCE if ranks is None else ranks.timeout
+    return Residence(graph, twice or runs_again, timeout)
 
 
 def require_sharded(

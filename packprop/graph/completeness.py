@@ -247,8 +247,11 @@ def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
         )
 
 
-def require_known_shards(graph: Graph) -> None:
-    """Raise if parameters are sharded between processes in a way that values cannot follow."""
+def require_known_shards(graph: Graph, unshards: bool) -> None:
+    """Raise if parameters are sharded between processes in a way that values cannot follow.
+
+    ``unshards``: whether the caller has them put together where it sweeps.
+    """
     asked = "A quantity beyond the gradient was asked for."
     parts = [leaf for leaf in [*graph.leaves(), *(leaf for leaf, _ in graph.missing)] if is_distributed(leaf)]
     if parts:
@@ -258,6 +261,14 @@ def require_known_shards(graph: Graph) -> None:
             "parallelize_module, or distribute_tensor, has split the function that uses it between processes, "
             "each of which has a part of every sample's gradient",
             "use DistributedDataParallel or fully_shard, which give functions whole parameters, or one process",
+        )
+    if graph.units and not unshards:
+        raise PackpropError(
+            asked,
+            "parameters that fully_shard (FSDP2) has sharded between processes",
+            "they are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+            "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
+            "one process",
         )
     unknown = is_sharded_outside(graph.modules, graph.hooks.owners())
     if is_fully_sharded_before(graph.modules) or unknown:

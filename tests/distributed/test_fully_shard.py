@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import extensions
+from packprop import context, extensions
 from packprop.distributed import AllRanks
 from packprop.errors import PackpropError
-from tests.distributed.processes import in_processes, needs_groups
+from tests.distributed.processes import in_processes, needs_groups, outcomes_of
 from tests.distributed.test_joint_pass import ASKED, FIELDS, Tied, cross_entropy, data, values
 
 pytestmark = [
@@ -314,6 +314,8 @@ def refusals(rank: int) -> dict[str, str]:
     refused("products", model, extensions.HMP())
     refused("create_graph", model, extensions.BatchL2Grad(), create_graph=True)
     refused("memory", model, extensions.BatchL2Grad(), memory="1GiB")
+    over_data = model, nn.CrossEntropyLoss(), [(x, y)], [extensions.Variance()]
+    found["compute"] = message_of(lambda: packprop.compute(*over_data, progress=False))
     inner = shard(made(Deep))
     packprop.extend(inner.head)
     refused("inner", inner, extensions.BatchGrad())
@@ -343,6 +345,88 @@ def test_what_cannot_be_had_is_refused() -> None:
         assert "HMP" in found["products"]
         assert "create_graph" in found["create_graph"]
         assert "memory" in found["memory"]
+        assert "ranks='all'" in found["compute"]
         assert "extend the outermost module" in found["inner"]
         assert "torch.utils.checkpoint" in found["checkpoint outside"]
         assert "parallelize_module" in found["tensor parallel"]
+
+
+class Mixing(nn.Module):
+    """Mixes the samples where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mix: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(x - x.mean(0) if mix else x)  # type: ignore[no-any-return]
+
+
+def one_refuses(rank: int) -> dict[str, str]:
+    """One rank is refused before it sweeps, while it looks for samples, or when it says what it wants."""
+    x, y = data(SIZES)[rank]
+    found = {}
+    for ranks in ("all", "own"):
+        model = packprop.extend(shard(made(Mixing)))
+
+        def mixed(model: nn.Module = model, ranks: str = ranks) -> None:
+            with packprop.backpack(extensions.BatchL2Grad(), ranks=ranks):
+                cross_entropy()(model(x, rank == 1), y).backward()
+
+        found[f"mixed, {ranks}"] = message_of(mixed)
+    model = packprop.extend(shard(made(Deep)))
+
+    def missing_sample() -> None:
+        with packprop.backpack(extensions.BatchGrad(subsampling=[3]), ranks="all"):
+            cross_entropy()(model(x), y).backward()
+
+    found["missing sample"] = message_of(missing_sample)
+
+    def refused_in_walk(*_: Any) -> Any:
+        raise PackpropError("A pass was asked for.", "here", "this rank does not walk", "run")
+
+    def before_sweeps() -> None:
+        loss = cross_entropy()(model(x), y)
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == 1:
+                patched.setattr(context, "walk", refused_in_walk)
+            with packprop.backpack(extensions.BatchL2Grad(), ranks="all"):
+                loss.backward()
+
+    found["before sweeps"] = message_of(before_sweeps)
+    with packprop.backpack(extensions.Variance(), ranks="all"):  # and all goes on
+        cross_entropy()(model(x), y).backward()
+    torch.testing.assert_close(
+        model.head.weight.variance.full_tensor(), one_process(Deep)["variance of head.weight"][0]
+    )
+    return found
+
+
+def test_one_rank_that_is_refused_ends_the_pass_of_all() -> None:
+    first, second = in_processes(one_refuses, 2)
+    for found in (first["mixed, all"], first["mixed, own"], first["missing sample"], first["before sweeps"]):
+        assert "rank 1" in found
+    assert "mixed" in second["mixed, own"]
+    assert "index 3" in second["missing sample"]
+
+
+def one_does_not_ask(rank: int) -> str:
+    model = packprop.extend(shard(made(Deep)))
+    x, y = data(SIZES)[rank]
+    loss = cross_entropy()(model(x), y)
+    if rank == 1:
+        loss.backward()
+        return ""
+
+    def run() -> None:
+        with packprop.backpack(extensions.Variance(), ranks=AllRanks(timeout=1.0)):
+            loss.backward()
+
+    return message_of(run)
+
+
+def test_a_rank_that_does_not_come_is_missed() -> None:
+    found = outcomes_of(one_does_not_ask, 2, seconds=20)
+    assert found[0].value is not None
+    assert "not all ranks came within 1 s" in found[0].value

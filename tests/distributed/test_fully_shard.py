@@ -383,7 +383,7 @@ def one_refuses(rank: int) -> dict[str, str]:
 
     found["missing sample"] = message_of(missing_sample)
 
-    def refused_in_walk(*_: Any) -> Any:
+    def refused_in_walk(*_: Any, **__: Any) -> Any:
         raise PackpropError("A pass was asked for.", "here", "this rank does not walk", "run")
 
     def before_sweeps() -> None:

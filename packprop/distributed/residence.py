@@ -47,7 +47,9 @@ class Residence:
     """
 
     def __init__(self, graph: Graph, at_once: bool, timeout: float = PATIENCE) -> None:
-        self._timeout, self._is_over = timeout, False
+        self._timeout = timeout
+        self._told: RefusedElsewhere | None = None  # another rank has refused, and no rank waits any more
+        self._keeps = False  # whether everything stays until the end
         self._units, self._graph = graph.units, graph
         self._always = [unit for unit in self._units if at_once or unit.is_partly_frozen]
         self._place = {id(whole): place for place, unit in enumerate(self._units) for whole, _ in unit.pairs}
@@ -74,9 +76,11 @@ class Residence:
         for use in self._graph.uses:
             use.prepare = None
         self._leave(frozenset())
-        if self._is_over:
+        if self._told is not None:
             for unit in self._always:
                 unit.reshard()
+            if error is None:  # a sweep that may fail has caught it
+                raise self._told
             return
         said = self._round(None, failed=error is not None)
         while any(places is not None for places, _ in said):
@@ -99,9 +103,13 @@ class Residence:
 
     def _need(self, places: frozenset[int], *_: Any) -> None:
         """Have some units there, whatever this is the hook of."""
+        if self._told is not None:
+            raise self._told
+        if torch.is_grad_enabled():  # what is differentiated now is differentiated again, by whatever way
+            places, self._keeps = frozenset(range(len(self._units))), True
         missing = frozenset(place for place in places if not self._units[place].is_whole)
         if missing:
-            self._leave(places)
+            self._leave(self._resident if self._keeps else places)
             self._round(missing)
             self._resident |= missing
 
@@ -118,13 +126,13 @@ class Residence:
             said: list[Any] = exchanged((own, failed), self._group)
             strangers = [rank for rank, each in enumerate(said) if not isinstance(each, tuple)]
             if strangers:  # what a rank says that was refused before it came to sweeps
-                self._is_over = True
-                raise RefusedElsewhere(
+                self._told = RefusedElsewhere(
                     ASKED,
                     f"rank {strangers[0]}",
                     f"it has refused its part of the pass:\n{getattr(said[strangers[0]], 'refused', '')}\n",
                     "see what that rank says",
                 )
+                raise self._told
             for place in sorted(frozenset().union(*(places or () for places, _ in said))):
                 unit, was_whole = self._units[place], self._units[place].is_whole
                 if not was_whole:

@@ -363,6 +363,19 @@ class Mixing(nn.Module):
         return self.head(x - x.mean(0) if mix else x)  # type: ignore[no-any-return]
 
 
+class Gated(nn.Module):
+    """Would mix the samples, if a parameter were not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.gate, self.head = nn.Parameter(torch.zeros(1)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.blocks[0](x))
+        return self.head(torch.tanh(self.blocks[1](x + self.gate * x.mean(0))))  # type: ignore[no-any-return]
+
+
 def one_refuses(rank: int) -> dict[str, str]:
     """One rank is refused before it sweeps, while it looks for samples, or when it says what it wants."""
     x, y = data(SIZES)[rank]
@@ -375,6 +388,13 @@ def one_refuses(rank: int) -> dict[str, str]:
                 cross_entropy()(model(x, rank == 1), y).backward()
 
         found[f"mixed, {ranks}"] = message_of(mixed)
+    gated = packprop.extend(shard(made(Gated)))
+
+    def hidden() -> None:
+        with packprop.backpack(extensions.BatchL2Grad()):
+            cross_entropy()(gated(x), y).backward()
+
+    found["hidden"] = message_of(hidden)
     model = packprop.extend(shard(made(Deep)))
 
     def missing_sample() -> None:
@@ -408,6 +428,8 @@ def test_one_rank_that_is_refused_ends_the_pass_of_all() -> None:
     for found in (first["mixed, all"], first["mixed, own"], first["missing sample"], first["before sweeps"]):
         assert "rank 1" in found
     assert "mixed" in second["mixed, own"]
+    assert "'gate'" in first["hidden"]
+    assert "'gate'" in second["hidden"]
     assert "index 3" in second["missing sample"]
 
 

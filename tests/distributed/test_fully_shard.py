@@ -363,17 +363,21 @@ class Mixing(nn.Module):
         return self.head(x - x.mean(0) if mix else x)  # type: ignore[no-any-return]
 
 
-class Gated(nn.Module):
-    """Would mix the samples, if a parameter were not zero."""
+class Hiding(nn.Module):
+    """Would mix the samples, if the weight of one block were not zero."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.gate, self.head = nn.Parameter(torch.zeros(1)), nn.Linear(4, 3)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        nn.init.zeros_(self.blocks[1].weight)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.blocks[0](x))
-        return self.head(torch.tanh(self.blocks[1](x + self.gate * x.mean(0))))  # type: ignore[no-any-return]
+        x = x + self.blocks[1](x - x.mean(0))
+        for block in self.blocks[2:]:
+            x = torch.tanh(block(x))
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def one_refuses(rank: int) -> dict[str, str]:
@@ -388,11 +392,11 @@ def one_refuses(rank: int) -> dict[str, str]:
                 cross_entropy()(model(x, rank == 1), y).backward()
 
         found[f"mixed, {ranks}"] = message_of(mixed)
-    gated = packprop.extend(shard(made(Gated)))
+    hiding = packprop.extend(shard(made(Hiding)))
 
     def hidden() -> None:
         with packprop.backpack(extensions.BatchL2Grad()):
-            cross_entropy()(gated(x), y).backward()
+            cross_entropy()(hiding(x), y).backward()
 
     found["hidden"] = message_of(hidden)
     model = packprop.extend(shard(made(Deep)))
@@ -428,8 +432,8 @@ def test_one_rank_that_is_refused_ends_the_pass_of_all() -> None:
     for found in (first["mixed, all"], first["mixed, own"], first["missing sample"], first["before sweeps"]):
         assert "rank 1" in found
     assert "mixed" in second["mixed, own"]
-    assert "'gate'" in first["hidden"]
-    assert "'gate'" in second["hidden"]
+    assert "'blocks.1.weight'" in first["hidden"]
+    assert "'blocks.1.weight'" in second["hidden"]
     assert "index 3" in second["missing sample"]
 
 

@@ -129,6 +129,7 @@ def compare(rank: int, build: Callable[[], nn.Module], before: bool = False, **o
 
 
 def kinds_of_sharding(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     compare(rank, Deep)
@@ -137,6 +138,8 @@ def kinds_of_sharding(rank: int) -> None:
     compare(rank, Deep, reshard_after_forward=False)
     compare(rank, Deep, reshard_after_forward=True)
     compare(rank, Deep, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for shape in ((1, 2), (2, 1)):  # replicas, and shards of each
+        compare(rank, Deep, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")))
     compare(rank, Tied)
     compare(rank, lambda: Deep(frozen=True))
     compare(rank, recomputed)

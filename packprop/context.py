@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import warnings
@@ -14,6 +15,7 @@ from torch import Tensor
 from packprop.curvature.columns import Columns
 from packprop.distributed.joint import JointPass, is_empty
 from packprop.distributed.ranks import AllRanks, ranks_of
+from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.gradient import changed_gradient
@@ -204,7 +206,9 @@ class Backpack(OwnMode):
 
     def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
         """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
-        graph = walk(call.roots, call.gradients, call.leaves)
+        graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
+        planned = self._memory is not None
+        require_sharded(graph, self.extensions, self._ranks, create_graph=call.create_graph, planned=planned)
         if not graph.uses:
             require_complete(graph)
             if self._probes is not None:
@@ -214,7 +218,11 @@ class Backpack(OwnMode):
         if not graph.uses or (joint is not None and is_empty(graph)):
             if joint is None:
                 return backward()
+            with swept(graph, self.extensions, self._ranks):
+                pass  # the others may sweep
             joint.agree(graph, None)
+            with swept(graph, self.extensions, self._ranks):
+                pass
             backward()
             return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
         if is_traced():
@@ -223,7 +231,8 @@ class Backpack(OwnMode):
         graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         of_samples = self._probes is not None or not all(extension.of_batch for extension in self.extensions)
-        check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
+        with swept(graph, self.extensions, self._ranks):
+            check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
@@ -247,9 +256,17 @@ class Backpack(OwnMode):
         keep = True
         try:
             if call.leaves is None:
-                backward_pass.run(lambda leaves: backward() if leaves is None else call.run_restricted(leaves))
+                with contextlib.ExitStack() as own_sweeps:
+                    own_sweeps.enter_context(swept(graph, self.extensions, self._ranks))
+
+                    def users_pass(leaves: Sequence[Tensor] | None) -> None:
+                        own_sweeps.close()
+                        backward() if leaves is None else call.run_restricted(leaves)
+
+                    backward_pass.run(users_pass)
             else:  # a pass to these inputs alone does not go through every node that is needed
-                backward_pass.run(None)
+                with swept(graph, self.extensions, self._ranks):
+                    backward_pass.run(None)
                 asks_gradient = any(
                     row.seed.kind == "gradient" for each in self.extensions for row in each.rows
                 )

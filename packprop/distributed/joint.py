@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.algebra.monoid import SINGLE, lift, nothing_like, rescale
+from packprop.distributed.arriving import RefusedElsewhere
 from packprop.distributed.merging import merge_over_ranks
 from packprop.distributed.ranks import ASKED, AllRanks
 from packprop.distributed.statement import (
@@ -27,6 +28,7 @@ from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
 from packprop.recording.marks import EXTENDED
+from packprop.tensors.sharding import named_wholes
 from packprop.types import Extension
 
 AT_ONCE = 2**22
@@ -59,7 +61,7 @@ class JointPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._statements is None:
+        if error is not None and self._statements is None and not isinstance(error, RefusedElsewhere):
             self._statements = []
             asked = described(self._ranks, self._extensions)
             try:
@@ -192,12 +194,12 @@ def _sees_penalties(extension: Extension) -> bool:
     return any(row.seed.kind.startswith("hessian") for row in extension.rows)
 
 
-def _parameters(graph: Graph) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the modules that were called, else of all that are extended, by a name for all ranks."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        for name, parameter in inner.named_parameters():
+        for name, parameter in (*named_wholes(inner), *inner.named_parameters()):
             if name not in seen:
                 seen.add(name)
                 yield name, parameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from packprop.errors import PackpropError
 BUCKET = 2**24
 """Entries that are added up over ranks by one call."""
 
-Group = torch.distributed.ProcessGroup | None
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # quoted: PyTorch may be built without it
 """The ranks that take part; ``None`` for all."""
 
 

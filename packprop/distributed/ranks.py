@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from packprop.distributed.arriving import PATIENCE
 from packprop.errors import BadInput
 
 ASKED = "Values of the samples of all ranks were asked for."
@@ -30,7 +31,7 @@ class AllRanks:
             ``"equal"``: 1 divided by the number of ranks, which ``DistributedDataParallel`` and
             ``fully_shard`` multiply gradients by. Or a positive number, for a loss that is weighted already.
         gather: Whether every rank gets the rows of all samples, in the order of ranks.
-        group: The ranks; ``None`` for all. Under tensor parallelism: the ranks that have samples of their own.
+        group: The ranks that have samples of their own, and share parameters if any do; ``None`` for all.
         timeout: Seconds to wait for the other ranks before each pass; with gloo, the ranks that did not come
             are named then.
 
@@ -41,7 +42,7 @@ class AllRanks:
     share: Share | float = "terms"
     gather: bool = False
     group: torch.distributed.ProcessGroup | None = None
-    timeout: float = 600.0
+    timeout: float = PATIENCE
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

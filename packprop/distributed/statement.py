@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from packprop.curvature.second_order import gradients_at
+from packprop.distributed.arriving import arrive
 from packprop.distributed.merging import exchanged
 from packprop.distributed.ranks import ASKED, AllRanks
 from packprop.engine.loss_terms import reduction_and_divisor
@@ -97,35 +97,16 @@ def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
     return tuple(terms)
 
 
-def arrive(ranks: AllRanks) -> None:
-    """Wait until all ranks are at the same place.
-
-    Raises:
-        PackpropError: If some do not come in time. Only gloo can say so; others end by their own timeout.
-    """
-    if torch.distributed.get_backend(ranks.group) != "gloo":
-        return
-    try:
-        torch.distributed.monitored_barrier(ranks.group, timedelta(seconds=ranks.timeout), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise PackpropError(
-            ASKED,
-            f"rank {torch.distributed.get_rank(ranks.group)}, at the beginning of a backward pass",
-            f"not all ranks came within {ranks.timeout:g} s: one has ended, is late, or runs another pass than "
-            f"this one ({str(error).splitlines()[0]})",
-            "run the same passes on all ranks, each inside `with backpack(..., ranks=...)` of the same "
-            "extensions; a rank without samples runs an empty batch; or allow more time: AllRanks(timeout=...)",
-        ) from error
-
-
 def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
     """The statements of all ranks, which fit together.
 
     Raises:
         PackpropError: On every rank, if one of them cannot take part, or they ask for different values.
     """
-    arrive(ranks)
+    arrive(ranks.group, ranks.timeout)
     statements = exchanged(own, ranks.group)
+    if own.refused:
+        return []
     for rank, statement in enumerate(statements):
         if statement.refused:
             raise PackpropError(

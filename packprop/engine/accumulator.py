@@ -86,6 +86,9 @@ class Accumulator:
         build: Build,
     ) -> None:
         """Go over all samples, or the ``chosen`` ones, in chunks; halve a chunk that does not fit."""
+        for use, _, _ in contributions:
+            if use.prepare is not None:
+                use.prepare()
         samples = self._graph.samples
         count = samples if chosen is None else len(chosen)
         whole = any(task.row.whole for task in tasks)

@@ -71,7 +71,12 @@ class GradientPass:
                 self._run_user_pass()
         elif not tasks:
             self._run_user_pass()
-        elif apart or self._backward is None or graph.ties_computed_parameters:
+        elif (
+            apart
+            or self._backward is None
+            or graph.ties_computed_parameters
+            or graph.shards_computed_parameters
+        ):
             self._sweep(tasks)
         else:
             self._watch(tasks, self._backward)

@@ -16,6 +16,7 @@ from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.precision import wider_dtype
+from packprop.tensors.sharding import placed_like
 from packprop.tensors.state import is_sole
 from packprop.types import Extension
 
@@ -51,7 +52,7 @@ class ResultSaver:
         for extension in extensions:
             grows = not all(row.sums for row in extension.rows)
             for leaf in self._graph.leaves():
-                holder = [vars(leaf).pop(extension.savefield, None)]
+                holder = [vars(self._graph.home(leaf)).pop(extension.savefield, None)]
                 if reuse and grows and _can_be_overwritten(holder):
                     spare[extension, id(leaf)] = holder.pop()
         return spare
@@ -72,7 +73,11 @@ class ResultSaver:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
             dtype = extension.dtype_of(leaf.dtype)
-            setattr(leaf, extension.savefield, map_tensors(functools.partial(_saved, dtype=dtype), value))
+            value = map_tensors(functools.partial(_saved, dtype=dtype), value)
+            home = self._graph.home(leaf)
+            if home is not leaf and _is_of_parameter(extension, value, leaf):
+                value = placed_like(value, home)
+            setattr(home, extension.savefield, value)
         for module, unfinished in self._waiting:
             if id(leaf) in unfinished:
                 unfinished.remove(id(leaf))
@@ -103,6 +108,12 @@ def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
         PackpropWarning,
         stacklevel=2,
     )
+
+
+def _is_of_parameter(extension: Extension, value: Any, leaf: Tensor) -> bool:
+    """Whether a value has an entry for each entry of a parameter, as sums and moments have."""
+    summed = all(row.sums and not row.whole for row in extension.rows)  # else it is one of samples
+    return isinstance(value, Tensor) and value.shape == leaf.shape and summed
 
 
 def _can_be_overwritten(holder: list[Any]) -> bool:

@@ -117,17 +117,23 @@ NORMALISATIONS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNor
 IDENTITIES = {
     "BackwardHookFunctionBackward": "torch.nn.modules._functions.BackwardHookFunction",
     "_DDPSinkBackward": "torch.nn.parallel.distributed._DDPSink",
+    "RegisterPostBackwardFunctionBackward": (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
+    ),
 }
 """Nodes of PyTorch's own, written in Python, that hand gradients on as they are, and the functions behind them.
 
 The first stands at the inputs and outputs of modules with full backward hooks, which run after it. The second
 stands at the outputs of ``DistributedDataParallel(static_graph=True)``: the first gradient that comes through
-it starts the exchange between processes. Both are private, and known here alone by name: they are neither
+it starts the exchange between processes. The third stands at the inputs of modules that ``fully_shard`` was
+called on: it exchanges their gradients. All are private, and known here alone by name: they are neither
 nonlinear nor a user's own, and nothing public tells them apart from those.
 """
 
 
-DOERS: dict[str, Callable[..., Any]] = {"_DDPSinkBackward": lambda *cotangents: (None, *cotangents)}
+DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"), lambda *cotangents: (None, *cotangents)
+)
 """Those that do something else besides, each with what hands gradients on in its place."""
 
 

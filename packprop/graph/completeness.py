@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +27,13 @@ from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import is_for_storage
-
-FSDP = "torch.distributed.fsdp"
-"""The Python module of PyTorch that shards parameters."""
-
+from packprop.tensors.sharding import (
+    is_distributed,
+    is_fully_sharded_before,
+    is_sharded_outside,
+    sharded_units,
+    shards_by_whole,
+)
 
 UNSEEN = (
     "before extend() was called, under packprop.disable(), inside a transform of torch.func (vmap), or in what "
@@ -164,7 +165,7 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
         return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    owned |= {id(leaf) for leaf in graph.leaves()}
+    owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
     graph.missing = [
@@ -235,30 +236,49 @@ def _pulled_through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:
-    """Raise if parameters are sharded between processes: what is used is not what the model holds.
-
-    Args:
-        modules: The modules that were called.
-        hooks: Those on what the pass goes through: a wrapper around these modules shows in its own.
-    """
-    sharding = sys.modules.get(FSDP)  # without it, nothing is sharded, and modules need not be looked at
-    if sharding is None or not torch.distributed.is_initialized():
-        return
-    kinds: dict[str, Any] = {
-        "fully_shard (FSDP2)": getattr(sharding, "FSDPModule", ()),
-        "FullyShardedDataParallel (FSDP1)": sharding.FullyShardedDataParallel,
-    }
-    inside = [child for module in modules for child in module.modules()]
-    found = [name for name, kind in kinds.items() if any(isinstance(child, kind) for child in inside)]
-    if not found and any(home.startswith(FSDP) for home in hooks.homes()):
-        found = [" or ".join(kinds)]
-    if found:
+    """Raise if parameters are sharded between processes: extensions for modules would not see these."""
+    modules = list(modules)
+    if sharded_units(modules) or is_fully_sharded_before(modules) or is_sharded_outside([], hooks.owners()):
         raise PackpropError(
-            "A quantity beyond the gradient was asked for.",
-            f"parameters that {found[0]} has sharded between processes",
-            "a function is given them put together for the moment; the model holds shards, to which neither "
-            "values nor gradients of single samples can be attached. Neither FSDP2 nor FSDP1 is supported yet",
-            "use DistributedDataParallel, whose processes hold whole parameters, or one process",
+            "An extension for modules was asked for.",
+            "parameters that FSDP2 or FSDP1 has sharded between processes",
+            "a function is given them put together for the moment; the module holds shards",
+            "use an extension of packprop, DistributedDataParallel, or one process",
+        )
+
+
+def require_known_shards(graph: Graph, unshards: bool) -> None:
+    """Raise if parameters are sharded between processes in a way that values cannot follow.
+
+    ``unshards``: whether the caller has them put together where it sweeps.
+    """
+    asked = "A quantity beyond the gradient was asked for."
+    parts = [leaf for leaf in [*graph.leaves(), *(leaf for leaf, _ in graph.missing)] if is_distributed(leaf)]
+    if parts:
+        raise PackpropError(
+            asked,
+            f"parameter {graph.name(parts[0])!r}, a DTensor that is used as it is",
+            "parallelize_module, or distribute_tensor, has split the function that uses it between processes, "
+            "each of which has a part of every sample's gradient",
+            "use DistributedDataParallel or fully_shard, which give functions whole parameters, or one process",
+        )
+    if graph.units and not unshards:
+        raise PackpropError(
+            asked,
+            "parameters that fully_shard (FSDP2) has sharded between processes",
+            "they are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+            "use `with packprop.backpack(..., ranks='all')` around backward(); or DistributedDataParallel, or "
+            "one process",
+        )
+    unknown = is_sharded_outside(graph.modules, graph.hooks.owners())
+    if is_fully_sharded_before(graph.modules) or unknown:
+        raise PackpropError(
+            asked,
+            "parameters that FullyShardedDataParallel (FSDP1) has sharded between processes, or fully_shard "
+            "(FSDP2) around the module that was extended",
+            "a function is given them put together for the moment, as parts of one flat tensor, or by a module "
+            "that packprop does not know: no value could be attached to what the model holds",
+            "use fully_shard (FSDP2) or DistributedDataParallel, and extend the outermost module",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from packprop.graph.site import Site
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
+from packprop.tensors.sharding import ShardedUnit, named_wholes, sharded_units
 
 WHOLE = Layout(None, 1)
 """The layout of a tensor that holds one sample."""
@@ -39,6 +41,7 @@ class ReachedUse:
         layouts: Where its outputs hold the samples; set when samples are located.
         checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
+        prepare: Has its parameters put together, if they are sharded between processes.
     """
 
     recorded: RecordedUse
@@ -48,6 +51,7 @@ class ReachedUse:
     layouts: list[Layout] = field(default_factory=list)
     checkpoint: ReentrantCheckpoint | None = None
     through: Sequence[ReentrantCheckpoint] = ()
+    prepare: Callable[[], None] | None = None
 
     @property
     def anchors(self) -> list[Node]:
@@ -220,9 +224,27 @@ class Graph:
     def owners(self) -> list[tuple[nn.Module, set[int]]]:
         """Modules that own leaves directly, each with the identities of these leaves."""
         leaves = {id(leaf) for leaf in self.leaves()}
+        whole = {id(shard): key for key, shard in self.shards.items()}
         modules = {id(child): child for module in self.modules for child in module.modules()}.values()
-        pairs = [(module, leaves & {id(p) for p in module.parameters(recurse=False)}) for module in modules]
+        pairs = [
+            (module, leaves & {whole.get(id(p), id(p)) for p in module.parameters(recurse=False)})
+            for module in modules
+        ]
         return [(module, owned) for module, owned in pairs if owned]
+
+    @functools.cached_property
+    def units(self) -> list[ShardedUnit]:
+        """Parameters of the modules that are sharded between processes."""
+        return sharded_units(self.modules)
+
+    @functools.cached_property
+    def shards(self) -> dict[int, nn.Parameter]:
+        """By the identity of each leaf that was put together from shards, the shard that the module holds."""
+        return {id(whole): shard for unit in self.units for whole, shard in unit.pairs}
+
+    def home(self, leaf: Tensor) -> Tensor:
+        """Where the values of a leaf are saved: on it, or on the shard that the module holds in its place."""
+        return self.shards.get(id(leaf), leaf)
 
     def root_gradients(self) -> list[Tensor]:
         """The gradient that is fed in at each root: the given one, or ones."""
@@ -247,10 +269,18 @@ class Graph:
                 sites.setdefault(id(site.leaf), []).append(site)
         return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
 
+    @property
+    def shards_computed_parameters(self) -> bool:
+        """Whether a leaf that is sharded between processes enters a use through a tensor computed from it.
+
+        What lies between may be gone, in the user's own pass, when the use is reached.
+        """
+        return any(not site.direct and id(site.leaf) in self.shards for use in self.uses for site in use.sites)
+
     def name(self, leaf: Tensor) -> str:
         """The parameter's name in the module that was called."""
         for module in [*self.modules, *EXTENDED]:
-            for name, parameter in module.named_parameters():
+            for name, parameter in (*module.named_parameters(), *named_wholes(module)):
                 if parameter is leaf:
                     return name
         return f"a tensor of shape {list(leaf.shape)}"

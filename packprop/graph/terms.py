@@ -43,6 +43,7 @@ from packprop.graph.traversal import depth_first, made_by, upstream_of
 from packprop.recording.marks import CHOSEN, EXTENDED, marks_of
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run
+from packprop.tensors.sharding import named_wholes
 
 
 def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
@@ -82,7 +83,7 @@ class _Terms:
         self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
         modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        own += graph.leaves()
+        own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
         self._owned = {id(tensor) for tensor in own}
         self._known = {_place_of(tensor) for tensor in own}
         inputs = [tensor for call in graph.forwards for ref in call.inputs if (tensor := ref()) is not None]

@@ -25,7 +25,7 @@ from packprop.graph.completeness import (
     reached_without_loss,
     require_alive,
     require_derivatives,
-    require_unsharded,
+    require_known_shards,
 )
 from packprop.graph.graph import Graph, ReachedLoss, ReachedUse, ReentrantCheckpoint
 from packprop.graph.hidden_order import hides_order, own_options
@@ -71,13 +71,20 @@ class _Trail:
     checkpoint_places: list[int] = field(default_factory=list)
 
 
-def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None) -> Graph:
+def walk(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    wanted: Sequence[Tensor] | None,
+    *,
+    unshards: bool = False,
+) -> Graph:
     """Find what a backward pass from ``roots`` will go through.
 
     Args:
         roots: Where it starts.
         gradients: What is fed in at each root; ``None`` for one.
         wanted: Leaves to restrict to; ``None`` for all.
+        unshards: Whether the caller has sharded parameters put together where it sweeps.
 
     Raises:
         PackpropError: If a parameter's uses were not all recorded, samples are mixed by a known layer, or a
@@ -108,7 +115,7 @@ def walk(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Se
         use.through = empty
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
-    require_unsharded(graph.modules, graph.hooks)
+    require_known_shards(graph, unshards)
     graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
     return graph
 
@@ -145,7 +152,9 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             trail.options.append(own_options(node))
         if is_reentrant(node):
             graph.checkpoints.append(
-                ReentrantCheckpoint(node, lambda inside: walk(inside, [None] * len(inside), wanted))
+                ReentrantCheckpoint(
+                    node, lambda inside: walk(inside, [None] * len(inside), wanted, unshards=True)
+                )
             )
             trail.checkpoint_places.append(len(trail.uses))
         if name == WITHOUT_DERIVATIVE:

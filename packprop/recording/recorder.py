@@ -223,6 +223,8 @@ class Recorder(OwnMode):
             region = region_under(hooks)
             if region is not None and is_counted(func, (args, kwargs)):
                 region.calls += 1
+            if region is not None and func is Tensor.register_hook:
+                region.hooks.append(args[1])
         if current.recorder is not self or current.disabled:
             return func(*args, **kwargs)
         tensors = tensors_of_call(args, kwargs)

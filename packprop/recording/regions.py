@@ -114,6 +114,8 @@ class Region:
         self.differentiable = False
         """Whether collected inputs stay attached to the graph that made them."""
         self.recordings, self.calls = 0, 0
+        self.hooks: list[Callable[..., Any]] = []
+        """Hooks that were put on tensors inside."""
 
     def begin_recording(self) -> None:
         """Count a recording that begins inside the region."""

@@ -105,9 +105,9 @@ class Hooks:
                 "a replay calls no Python function, so the hook would not be called again",
             )
 
-    def homes(self) -> set[str]:
-        """Names of the Python modules that the hooks are from."""
-        return {_home_of(hook) for hooks in self._dictionaries for hook in hooks.values()}
+    def owners(self) -> list[Any]:
+        """The objects that the hooks are methods of; of functions, these themselves."""
+        return [owner_of(hook) for hooks in self._dictionaries for hook in hooks.values()]
 
     def quiet(self) -> AbstractContextManager[None]:
         """Nobody is called inside."""
@@ -165,11 +165,12 @@ def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
     return [hooks for tensor in tensors if (hooks := dictionary_of(tensor))]
 
 
-def _home_of(hook: Any) -> str:
+def owner_of(hook: Any) -> Any:
+    """The object that a hook is a method of, else the hook."""
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    return str(getattr(hook if owner is None else type(owner), "__module__", ""))
+    return hook if owner is None else owner
 
 
 def _stand_in(*_: Any) -> None:

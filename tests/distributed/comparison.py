@@ -30,6 +30,8 @@ ASKED = [row for row in (*ROWS, *HESSIANS) if row.name not in REFUSED]
 # Offsets of bags count from the first sample: what is cut out of a batch has others. Two losses are divided by
 # weights of their own making, so that no part of the samples says what a rank counts.
 NOT_CUT = ("offsets", "none-then-weighted-mean", "none-then-masked-mean")
+# A weight that a loss uses, outside of the model, is a shard there.
+OUTSIDE = ("two-losses-two-uses-of-one-weight",)
 NAMES = [c.name for c in CASES if not c.refuses and not any(part in c.name for part in NOT_CUT)]
 
 
@@ -90,6 +92,7 @@ def rows_of(case: Case) -> list[Row]:
 def compare(rank: int, names: Sequence[str], kind: str) -> list[Compared]:
     """Compare some cases, each on all ranks. ``kind``: how the model is wrapped."""
     warnings.simplefilter("ignore")
+    names = [name for name in names if kind != "FSDP2" or name not in OUTSIDE]
     return [_compare_one(rank, BY_NAME[name], kind) for name in names]
 
 
@@ -229,13 +232,20 @@ def _data_parallel(model: nn.Module, case: Case) -> nn.Module:
 def _sharded(model: nn.Module, case: Case) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    for child in model.children():
-        if any(True for _ in child.parameters()):
-            fully_shard(child)
-    return fully_shard(model)
+    scalars = {parameter for parameter in model.parameters() if not parameter.dim()}  # it takes none
+    of_children = [id(p) for child in model.children() for p in child.parameters()]
+    if len({*of_children}) == len(of_children):  # what is tied belongs to one unit
+        for child in model.children():
+            if any(True for _ in child.parameters()):
+                fully_shard(child, ignored_params=scalars)
+    fully_shard(model, ignored_params=scalars)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)  # ranks may use other experts
+    return model
 
 
 WRAPPED: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
     "alone": lambda model, case: model,
     "DDP": _data_parallel,
+    "FSDP2": _sharded,
 }

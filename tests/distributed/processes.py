@@ -151,16 +151,17 @@ def _outcome(rank: int, folder: Path, seconds: float) -> Outcome:
         return Outcome(rank, pickle.loads(value.read_bytes()))
     if error.exists():
         return Outcome(rank, None, error.read_text())
+    stood = (folder / f"{rank}.stood").read_text() if (folder / f"{rank}.stood").exists() else ""
     if late.exists():
-        stood = (folder / f"{rank}.stood").read_text() if (folder / f"{rank}.stood").exists() else ""
         return Outcome(rank, None, f"it was not done when another had failed, or after {seconds} s:\n{stood}")
-    return Outcome(rank, None, "it died")
+    return Outcome(rank, None, f"it died\n{stood}".strip())
 
 
 def _child(rank: int, world: int, folder: Path, port: int, work: bytes, seconds: float, group: bool) -> None:
     """What one process does: it leaves a value or an error, and stays until the others have, too."""
     signal.alarm(int(seconds) + 10)  # whatever becomes of the process that started this one
     with (folder / f"{rank}.stood").open("w") as stood:
+        faulthandler.enable(stood)  # a fault that kills it
         faulthandler.register(signal.SIGUSR1, stood)
         try:
             torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Parameters that FSDP shards between processes are refused by name, however the model was extended."""
+"""Parameters that FSDP shards between processes have values, or are refused by name."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ def one_layer_extended() -> nn.Module:
     return model
 
 
-BUILT: dict[str, Callable[[], nn.Module]] = {
+SHARDED: dict[str, Callable[[], nn.Module]] = {
     "whole": lambda: sharded([], True),
     "layers": lambda: sharded([0, 2], True),
     "one-layer": lambda: sharded([0], False),
     "extended-before": lambda: sharded([0, 2], True, True),
+}
+REFUSED: dict[str, Callable[[], nn.Module]] = {
     "one-layer-extended": one_layer_extended,
     "FSDP1": lambda: wrapped(False),
     "FSDP1-original": lambda: wrapped(True),
@@ -62,19 +64,38 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def is_refused(rank: int, built: str) -> None:
-    model, loss_function = BUILT[built](), packprop.extend(nn.CrossEntropyLoss())
-    loss = loss_function(model(torch.randn(6, 4)), torch.randint(0, 3, (6,)))
-    named = r"FSDP2[\s\S]*DistributedDataParallel"
-    with pytest.raises(packprop.PackpropError, match=named), packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-    loss.backward()  # the refused pass has changed nothing
-    assert all(parameter.grad is not None for parameter in packprop.restore(model).parameters())
+def has_values(rank: int) -> None:
+    for build in SHARDED.values():
+        torch.manual_seed(0)
+        model, loss_function = build(), packprop.extend(nn.CrossEntropyLoss())
+        x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+        with packprop.backpack(extensions.BatchGrad()):
+            loss_function(model(x), y).backward()
+        torch.manual_seed(0)
+        plain = packprop.extend(network())
+        with packprop.backpack(extensions.BatchGrad()):
+            loss_function(plain(x), y).backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad_batch, other.grad_batch)
 
 
-@pytest.mark.parametrize("built", BUILT)
-def test_sharded_parameters_are_refused(built: str) -> None:
-    in_processes(is_refused, 1, built)
+def test_sharded_parameters_have_values() -> None:
+    in_processes(has_values, 1)
+
+
+def are_refused(rank: int) -> None:
+    for build in REFUSED.values():
+        model, loss_function = build(), packprop.extend(nn.CrossEntropyLoss())
+        loss = loss_function(model(torch.randn(6, 4)), torch.randint(0, 3, (6,)))
+        named = r"FSDP2[\s\S]*DistributedDataParallel"
+        with pytest.raises(packprop.PackpropError, match=named), packprop.backpack(extensions.BatchGrad()):
+            loss.backward()
+        loss.backward()  # the refused pass has changed nothing
+        assert all(parameter.grad is not None for parameter in packprop.restore(model).parameters())
+
+
+def test_sharded_parameters_are_refused() -> None:
+    in_processes(are_refused, 1)
 
 
 def another_is_not(rank: int) -> None:

@@ -1,0 +1,106 @@
+"""What can be computed of parameters that ``fully_shard`` has sharded, and what is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from packprop.distributed.arriving import PATIENCE
+from packprop.distributed.ranks import AllRanks
+from packprop.distributed.residence import ASKED, Residence, group_of
+from packprop.errors import PackpropError
+from packprop.graph.graph import Graph, ReachedUse
+from packprop.recording.regions import RecomputedInputs
+from packprop.tensors.hooks import owner_of
+from packprop.tensors.sharding import is_of_sharding
+from packprop.types import Extension
+
+
+def swept(
+    graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None
+) -> contextlib.AbstractContextManager[object]:
+    """Inside, sweeps go through sharded parameters; left before the user's own pass. See NOTE [Rounds]."""
+    if not graph.units:
+        return contextlib.nullcontext()
+    twice = any(row.seed.kind.startswith("hessian") for extension in extensions for row in extension.rows)
+    runs_again = any(use.recorded.source is not None for use in graph.uses)
+    timeout = PATIENCE if ranks is None else ranks.timeout
+    return Residence(graph, twice or runs_again, timeout)
+
+
+def require_sharded(
+    graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None, *, create_graph: bool, planned: bool
+) -> None:
+    """Refuse what cannot be had of sharded parameters; nothing is refused if there are none.
+
+    Raises:
+        PackpropError: The same on every rank.
+    """
+    if not graph.units:
+        return
+    if graph.checkpoints:
+        raise PackpropError(
+            ASKED,
+            "a part of the model inside torch.utils.checkpoint",
+            "a reentrant checkpoint runs modules again in every sweep, which would put parameters together on "
+            "this rank alone",
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        )
+    if any(_is_sharded_inside(use) for use in graph.uses):
+        raise PackpropError(
+            ASKED,
+            "a module inside torch.utils.checkpoint, on which fully_shard was called",
+            "where a checkpoint runs it again, fully_shard calls other functions than before",
+            "checkpoint what is inside the module, or call fully_shard on the module that checkpoints",
+        )
+    if create_graph or planned:
+        raise PackpropError(
+            ASKED,
+            "backward(create_graph=True)" if create_graph else "backpack(memory=...)",
+            "the graph refers to parameters that are gone after the pass"
+            if create_graph
+            else "a plan does not count what is put together, nor what ranks exchange",
+            "use DistributedDataParallel, or leave it out",
+        )
+    for extension in extensions:
+        if any(row.seed.kind == "graph" for row in extension.rows):
+            raise PackpropError(
+                ASKED,
+                f"extension {extension.name}",
+                "it goes through the graph outside of all sweeps, where parameters are not put together",
+                "use DistributedDataParallel, or another extension",
+            )
+        if graph.terms and any(row.seed.kind.startswith("hessian") for row in extension.rows):
+            raise PackpropError(
+                ASKED,
+                f"extension {extension.name}, where a penalty is added to the loss",
+                "the penalty is a function of shards, the rest of the loss one of whole parameters",
+                "call backward() of the penalty apart from that of the loss",
+            )
+        if ranks is None and any(row.sums and not row.whole for row in extension.rows):
+            raise PackpropError(
+                ASKED,
+                f"extension {extension.name}",
+                "a sum over its samples belongs to a whole parameter, of which a rank holds a part only",
+                "ask for values of the samples of all ranks: backpack(..., ranks='all')",
+            )
+    if ranks is not None:
+        own = torch.distributed.get_process_group_ranks(group_of(graph.units) or torch.distributed.group.WORLD)
+        asked = torch.distributed.get_process_group_ranks(ranks.group or torch.distributed.group.WORLD)
+        if sorted(own) != sorted(asked):
+            raise PackpropError(
+                ASKED,
+                "AllRanks(group=...)",
+                f"parameters are sharded over ranks {sorted(own)}, values asked for of ranks {sorted(asked)}",
+                "give the group of ranks that share the parameters",
+            )
+
+
+def _is_sharded_inside(use: ReachedUse) -> bool:
+    """Whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
+    source = use.recorded.source
+    return isinstance(source, RecomputedInputs) and any(
+        is_of_sharding(owner_of(hook)) for hook in source.region.hooks
+    )

@@ -1,0 +1,141 @@
+"""Parameters that are sharded between processes: which of them a function was given put together.
+
+``fully_shard`` leaves a ``DTensor`` on the module, and puts a whole tensor in its place while the module runs.
+The graph knows the whole one alone. What the two have to do with each other is told by nothing public, so this
+file looks at what ``fully_shard`` keeps: ``FSDPModule._get_fsdp_state``, in its ``_fsdp_param_groups`` (older
+versions: one ``_fsdp_param_group``) each ``_unsharded_param`` with its ``sharded_param``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FSDP = "torch.distributed.fsdp"
+"""The Python module of PyTorch that shards parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedUnit:
+    """Parameters that ``fully_shard`` puts together at once.
+
+    Args:
+        module: A module that ``fully_shard`` was called on.
+        pairs: Each whole parameter, as far as there was a forward pass, with the shard that the module holds.
+    """
+
+    module: Any
+    pairs: list[tuple[Tensor, nn.Parameter]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are put together now."""
+        return all(whole.untyped_storage().size() > 0 for whole, _ in self.pairs)
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether some of its parameters are not trained."""
+        return not all(shard.requires_grad for _, shard in self.pairs)
+
+    def unshard(self) -> None:
+        """Put them together; all ranks must do so."""
+        self.module.unshard()
+
+    def reshard(self) -> None:
+        """Let go of what was put together."""
+        self.module.reshard()
+
+
+def _sharding() -> Any:
+    """The module that shards; ``None`` while nothing can be sharded."""
+    sharding = sys.modules.get(FSDP)
+    return sharding if sharding is not None and torch.distributed.is_initialized() else None
+
+
+def sharded_units(modules: Iterable[nn.Module]) -> list[ShardedUnit]:
+    """All units inside some modules, in the order of the modules."""
+    units = []
+    for state, child in _states(modules).items():
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        pairs = [
+            (parameter._unsharded_param, parameter.sharded_param)
+            for group in groups
+            for parameter in group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
+        ]
+        if pairs:
+            units.append(ShardedUnit(child, pairs))
+    return units
+
+
+def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
+    """What ``fully_shard`` keeps of each of its calls in some modules, with the first module of the call."""
+    kind = getattr(_sharding(), "FSDPModule", ())
+    if not kind:
+        return {}
+    children = {id(child): child for module in modules for child in module.modules()}.values()
+    states: dict[Any, nn.Module] = {}
+    for child in children:
+        if isinstance(child, kind):
+            states.setdefault(child._get_fsdp_state(), child)
+    return states
+
+
+def shards_by_whole(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """By the identity of each whole parameter, the shard that the module holds."""
+    return {id(whole): shard for unit in sharded_units(modules) for whole, shard in unit.pairs}
+
+
+def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters by the names of their shards."""
+    units = sharded_units([module])
+    if units:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for whole, shard in (pair for unit in units for pair in unit.pairs):
+            name = names.get(id(shard), names.get(id(whole)))
+            if name is not None:
+                yield name, whole
+
+
+def is_sharded_outside(modules: Iterable[nn.Module], owners: Iterable[Any]) -> bool:
+    """Whether hooks of ``fully_shard`` on a graph, given by their owners, belong to none of some modules."""
+    strangers = {id(each) for each in owners if is_of_sharding(each)}
+    return bool(strangers - {id(state) for state in _states(modules)})
+
+
+def is_of_sharding(owner: Any) -> bool:
+    """Whether a hook with this owner is one of PyTorch's own for sharded parameters."""
+    home = owner if hasattr(owner, "__qualname__") else type(owner)
+    return str(getattr(home, "__module__", "")).startswith(FSDP)
+
+
+def is_fully_sharded_before(modules: Iterable[nn.Module]) -> bool:
+    """Whether ``FullyShardedDataParallel``, the older kind, wraps one of some modules or what is in it."""
+    sharding = _sharding()
+    if sharding is None:
+        return False
+    return any(isinstance(c, sharding.FullyShardedDataParallel) for m in modules for c in m.modules())
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``, of which this process holds a part."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def placed_like(value: Tensor, shard: Tensor) -> Tensor:
+    """A tensor of the whole parameter's shape, equal on all ranks, as a ``DTensor`` placed like its shard."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = shard.device_mesh  # type: ignore[attr-defined]  # a DTensor, by the caller's word
+    everywhere = [Replicate()] * mesh.ndim
+    whole = DTensor.from_local(value.to(shard.device), mesh, everywhere, run_check=False)
+    placed: Tensor = whole.redistribute(mesh, shard.placements)  # type: ignore[attr-defined]  # as above
+    return placed

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.memory.live import LiveBytes
+from packprop.memory.sharding import Mesh, Shards
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.repeated import storage_key
 
@@ -58,19 +59,24 @@ class PeakRecorder:
         self.saved_bytes = 0
         self._saved: set[int] = set()
         self._model: nn.Module | None = None
+        self._shards: Shards | None = None
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
 
-    def own_model(self, model: nn.Module) -> None:
-        """Count a model that was made before; its gradients are told from other tensors."""
+    def own_model(self, model: nn.Module, mesh: Mesh | None = None) -> None:
+        """Count a model that was made before, or one device's part; its gradients are told from others."""
         self._model = model
         self.live.own(model.parameters(), "parameters")
         self.live.own(model.buffers(), "buffers")
+        if mesh is not None:
+            self._shards = Shards(model, self.live, mesh)
+            self.live.settle = self._shards.settle
 
     def own_result(self, value: Any) -> None:
         """Tell a value that is saved on a parameter from other tensors."""
         self._saved.update(map(storage_key, tensors_in(value)))
-        self.saved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+        sizes = {tensor: tensor.numel() * tensor.element_size() for tensor in tensors_in(value)}
+        self.saved_bytes += sum(sizes.values()) if self._shards is None else self._shards.share(sizes)
 
     def saved_alive(self) -> int:
         """Bytes of the saved results that are still alive."""

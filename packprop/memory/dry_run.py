@@ -73,7 +73,7 @@ class DryRun:
             copy_sample_locations(model, step.model)
             stack.enter_context(peaks.live)
             stack.enter_context(torch.enable_grad())
-            peaks.own_model(model)
+            peaks.own_model(model, step.mesh)
             if step.accumulated:
                 for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -114,6 +114,7 @@ class DryRun:
             shapes,
             leaves,
             tuple(map(options_of, step.extensions)),
+            step.mesh,
         )
 
     def _make_tensors(self, value: Any) -> Any:

@@ -43,6 +43,8 @@ class LiveBytes(TorchDispatchMode):
         self.labels: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
         self.repeated = Repeated()
+        self.settle: Callable[[], None] | None = None
+        """Called after each operation, before the bytes are looked at."""
         self._times: dict[int, float] = {}
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
@@ -56,6 +58,20 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors that were there before."""
         for tensor in tensors:
             self._count(tensor, label, str([*tensor.shape]))
+
+    def scale(self, tensors: Iterable[Tensor], times: float) -> None:
+        """Count tensors as so many of them; those that are not counted are left out."""
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key in self.sizes:
+                self._times[key] = times
+                self._count(tensor, "", "")
+
+    def reserve(self, label: str, size: int) -> None:
+        """Count so many bytes all the time."""
+        key = -1 - len(self.labels)
+        self.labels[key], self.sizes[key] = (label, ""), size
+        self.now += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -72,6 +88,8 @@ class LiveBytes(TorchDispatchMode):
                 self._times[key] = self.repeated.times
             if key in self.sizes or key not in known:
                 self._count(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
+        if self.settle is not None:
+            self.settle()
         self.history.append(self.now)
         if self.now > self.peak:
             self.peak = self.now

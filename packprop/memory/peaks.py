@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.memory.live import LiveBytes
+from packprop.memory.mesh import Mesh, Shards
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.repeated import storage_key
 
@@ -56,25 +57,31 @@ class PeakRecorder:
         self.live = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
         self.partial_results: Callable[[], Iterable[Tensor]] = tuple
         self.saved_bytes = 0
-        self._saved: set[int] = set()
+        self._saved: dict[int, float] = {}  # by storage: how much of it is left when the pass is over
         self._model: nn.Module | None = None
+        self._shards: Shards | None = None
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
 
-    def own_model(self, model: nn.Module) -> None:
-        """Count a model that was made before; its gradients are told from other tensors."""
+    def own_model(self, model: nn.Module, mesh: Mesh | None = None) -> None:
+        """Count a model that was made before, or one device's part; its gradients are told from others."""
         self._model = model
         self.live.own(model.parameters(), "parameters")
         self.live.own(model.buffers(), "buffers")
+        if mesh is not None:
+            self._shards = Shards(model, self.live, mesh)
+            self.live.settle = self._shards.settle
 
     def own_result(self, value: Any) -> None:
         """Tell a value that is saved on a parameter from other tensors."""
-        self._saved.update(map(storage_key, tensors_in(value)))
-        self.saved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+        for tensor in tensors_in(value):
+            share = 1.0 if self._shards is None else self._shards.share(tensor)
+            self._saved[storage_key(tensor)] = share
+            self.saved_bytes += round(share * tensor.numel() * tensor.element_size())
 
     def saved_alive(self) -> int:
         """Bytes of the saved results that are still alive."""
-        return sum(self.live.sizes.get(key, 0) for key in self._saved)
+        return sum(round(share * self.live.sizes.get(key, 0)) for key, share in self._saved.items())
 
     def end_part(self) -> Peak:
         """The peak of the part of the step that ends here; the next part begins."""
@@ -85,7 +92,7 @@ class PeakRecorder:
     def _look(self) -> None:
         """At a new peak: note what is alive, and what of it is largest."""
         kinds = {key: label for key, (label, _) in self.live.labels.items()}
-        kinds |= dict.fromkeys(self._saved & kinds.keys(), "results")
+        kinds |= dict.fromkeys(self._saved.keys() & kinds.keys(), "results")
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")
         parameters = [] if self._model is None else self._model.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

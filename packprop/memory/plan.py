@@ -17,6 +17,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import byte_text
 from packprop.memory.line import Line
+from packprop.memory.mesh import Mesh
 from packprop.types import Extension
 
 ASKED = "A plan was asked for."
@@ -48,6 +49,7 @@ class Plan:
         shapes: Uses and the shapes of their outputs. A pass that the plan was made for has the same.
         leaves: Shapes and precisions of parameters; likewise.
         options: Names and values of the extensions' options; likewise.
+        mesh: What the model is sharded over, if it is: then all of this is what one device holds.
     """
 
     peak: int
@@ -65,6 +67,7 @@ class Plan:
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
     leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
     options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
+    mesh: Mesh | None = None
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
@@ -140,7 +143,8 @@ class Plan:
 
     def _sum(self) -> Table:
         budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
-        table = Table("", "", title=f"peak {byte_text(self.peak)} on {self.device}, {budget}", box=None)
+        where = self.device if self.mesh is None else f"each of {self.mesh} {self.device} devices"
+        table = Table("", "", title=f"peak {byte_text(self.peak)} on {where}, {budget}", box=None)
         for kind, size in self.parts.items():
             table.add_row(kind, byte_text(size))
         table.add_section()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
+from packprop.memory.mesh import mesh_of
 from packprop.memory.plan import ASKED, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import PlannedStep, copy_without_data
@@ -37,6 +38,8 @@ def plan(
     gradients: bool = True,
     freed: bool = False,
     accumulated: bool = False,
+    mesh_shape: int | Sequence[int] | None = None,
+    units: Iterable[type[nn.Module]] | None = None,
 ) -> Plan:
     """What one step with extensions will take, and the chunks that keep it inside a budget.
 
@@ -57,12 +60,17 @@ def plan(
         freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
         accumulated: Whether ``.grad`` of an earlier pass is there when a step begins: gradients are added up
             over several passes, or zeroed by ``zero_grad(set_to_none=False)``.
+        mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
+            or copies and shards. The plan is that of one device then, for its own batch; NOTE [Planned shards]
+            says what is counted. No process group is needed.
+        units: Classes of the modules that ``fully_shard`` is called on, beside the model itself; by default the
+            entries of every ``nn.ModuleList``.
 
     Raises:
         BadInput: If the budget is no number of bytes, or less than any choice of chunks takes.
         PackpropError: If the forward pass decides on data.
     """
-    budget = budget_of(memory)
+    budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
     parameter = next(model.parameters(), None)
     own_device = parameter.device if parameter is not None else torch.device("cpu")
     target_device = torch.device(device) if device is not None else own_device
@@ -84,7 +92,7 @@ def plan(
         with record():
             return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
 
-    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated)
+    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated, mesh)
     return choose_plan(step, budget)
 
 

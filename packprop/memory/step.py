@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.memory.mesh import Mesh
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import tensors_in
 from packprop.types import Extension
@@ -30,6 +31,7 @@ class PlannedStep:
         gradients: Whether ``.grad`` is computed, too.
         freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
         accumulated: Whether ``.grad`` of an earlier pass is there when the step begins.
+        mesh: What the model is sharded over, if it is.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class PlannedStep:
     gradients: bool
     freed: bool = False
     accumulated: bool = False
+    mesh: Mesh | None = None
 
 
 def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:

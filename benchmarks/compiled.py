@@ -25,7 +25,7 @@ import packprop
 from benchmarks.contestants import CONTESTANTS, Gap, Quantity
 from benchmarks.measure import take_turns
 from benchmarks.problems import PROBLEMS
-from benchmarks.run import environment, write_results
+from benchmarks.run import RESULTS, environment, write_results
 from packprop import extensions
 
 CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -107,12 +107,22 @@ def measure(problem: str, asked: Sequence[str], rounds: int) -> dict[str, Any]:
     return record
 
 
+def _with_others(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records in the order of the cases, with those of other problems that are in the results."""
+    there = json.loads((RESULTS / "compiled.json").read_text())["records"]
+    known = {(each["problem"], tuple(each["asked"])): each for each in [*there, *records]}
+    return [known[case] for case in CASES if case in known]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     parser.add_argument("--problem", action="append", help="only this; repeatable, writes no results")
+    parser.add_argument(
+        "--update", action="store_true", help="put these problems into the results that are there"
+    )
     parser.add_argument("--fresh", action="store_true", help="compile without caches of earlier runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -128,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios = {k: round(v["median"], 2) for k, v in records[-1].items() if k.endswith("over_plain")}
         print(problem, *asked, json.dumps(ratios), records[-1]["compiled_says"].splitlines()[-1], flush=True)
         torch._dynamo.reset()
-        if not options.problem:  # after each case: a compiler may take longer than anybody waits
+        if options.update:
+            write_results("compiled", described, fresh_caches=options.fresh, records=_with_others(records))
+        elif not options.problem:  # after each case: a compiler may take longer than anybody waits
             write_results("compiled", described, fresh_caches=options.fresh, records=records)
     return 0
 

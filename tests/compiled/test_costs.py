@@ -122,6 +122,19 @@ def test_the_peak_counts_what_is_alive_at_once() -> None:
         assert 0 <= peak_of(run, [x]) - (2 * 4000 + 8008) < 100
 
 
+def test_replays_that_are_slower_than_passes_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayer, "MEASURED", 2)
+    model, asked = network(), extensions.BatchL2Grad()
+    step = compiled(model, asked)
+    settle(step)
+    (kind,) = step.kinds
+    kind.pass_seconds = 1e-9
+    for _ in range(4):
+        check_call(step, model, LOSS, *batch(), asked)
+    assert replays(step) == 2
+    assert "eager: a replay takes" in str(step)
+
+
 def test_turns_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "LONGEST", 0.0)
     calls = []

@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from benchmarks.compiled_page import CONTESTANTS as CONTENDERS
 from benchmarks.compiled_page import draw, rows_of
 from benchmarks.contestants import CONTESTANTS
+from benchmarks.data_page import rows_of_dataset, rows_of_store
 from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
 from benchmarks.run import RESULTS, Record, disagrees
@@ -502,6 +503,21 @@ def _compiled_section(content: dict[str, Any], images: Path) -> list[str]:
     ]
 
 
+def _data_section(results: Path) -> list[str]:
+    """What ``python -m benchmarks.dataset`` and ``python -m benchmarks.store`` found."""
+    kinds = {"dataset": rows_of_dataset, "store": rows_of_store}
+    there = {name: results / f"{name}.json" for name in kinds if (results / f"{name}.json").exists()}
+    if not there:
+        return []
+    contents = {name: json.loads(path.read_text()) for name, path in there.items()}
+    rows = [row for name, content in contents.items() for row in kinds[name](content)]
+    return [
+        "## Whole data sets and stores (`packprop.compute`, `packprop.Store`)",
+        markdown(["what", "measured", "aimed at"], rows),
+        *dict.fromkeys(_environment(content["environment"]) for content in contents.values()),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -521,6 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compiled = options.results / "compiled.json"
     if compiled.exists():
         parts += _compiled_section(json.loads(compiled.read_text()), images)
+    parts += _data_section(options.results)
     planning = options.results / "planning.json"
     if planning.exists():
         parts += _planning_section(json.loads(planning.read_text()), images)

@@ -1,0 +1,68 @@
+"""What ``python -m benchmarks.dataset`` and ``python -m benchmarks.store`` found, as rows of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.measure import MIB
+
+Row = list[str]
+
+
+def rows_of_dataset(content: dict[str, Any]) -> list[Row]:
+    """What was measured, what came out, what was aimed at."""
+    samples, epoch = f"{content['samples']:,} samples", content["epoch"]
+    peaks = content["peak_bytes"]
+    return [
+        [
+            f"`Variance`, `DiagGGNMC`, `KFAC` of {samples} of 3 x 32 x 32, over an epoch of plain training",
+            f"{epoch['compute_over_epoch']['median']:.2f}",
+            "2.2",
+        ],
+        [
+            "the same with a checkpoint, over without",
+            f"{epoch['checkpoint_over_without']['median']:.2f}",
+            "1.02",
+        ],
+        [
+            "samples a second, two processes over one",
+            f"{content['ranks']['two_over_one']['median']:.2f}",
+            "1.7",
+        ],
+        [
+            "peak of live tensors, a tenth of the samples and all",
+            f"{peaks['a tenth'] / MIB:.0f} and {peaks['all'] / MIB:.0f} MiB",
+            "the same",
+        ],
+    ]
+
+
+def rows_of_store(content: dict[str, Any]) -> list[Row]:
+    """What was measured, what came out, what was aimed at."""
+    search = content["searching"]
+    return [
+        *(
+            [
+                f"rate of passes with writing over without, {each['samples']:,} x {each['dimension']:,} in "
+                f"half precision, {each['model']}",
+                f"{each['rate_with_over_without']:.2f}",
+                "0.95",
+            ]
+            for each in content["writing"]
+        ),
+        [
+            f"exact top {search['k']} of {search['queries']} queries among {search['samples']:,} rows",
+            f"{search['seconds']['median']:.2f} s",
+            "2 s",
+        ],
+        *(
+            [
+                f"projected gradients of the language model, {each['what']}, over plain (processor time)",
+                f"{each['over_plain']['median']:.2f} ({each['over_plain']['low']:.2f} to "
+                f"{each['over_plain']['high']:.2f})",
+                "1.25",
+            ]
+            for each in content["projecting"]
+            if each["what"] != "plain"
+        ),
+    ]

@@ -32,6 +32,7 @@ from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
+from packprop.tensors.sharding import is_distributed
 from packprop.types import Extension
 
 ASKED = "compute(...) was called."
@@ -110,6 +111,7 @@ def compute(
         def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
+            _require_whole_parameters(model)
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
@@ -152,6 +154,23 @@ def compute(
         result = run.to_the_end()
         result.replays = stream.told()
         return result
+
+
+def _require_whole_parameters(model: nn.Module) -> None:
+    """Refuse a model whose parameters are divided between processes.
+
+    Raises:
+        BadInput: With the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if is_distributed(parameter):
+            raise BadInput(
+                ASKED,
+                f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
+                "parameters are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
+                "use `with packprop.backpack(..., ranks='all')` around backward() in a loop over the data; or "
+                "give a model that each process has as a whole",
+            )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

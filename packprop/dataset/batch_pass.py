@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ FOUND = (0, "what a batch brought")
 """Where an ``Outcome`` has the results of a batch."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a batch brought, apart from its loss.
 
     Args:
@@ -118,12 +117,11 @@ class BatchPass:
         samples = graph.samples
         with contextlib.nullcontext() if is_traced() else _quiet_without(float(terms)):
             self._backward(graph, done)
-        found = {"samples": samples, "reduction": reduction, "terms": terms, "rows": rows}
-        return Outcome(loss, {}, {FOUND: found}, [])
+        return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, rows)}, [])
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
         """Merge what a pass or its graph has brought; returns the loss."""
-        found = Found(**outcome.results[FOUND])
+        found: Found = outcome.results[FOUND]
         terms = float(found.terms)
         for name, (dtype, rows) in found.rows.items():
             self._merge(name, dtype, found.samples, terms, rows)

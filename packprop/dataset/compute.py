@@ -28,6 +28,7 @@ from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
 from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
+from packprop.extensions.arguments import require_own_savefields
 from packprop.memory.planning import chunk_sizes_over_data
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
@@ -194,15 +195,7 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
                 "it relates samples of one batch to each other or by their index in it",
                 "use it in `with backpack(...)` on one batch",
             )
-    fields = [extension.savefield for extension in extensions]
-    for extension in extensions:
-        if fields.count(extension.savefield) > 1:
-            raise BadInput(
-                ASKED,
-                f"extension {extension.name}",
-                f"another one that is saved as {extension.savefield!r} is there, too",
-                "compute one after the other",
-            )
+    require_own_savefields(ASKED, extensions, "compute one after the other")
 
 
 def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from packprop.errors import BadInput
+from packprop.types import Extension
 
 
 def require_one_of(asked: str, where: str, value: object, choices: tuple[str, ...]) -> None:
@@ -33,3 +36,20 @@ def require_draws(name: str, mc_samples: object) -> None:
             "it is the number of Monte Carlo draws",
             "give a whole number of at least 1",
         )
+
+
+def require_own_savefields(asked: str, extensions: Sequence[Extension], instead: str) -> None:
+    """Refuse extensions two of which are saved under one name.
+
+    Raises:
+        BadInput: A ``ValueError``, with the first of them.
+    """
+    fields = [extension.savefield for extension in extensions]
+    for extension in extensions:
+        if fields.count(extension.savefield) > 1:
+            raise BadInput(
+                asked,
+                f"extension {extension.name}",
+                f"another one that is saved as {extension.savefield!r} is there, too",
+                instead,
+            )

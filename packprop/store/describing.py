@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from packprop.errors import BadInput
+from packprop.extensions.arguments import require_own_savefields
 from packprop.extensions.projected import Projected
 from packprop.store.plain import name_of
 from packprop.types import Extension
@@ -77,15 +78,7 @@ def require_storable(asked: str, extensions: Sequence[Extension]) -> None:
                 "its rows are those of some samples of a batch, and the store has a row for each of them",
                 "leave subsampling out, or give batches of these samples alone",
             )
-    fields = [extension.savefield for extension in extensions]
-    for extension in extensions:
-        if fields.count(extension.savefield) > 1:
-            raise BadInput(
-                asked,
-                f"extension {extension.name}",
-                f"another one that is saved as {extension.savefield!r} is there, too",
-                "store one of them, or both in folders of their own",
-            )
+    require_own_savefields(asked, extensions, "store one of them, or both in folders of their own")
 
 
 def _plain(value: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import packprop
+from packprop.compiled import replayer
 from packprop.compiled.step import CompiledStep
 from packprop.errors import PackpropWarning
 from packprop.tensors.nesting import tensors_in
@@ -18,6 +20,15 @@ from tests.references.running import assert_near
 
 EAGER_CALLS = 3
 """The calls of a kind that are ordinary passes."""
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing has been compiled yet, nor warned of."""
+    monkeypatch.setattr(replayer._Said, "warnings", set())
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def network(width: int = 4) -> nn.Sequential:

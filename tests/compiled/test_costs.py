@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,9 @@ from packprop.compiled.step import CompiledStep
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import EAGER_CALLS, batch, check_call, compiled, network, replays, settle
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 LOSS = nn.CrossEntropyLoss()
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replayer._Said, "warnings", set())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def calling(count: int, size: int) -> Any:

@@ -82,6 +82,16 @@ def in_processes(
     return [outcome.value for outcome in outcomes]
 
 
+def run_each(rank: int, checks: Sequence[Callable[[int], None]]) -> None:
+    """Run one check after the other; an error says which it was in."""
+    for check in checks:
+        try:
+            check(rank)
+        except Exception as error:
+            error.add_note(f"in {check.__name__}")
+            raise
+
+
 def outcomes_of(
     function: Callable[..., Any],
     world: int,

@@ -14,7 +14,7 @@ import packprop
 from packprop import context, extensions
 from packprop.distributed import AllRanks
 from packprop.errors import PackpropError
-from tests.distributed.processes import in_processes, needs_groups, outcomes_of
+from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.distributed.test_joint_pass import ASKED, FIELDS, Tied, cross_entropy, data, values
 
 pytestmark = [
@@ -272,17 +272,8 @@ CHECKS = [
 ]
 
 
-def all_right(rank: int) -> None:
-    for check in CHECKS:
-        try:
-            check(rank)
-        except Exception as error:
-            error.add_note(f"in {check.__name__}")
-            raise
-
-
 def test_values_are_on_the_shards() -> None:
-    in_processes(all_right, 2)
+    in_processes(run_each, 2, CHECKS)
 
 
 def message_of(run: Callable[[], None]) -> str:

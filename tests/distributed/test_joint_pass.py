@@ -15,7 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.distributed import AllRanks
 from packprop.errors import BadInput, PackpropError
-from tests.distributed.processes import in_processes, needs_groups, outcomes_of
+from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 
 pytestmark = needs_groups
 
@@ -310,17 +310,8 @@ RIGHT = [
 ]
 
 
-def all_right(rank: int) -> None:
-    for check in RIGHT:
-        try:
-            check(rank)
-        except Exception as error:
-            error.add_note(f"in {check.__name__}")
-            raise
-
-
 def test_values_are_those_of_one_process() -> None:
-    in_processes(all_right, 3)
+    in_processes(run_each, 3, RIGHT)
 
 
 def refused(run: Callable[[], None]) -> str:

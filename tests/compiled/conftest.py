@@ -1,0 +1,3 @@
+"""Fixtures of the tests of compiled steps."""
+
+from tests.compiled.steps import fresh_compiler as fresh_compiler

@@ -81,7 +81,7 @@ def test_single_precision(case: Case) -> None:
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
-    """Gradients summed from per-sample ones, products one at a time, moments of patches from shifts: of anything."""
+    """Gradients summed from per-sample ones, products one at a time, moments of patches from shifts."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "WORTH_BLOCKS", 0)

@@ -18,6 +18,8 @@ from packprop.functions.losses.description import register_loss
 from packprop.functions.registry import register_use
 from packprop.memory.plan import Plan
 from packprop.memory.planning import plan
+from packprop.queries.influence import influence
+from packprop.queries.result import Influence
 from packprop.recording.switch import disable, extend, record, restore
 from packprop.reports.coverage import coverage
 from packprop.reports.coverage_values import Coverage
@@ -33,6 +35,7 @@ __all__ = [
     "BadInput",
     "CompiledStep",
     "Coverage",
+    "Influence",
     "PackpropError",
     "PackpropWarning",
     "Plan",
@@ -51,6 +54,7 @@ __all__ = [
     "eager_backward",
     "extend",
     "extensions",
+    "influence",
     "kronecker",
     "operators",
     "plan",

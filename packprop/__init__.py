@@ -7,6 +7,7 @@ statistics turn that into numbers; an extension says how the numbers merge. A pl
 from packprop import distributed, extensions
 from packprop.algebra import kronecker
 from packprop.algebra.algorithms import algorithms
+from packprop.clipped import ClippedGradients, clipped_gradients
 from packprop.compiled.step import CompiledStep, compile
 from packprop.context import backpack
 from packprop.curvature import operators, products
@@ -31,6 +32,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 
 __all__ = [
     "BadInput",
+    "ClippedGradients",
     "CompiledStep",
     "Coverage",
     "PackpropError",
@@ -43,6 +45,7 @@ __all__ = [
     "StoredArray",
     "algorithms",
     "backpack",
+    "clipped_gradients",
     "compile",
     "compute",
     "coverage",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from packprop import compat, distributed, errors, examples, extensions, store, testing, types
     from packprop.algebra import kronecker
     from packprop.algebra.algorithms import algorithms
+    from packprop.clipped import ClippedGradients, clipped_gradients
     from packprop.compiled.step import CompiledStep, compile
     from packprop.context import backpack
     from packprop.curvature import operators, products
@@ -39,6 +40,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 # name -> module that holds it. The test of this file compares it with the imports above.
 _HOMES = {
     "BadInput": "packprop.errors",
+    "ClippedGradients": "packprop.clipped",
     "CompiledStep": "packprop.compiled.step",
     "Coverage": "packprop.reports.coverage_values",
     "Influence": "packprop.queries.result",
@@ -52,6 +54,7 @@ _HOMES = {
     "StoredArray": "packprop.store.reading",
     "algorithms": "packprop.algebra.algorithms",
     "backpack": "packprop.context",
+    "clipped_gradients": "packprop.clipped",
     "compile": "packprop.compiled.step",
     "compute": "packprop.dataset.compute",
     "coverage": "packprop.reports.coverage",
@@ -83,6 +86,7 @@ _MODULES = {
 
 __all__ = [
     "BadInput",
+    "ClippedGradients",
     "CompiledStep",
     "Coverage",
     "Influence",
@@ -96,6 +100,7 @@ __all__ = [
     "StoredArray",
     "algorithms",
     "backpack",
+    "clipped_gradients",
     "compat",
     "compile",
     "compute",

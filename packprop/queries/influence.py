@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import BATCH_SIZE, Batches, Data
 from packprop.dataset.compute import require_whole_parameters
+from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.result import Result
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput, PackpropError
@@ -97,6 +98,7 @@ def influence(
         PackpropError: For gradients that are not finite.
     """
     require_number(ASKED, k)
+    require_model_and_loss(ASKED, model, loss, "multiplied")
     require_whole_parameters(ASKED, model)
     opened = store if isinstance(store, Store) else Store(store)
     name = gradients_in(ASKED, opened, quantity)

@@ -76,8 +76,11 @@ class Influence:
             yield Text(f"query {query}")
             yield _table(_rows(self.largest, query), _rows(self.smallest, query))
             yield Text()
-        inverse = "" if self.curvature is None else f" (F + {self.damping:g} I)^-1, F: {self.curvature},"
-        yield Text(f"inner products of {self.quantity} of {self.samples:,} samples,{inverse} of summed losses")
+        yield Text(
+            f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
+        )
+        if self.curvature is not None:
+            yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")
 
 
 def _rows(found: Found, query: int) -> list[dict[str, Any]]:

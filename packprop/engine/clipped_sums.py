@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from packprop.algebra.choices import norms_by_products
 from packprop.algebra.monoid import CAT
 from packprop.algebra.partial import ONE
 from packprop.algebra.statistics import per_sample_grad, sq_norm
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.clipping import Clip, ClippedNorms, clip_factors
-from packprop.engine.contributions import Contribution, weighted
+from packprop.engine.contributions import Contribution, extents_of, weighted
 from packprop.engine.request import TOTAL, Request, Task
+from packprop.graph.graph import ReachedUse
+from packprop.graph.site import Site
 from packprop.types import GRADIENT, Extension, Row
 
 
@@ -22,7 +25,7 @@ class _Norms(Extension):
 
 
 class _Kept(Extension):
-    """Gradients of samples, where these are smaller than their cotangents."""
+    """Gradients of samples, where these take no more than what they are made of."""
 
     savefield = "clipping_rows"
     rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
@@ -99,10 +102,22 @@ class ClippedSums:
 
 
 def _leaves_kept_by_rows(request: Request) -> set[int]:
-    """Leaves of which gradients of all samples take no more than the cotangents that they are made of."""
-    graph, outputs = request.graph, dict[int, int]()
+    """Leaves of which gradients of all samples take no more than the inputs and cotangents they are made of."""
+    graph, made_of = request.graph, dict[int, int]()
     for use in graph.uses:
+        outputs = sum(shape.numel() for shape in use.recorded.shapes)
         for site in use.sites:
-            entries = sum(shape.numel() for shape in use.recorded.shapes)
-            outputs[id(site.leaf)] = outputs.get(id(site.leaf), 0) + entries
-    return {id(leaf) for leaf in graph.leaves() if leaf.numel() * graph.samples <= outputs[id(leaf)]}
+            inputs = _input_entries(use, site, request)
+            made_of[id(site.leaf)] = made_of.get(id(site.leaf), 0) + outputs + inputs
+    return {id(leaf) for leaf in graph.leaves() if leaf.numel() * graph.samples <= made_of[id(leaf)]}
+
+
+def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
+    """Entries of the inputs of an affine use, whose norms form gradients of samples; 0 for any other use."""
+    samples, held = request.graph.samples, request.chunk_sizes.held
+    extents = extents_of(use, site, samples, held)
+    if extents is None or norms_by_products(extents):
+        return 0
+    positions, groups, fan_in = extents[:3]
+    entries = samples * positions * groups * fan_in
+    return entries // site.leaf.shape[2:].numel() if extents.unfolds else entries

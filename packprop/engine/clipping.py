@@ -5,9 +5,9 @@ By what a sample's gradient is multiplied is known when its norm over all parame
 sweep is over. From there on no sweep is needed. The clipped gradient of a parameter is the sum over samples of
 what they contribute, each times its factor; and the inputs and cotangents that norms were taken of tell what
 they contribute. So these are kept until then, and the gradient of a weight, which autograd's own pass would
-have computed along the way, is computed once, from scaled cotangents. Where gradients of samples are no larger
-than their cotangents, they are kept instead. Norms are those of Goodfellow (2015); keeping cotangents is the
-book-keeping of Bu et al. (2023).
+have computed along the way, is computed once, from scaled cotangents. Where gradients of samples take no more
+memory than the cotangents, or are formed for their norms and take no more than inputs and cotangents, they are
+kept instead. Norms are those of Goodfellow (2015); keeping cotangents is the book-keeping of Bu et al. (2023).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ FLOORS = (
     ("memory",),
     ("distributed",),
     ("context",),
-    ("compiled", "store"),
+    ("clipped", "compiled", "store"),
     ("dataset",),
     ("eager", "examples", "queries"),
     ("reports",),

@@ -50,9 +50,9 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
     if rows is None:
         rows = use.recorded.shapes[0].numel() // (fans.groups * fans.fan_out)
     positions = rows // samples if layout.rows is None else layout.parts
-    unfolds = fans.unfolds and not layout.folded  # several images of a sample
+    channels = 0 if layout.folded else fans.channels  # folded: several images of a sample
     return Extents(
-        positions, *fans[:3], unfolds, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
+        positions, *fans[:3], channels, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
     )
 
 

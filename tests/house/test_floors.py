@@ -36,7 +36,7 @@ FLOORS = (
     ("context",),
     ("clipped", "compiled", "store"),
     ("dataset",),
-    ("eager", "examples"),
+    ("eager", "examples", "queries"),
     ("reports",),
     ("compat", "testing"),
     ("__init__",),

@@ -37,15 +37,13 @@ train, test = order[:1500], order[1500:]
 def network() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.GroupNorm(4, 16),
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),
+        nn.GroupNorm(2, 8),
         nn.Tanh(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
         nn.Tanh(),
-        nn.AvgPool2d(2),
         nn.Flatten(),
-        nn.Linear(128, 10),
+        nn.Linear(64, 10),
     )
 
 
@@ -63,7 +61,7 @@ with backpack(BatchGrad()):
     loss_function(model(images[batch]), digits[batch]).backward()
 rows = [parameter.grad_batch for parameter in model.parameters()]
 norms = sum(row.flatten(1).square().sum(1) for row in rows).sqrt()
-factors = (1.0 / norms).clamp(max=1)
+factors = (3.4 / norms).clamp(max=1)
 by_hand = [torch.tensordot(factors, row, 1) for row in rows]
 
 # %% [markdown]
@@ -74,7 +72,7 @@ by_hand = [torch.tensordot(factors, row, 1) for row in rows]
 
 # %%
 model.zero_grad()
-with clipped_gradients(max_norm=1.0) as clipped:
+with clipped_gradients(max_norm=3.4) as clipped:
     loss_function(model(images[batch]), digits[batch]).backward()
 
 for parameter, expected in zip(model.parameters(), by_hand, strict=True):
@@ -91,7 +89,7 @@ print(f"norms from {clipped.norms.min():.2f} to {clipped.norms.max():.2f}, {clip
 # expected, not by the number that came.
 
 # %%
-EXPECTED, STEPS, DELTA = 250, 180, 1e-4
+EXPECTED, STEPS, DELTA = 250, 40, 1e-4
 rate = EXPECTED / len(train)
 
 
@@ -109,7 +107,7 @@ def epsilon(noise: float, steps: int) -> float:
 
 
 def trained(noise: float, max_norm: float = 1.0) -> tuple[list[float], list[Tensor]]:
-    """The accuracy after every 20 steps, and the fraction that was clipped in each step."""
+    """The accuracy after every 4 steps, and the fraction that was clipped in each step."""
     model = extend(network())
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
     source = torch.Generator().manual_seed(2)
@@ -125,7 +123,7 @@ def trained(noise: float, max_norm: float = 1.0) -> tuple[list[float], list[Tens
             parameter.grad = (parameter.grad + hidden) / EXPECTED
         optimizer.step()
         fractions.append(clipped.fraction)
-        if step % 20 == 19:
+        if step % 4 == 3:
             history.append(accuracy(model))
     return history, fractions
 
@@ -134,15 +132,17 @@ curves = {}
 for noise in (0.0, 1.0, 2.0, 4.0):
     curves[noise], fractions = trained(noise)
     worth = f"epsilon {epsilon(noise, STEPS):.2f} at delta {DELTA}" if noise else "not private"
-    print(f"noise {noise}: accuracy {curves[noise][-1]:.3f}, {worth}; clipped {torch.stack(fractions).mean():.0%}")
-assert curves[0.0][-1] > 0.93
+    print(
+        f"noise {noise}: accuracy {curves[noise][-1]:.3f}, {worth}; clipped {torch.stack(fractions).mean():.0%}"
+    )
+assert curves[0.0][-1] > 0.88
 assert curves[1.0][-1] > 0.85
 
 # %%
 figure, axes = plt.subplots()
 for noise, color in zip(curves, ("0.55", "C0", "C2", "C1"), strict=True):
     label = f"epsilon {epsilon(noise, STEPS):.1f}" if noise else "clipped, no noise"
-    axes.plot(range(0, STEPS + 1, 20), curves[noise], color=color, label=label)
+    axes.plot(range(0, STEPS + 1, 4), curves[noise], color=color, label=label)
 axes.set(
     title=f"Accuracy on {len(test)} digits, delta {DELTA}",
     xlabel="steps",

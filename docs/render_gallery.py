@@ -34,6 +34,8 @@ PAGES = (
     "eager_penalties",
     "compiled_steps",
     "private_training",
+    "mislabelled",
+    "laplace_approximation",
 )
 INDEX = """# Gallery
 

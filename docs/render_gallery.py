@@ -33,6 +33,7 @@ PAGES = (
     "variance_gradient",
     "eager_penalties",
     "compiled_steps",
+    "fisher_diagonal",
     "private_training",
     "mislabelled",
     "laplace_approximation",

@@ -204,7 +204,7 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# Below the grey line the network is surer than it is right. The approximations leave the answers as
-# they are, and change how sure they sound. This is one training of one small network: which structure
-# does best here says little about others. Nor does an approximation make anything better that is wrong
-# about the network.
+# Below the grey line the network is surer than it is right. The approximations hardly change the
+# answers, but how sure they sound. This is one training of one small network: which structure does best
+# here says little about others. Nor does an approximation make anything better that is wrong about the
+# network.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from packprop import compat, distributed, errors, examples, extensions, store, testing, types
     from packprop.algebra import kronecker
     from packprop.algebra.algorithms import algorithms
+    from packprop.clipped import ClippedGradients, clipped_gradients
     from packprop.compiled.step import CompiledStep, compile
     from packprop.context import backpack
     from packprop.curvature import operators, products
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from packprop.functions.registry import register_use
     from packprop.memory.plan import Plan
     from packprop.memory.planning import plan
+    from packprop.queries.influence import influence
+    from packprop.queries.result import Influence
     from packprop.recording.switch import disable, extend, record, restore
     from packprop.reports.coverage import coverage
     from packprop.reports.coverage_values import Coverage
@@ -37,8 +40,10 @@ __path__.append(f"{__path__[0]}/compat/paths")
 # name -> module that holds it. The test of this file compares it with the imports above.
 _HOMES = {
     "BadInput": "packprop.errors",
+    "ClippedGradients": "packprop.clipped",
     "CompiledStep": "packprop.compiled.step",
     "Coverage": "packprop.reports.coverage_values",
+    "Influence": "packprop.queries.result",
     "PackpropError": "packprop.errors",
     "PackpropWarning": "packprop.errors",
     "Plan": "packprop.memory.plan",
@@ -49,12 +54,14 @@ _HOMES = {
     "StoredArray": "packprop.store.reading",
     "algorithms": "packprop.algebra.algorithms",
     "backpack": "packprop.context",
+    "clipped_gradients": "packprop.clipped",
     "compile": "packprop.compiled.step",
     "compute": "packprop.dataset.compute",
     "coverage": "packprop.reports.coverage",
     "disable": "packprop.recording.switch",
     "eager_backward": "packprop.eager",
     "extend": "packprop.recording.switch",
+    "influence": "packprop.queries.influence",
     "plan": "packprop.memory.planning",
     "profile": "packprop.reports.profile.run",
     "record": "packprop.recording.switch",
@@ -79,8 +86,10 @@ _MODULES = {
 
 __all__ = [
     "BadInput",
+    "ClippedGradients",
     "CompiledStep",
     "Coverage",
+    "Influence",
     "PackpropError",
     "PackpropWarning",
     "Plan",
@@ -91,6 +100,7 @@ __all__ = [
     "StoredArray",
     "algorithms",
     "backpack",
+    "clipped_gradients",
     "compat",
     "compile",
     "compute",
@@ -102,6 +112,7 @@ __all__ = [
     "examples",
     "extend",
     "extensions",
+    "influence",
     "kronecker",
     "operators",
     "plan",

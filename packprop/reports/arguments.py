@@ -9,6 +9,7 @@ from packprop.dataset.batches import BATCH_SIZE
 from packprop.dataset.identity import packprop_version
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import add_query
 
 OUTPUT = "profile"
 """The default of ``--output``."""
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(command="profile")
     add = command.add_argument
     add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
     add(
@@ -183,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--no-progress", action="store_true", help="show no progress bar")
     add("--debug", action="store_true", help="show errors with their tracebacks")
+    add_query(commands, _positive)
     return program
 
 

@@ -1,4 +1,4 @@
-"""The command ``packprop``: a profile of a model on its data, from the shell."""
+"""The command ``packprop``: a profile of a model on its data, and queries on a store, from the shell."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from torch import nn
 from packprop import examples
 from packprop.dataset.batches import explanation
 from packprop.dataset.checkpoint import require_checkpoint
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 from packprop.memory.bytes import byte_text, resident_peak
 from packprop.reports.arguments import parser
+from packprop.reports.devices import device_named
 from packprop.reports.factory import ASKED, call_factory, load_factory
 from packprop.reports.profile.files import check_folder
 from packprop.reports.profile.run import profile
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import query
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     try:
         with _warnings_in_short(sys.stderr):
-            _profile(options, started)
+            query(options) if options.command == "query" else _profile(options, started)
     except KeyboardInterrupt:
-        kept = options.checkpoint or options.resume
+        kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
         print(f"interrupted; {end}", file=sys.stderr)
         return 130
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             unexpected = PackpropError(
-                ASKED,
+                f"packprop {options.command} was called.",
                 "packprop itself",
                 explanation(error),
                 "run again with --debug, and report what it prints",
@@ -76,7 +78,7 @@ def _profile(options: argparse.Namespace, started: float) -> None:
     check_folder(options.output)
     if options.resume is not None:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
-    device = None if options.device is None else _device(options.device)
+    device = None if options.device is None else device_named(ASKED, options.device)
     factory = None if options.factory is None else load_factory(options.factory)
     threads = options.threads or (1 if factory is None else None)
     if threads is not None:
@@ -124,18 +126,6 @@ def _profile(options: argparse.Namespace, started: float) -> None:
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
         line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
         print(line, file=sys.stderr)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadInput(
-            ASKED, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
-        ) from error
-    return device
 
 
 @contextlib.contextmanager

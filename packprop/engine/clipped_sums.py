@@ -120,4 +120,4 @@ def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
         return 0
     positions, groups, fan_in = extents[:3]
     entries = samples * positions * groups * fan_in
-    return entries // site.leaf.shape[2:].numel() if extents.unfolds else entries
+    return entries // site.leaf.shape[2:].numel() if extents.channels else entries

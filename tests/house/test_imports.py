@@ -102,3 +102,32 @@ def test_other_names_are_not_there() -> None:
     with pytest.raises(AttributeError, match="'packprop' has no attribute 'bakpack'"):
         packprop.bakpack  # noqa: B018
     assert not hasattr(packprop, "__wrapped__")
+
+
+THREADS = """
+import sys, threading
+import torch, packprop
+sys.setswitchinterval(1e-5)
+names, failed = [*packprop._HOMES], []
+together = threading.Barrier(len(names))
+
+def ask(name):
+    together.wait()
+    try:
+        getattr(packprop, name)
+    except Exception as error:
+        failed.append(repr(error))
+
+threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failed)
+"""
+
+
+def test_threads_may_ask_for_names_at_once() -> None:
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"

@@ -114,7 +114,7 @@ def compute(
         def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
-            _require_whole_parameters(model)
+            require_whole_parameters(ASKED, model)
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
@@ -161,7 +161,7 @@ def compute(
         return result
 
 
-def _require_whole_parameters(model: nn.Module) -> None:
+def require_whole_parameters(asked: str, model: nn.Module) -> None:
     """Refuse a model whose parameters are divided between processes.
 
     Raises:
@@ -170,7 +170,7 @@ def _require_whole_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_distributed(parameter):
             raise BadInput(
-                ASKED,
+                asked,
                 f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
                 "parameters are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
                 "use `with packprop.backpack(..., ranks='all')` around backward() in a loop over the data; or "

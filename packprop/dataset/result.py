@@ -72,20 +72,28 @@ class Result(Mapping[Any, dict[str, Value]]):
         """Read what ``save`` wrote.
 
         Raises:
-            BadInput: If it is a file of another kind.
+            BadInput: If there is no such file, or it is one of another kind.
         """
-        with safetensors.safe_open(path, framework="pt") as file:
-            notes = file.metadata() or {}
-            if notes.get("format") != FORMAT:
-                raise BadInput(
-                    "Result.load(...) was called.",
-                    f"the file {str(path)!r}",
-                    f"it is not {FORMAT}, or was written by another version of packprop",
-                    "give a file that Result.save has written",
-                )
-            tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                notes = file.metadata() or {}
+                if notes.get("format") == FORMAT:
+                    tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _no_result(path, f"it cannot be read ({type(error).__name__}: {error})") from error
+        if notes.get("format") != FORMAT:
+            raise _no_result(path, f"it is not {FORMAT}, or was written by another version of packprop")
         tables = decode(json.loads(notes["values"]), tensors)
         return cls(tables, int(notes["samples"]), float(notes["loss"]), notes["reduction"])
+
+
+def _no_result(path: str | Path, why: str) -> BadInput:
+    return BadInput(
+        "Result.load(...) was called.",
+        f"the file {str(path)!r}",
+        why,
+        "give a file that Result.save has written",
+    )
 
 
 def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:

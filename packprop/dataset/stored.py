@@ -44,12 +44,7 @@ class StoredResults:
         for part, found in results.items():
             extension = part.whole
             if extension in self.extensions:
-                values = [
-                    rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
-                    for row, value in zip(extension.rows, found, strict=True)
-                ]
-                value = extension.finish(values, samples).to(extension.dtype_of(dtype))
-                put(self._values, extension, name, value)
+                put(self._values, extension, name, of_summed_loss(extension, found, dtype, samples, terms))
         return {part: values for part, values in results.items() if part.whole not in self.extensions}
 
     @property
@@ -71,6 +66,26 @@ class StoredResults:
         values, self._values = self._values, {}
         identify = self.writer.identify
         self.writer.add(values, samples, terms, None if identify is None else identify(batch))
+
+
+def of_summed_loss(
+    extension: Extension, found: Sequence[Any], dtype: torch.dtype, samples: int, terms: float
+) -> Tensor:
+    """The value for a loss that is summed over its terms, from results for one that is divided by ``terms``.
+
+    Args:
+        extension: What the value is of.
+        found: A result for each of its rows.
+        dtype: Precision of the parameter.
+        samples: Samples of the batch.
+        terms: What its loss was divided by; 0 for a batch that counts for nothing.
+    """
+    values = [
+        rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
+        for row, value in zip(extension.rows, found, strict=True)
+    ]
+    finished: Tensor = extension.finish(values, samples)
+    return finished.to(extension.dtype_of(dtype))
 
 
 def stored_results(

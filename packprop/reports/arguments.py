@@ -11,6 +11,7 @@ from packprop.dataset.identity import packprop_version
 from packprop.reports.profile.outlying import SHOWN
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import add_query
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -110,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_compare(commands)
     _add_page(commands)
+    add_query(commands, _positive)
     return program
 
 
@@ -121,6 +123,7 @@ def _add_profile(commands: Commands) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(command="profile")
     add = command.add_argument
     add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
     add(

@@ -1,4 +1,4 @@
-"""The command ``packprop``: profiles of models on their data, and comparisons of them, from the shell."""
+"""The command ``packprop``: profiles of models, comparisons of them, and queries on a store, from the shell."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from torch import nn
 from packprop import examples
 from packprop.dataset.batches import explanation
 from packprop.dataset.checkpoint import require_checkpoint
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 from packprop.memory.bytes import byte_text, resident_peak
 from packprop.reports.arguments import parser
 from packprop.reports.compare import Comparison, compare
+from packprop.reports.devices import device_named
 from packprop.reports.factory import ASKED, call_factory, load_factory
 from packprop.reports.page.libraries import INSTALL, missing
 from packprop.reports.profile.files import PAGE, check_folder
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import query
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments of the command line; by default those of the process.
     """
     options = parser().parse_args(arguments)
-    run = {"profile": _profile, "compare": _compare, "page": _page}[options.command]
+    run = {"profile": _profile, "compare": _compare, "page": _page, "query": query}[options.command]
     try:
         with _warnings_in_short(sys.stderr):
             run(options)
@@ -98,7 +100,7 @@ def _profile(options: argparse.Namespace) -> None:
     check_folder(options.output)
     if options.resume is not None:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
-    device = None if options.device is None else _device(options.device)
+    device = None if options.device is None else device_named(ASKED, options.device)
     lacking = [] if options.no_page else missing()
     # standard output is for the result: what a factory prints there goes to standard error
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
@@ -128,7 +130,7 @@ def _profile(options: argparse.Namespace) -> None:
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:
     """The profile; ``None`` on ranks that another one speaks for."""
     factory = None if options.factory is None else load_factory(options.factory)
-    decode = None if options.decode is None else load_factory(options.decode, "--decode")
+    decode = None if options.decode is None else load_factory(options.decode, argument="--decode")
     threads = options.threads or (1 if factory is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -172,18 +174,6 @@ def _print(found: Profile | Comparison, stream: TextIO) -> None:
         Console(file=stream, width=max(console.width, WIDTH)).print(found)
     else:
         print(found, file=stream)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadInput(
-            ASKED, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
-        ) from error
-    return device
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import Data, described
 from packprop.dataset.compute import compute
+from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.identity import packprop_version
 from packprop.engine.chunks import default_chunk_sizes
 from packprop.errors import BadInput, PackpropError
@@ -220,22 +221,7 @@ def _naming_the_option() -> Iterator[None]:
 
 
 def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise BadInput(ASKED, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadInput(
-            ASKED,
-            f"model, {described(model)}",
-            "none of its parameters requires gradients",
-            "set requires_grad=True on those that shall be profiled",
-        )
-    if loss is not None and (not callable(loss) or isinstance(loss, type)):
-        raise BadInput(
-            ASKED,
-            f"loss, {described(loss)}",
-            "it is not a function of outputs and targets",
-            _instance_of(loss),
-        )
+    require_model_and_loss(ASKED, model, loss, "profiled")
     numbers = {
         "batch_size": 1 if batch_size is None else batch_size,
         "mc_samples": mc_samples,
@@ -254,12 +240,6 @@ def _check_outliers(outliers: Any, decode: Any) -> None:
     if decode is not None and not callable(decode):
         instead = "give a function of the inputs and targets of one sample"
         raise BadInput(ASKED, f"decode, {described(decode)}", "it cannot be called", instead)
-
-
-def _instance_of(value: Any) -> str:
-    if isinstance(value, type):
-        return f"give an instance, {value.__name__}(...)"
-    return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
 
 
 def _outputs_of_a_sample(

@@ -9,7 +9,10 @@
       drawing.config.legend.columns = 1;
     }
     const options = { renderer: "svg", actions: false, tooltip: { disableDefaultStyle: true } };
-    vegaEmbed(place, drawing, options)
+    // an element of its own, because the library gives it a role: that of the place stays "img"
+    const canvas = place.appendChild(document.createElement("div"));
+    canvas.style.width = "100%";
+    vegaEmbed(canvas, drawing, options)
       .catch((error) => { place.textContent = "This figure could not be drawn: " + error.message; });
   }
 

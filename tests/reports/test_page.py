@@ -195,7 +195,7 @@ def test_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_labels_that_would_be_alike_stay_long() -> None:
     names = [f"{first}{'x' * 40}" for first in "ab"]
-    assert figure.short_labels(names) == {names[0]: "…" + "x" * 25, names[1]: names[1]}
+    assert figure.short_labels(names) == {names[0]: "…" + "x" * 23, names[1]: names[1]}
 
 
 # In a notebook, from files, from the command line

@@ -138,7 +138,7 @@ def spectra(values: ProfileValues) -> Figure | None:
             x=alt.X(
                 "value:Q",
                 scale=scale,
-                title="eigenvalue / largest one of the factor (logarithmic)",
+                title="eigenvalue / largest (logarithmic)",
                 axis=axis,
             ),
             color=alt.Color(

@@ -20,7 +20,7 @@ MOST_LAYERS = 60
 STEP = 22
 """Height of a layer in a figure, in pixels."""
 
-LONGEST_LABEL = 26
+LONGEST_LABEL = 24
 """Characters of a layer's name in a figure."""
 
 
@@ -98,9 +98,10 @@ def layer_axis(names: Sequence[str]) -> alt.Y:
 
 
 def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
-    """A logarithmic scale from ``low`` to ``high``, and its axis: powers of ten, or 1, 2 and 5 times these."""
+    """A logarithmic scale from ``low`` to ``high``, and its axis: powers of ten, and what lies between."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if math.log10(high / low) < 2.2 else (1,)
+    decades = math.log10(high / low)
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if decades < 1 else (1, 2, 5) if decades < 2.2 else (1,)
     apart = max(1, round((last - first) / 8))
     ticks = [times * 10.0**power for power in range(first, last + 1, apart) for times in steps]
     ticks = [float(f"{tick:.6g}") for tick in ticks if low <= tick <= high]

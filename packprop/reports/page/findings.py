@@ -79,7 +79,7 @@ def _tail(values: ProfileValues) -> Finding | None:
     says = (
         f"{counted(few, 'sample')} of {values.samples:,} hold {share:.0%} of the gradients."
         if share >= 0.25
-        else f"No few samples stand out: the largest {TAIL:.0%} hold {share:.0%} of the gradients."
+        else f"No small group stands out: the largest {TAIL:.0%} hold {share:.0%} of the gradients."
     )
     return Finding(
         says,

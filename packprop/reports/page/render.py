@@ -29,7 +29,10 @@ COLUMNS = (
     ("sample 95%", "their 95th percentile"),
     ("signal to noise", "squared gradient norm over the trace of the samples' covariance"),
     ("GGN trace", "exact where it was computed, else the Monte Carlo estimate"),
-    ("condition A", "of the Kronecker factor of the inputs: largest over smallest eigenvalue"),
+    (
+        "condition A",
+        "of the Kronecker factor of the inputs: largest over smallest eigenvalue; rank/size if singular",
+    ),
     ("condition B", "of the Kronecker factor of what comes back"),
 )
 """Titles of the table of layers, and what they mean."""
@@ -154,5 +157,5 @@ def _condition(layer: Layer, side: str) -> Cell:
     if spectrum is None or spectrum.rank is None:
         wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"
         return wide, None
-    rank = "" if spectrum.rank == spectrum.size else f" (rank {spectrum.rank} of {spectrum.size})"
+    rank = "" if spectrum.rank == spectrum.size else f" ({spectrum.rank}/{spectrum.size})"
     return f"{number_text(spectrum.condition)}{rank}", spectrum.condition

@@ -5,7 +5,7 @@
     const narrow = place.clientWidth < 560;
     const drawing = JSON.parse(source.textContent);
     if (narrow) {
-      drawing.config.axis.labelLimit = Math.round(place.clientWidth * 0.36);
+      drawing.config.axis.labelLimit = Math.round(place.clientWidth * 0.44);
       drawing.config.legend.columns = 1;
     }
     const options = { renderer: "svg", actions: false, tooltip: { disableDefaultStyle: true } };

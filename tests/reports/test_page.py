@@ -30,7 +30,7 @@ def profile() -> Profile:
     torch.manual_seed(0)
     model, (x, y) = network()
     data = (torch.cat([x, x, 8 * x]), torch.cat([y, y, y]))
-    return quiet(model, nn.CrossEntropyLoss(), data, timeline=True, memory="1MiB", outliers=4)
+    return quiet(model, nn.CrossEntropyLoss(), data, timeline=True, memory="64MiB", outliers=4)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_what_the_plan_chose_and_why(page: Element, profile: Profile) -> None:
     for choice in profile.memory.choices:
         assert choice["parameter"] in page.text
         assert REASONS[choice["algorithm"]] in page.text
-    assert "the budget is 1 MiB" in page.text
+    assert "the budget is 64 MiB" in page.text
 
 
 def test_the_findings(profile: Profile) -> None:
@@ -224,11 +224,11 @@ def test_a_profile_from_files_has_the_same_page(profile: Profile, tmp_path: Path
 
 
 def test_the_command_writes_it(run: Run, tmp_path: Path) -> None:
-    status, _, err = run("factories:good", "--page", "--memory", "1MiB")
+    status, _, err = run("factories:good", "--page", "--memory", "64MiB")
     assert status == 0
     assert "profile/profile.safetensors and profile/profile.html" in err
     written = (tmp_path / "profile" / "profile.html").read_text()
-    assert "the budget is 1 MiB" in written
+    assert "the budget is 64 MiB" in written
     assert cli.main(["page", "profile", "--output", "again.html"]) == 0
     assert (tmp_path / "again.html").read_text() == written
 

@@ -33,6 +33,7 @@ PAGES = (
     "variance_gradient",
     "eager_penalties",
     "compiled_steps",
+    "influence",
 )
 INDEX = """# Gallery
 

@@ -176,6 +176,37 @@ def test_names_and_texts_stay_texts() -> None:
     assert evil in page.all("table", id="layers")[0].text
 
 
+class LanguageModel(nn.Module):
+    """One layer of a transformer over twelve letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.tokens(tokens)))
+        return logits.transpose(1, 2)
+
+
+def test_a_language_model() -> None:
+    tokens = torch.randint(12, (20, 7))
+
+    def decode(inputs: Tensor, targets: Tensor) -> str:
+        return "".join("abcdefghijkl"[token] for token in inputs.tolist())
+
+    data = (tokens[:, :-1], tokens[:, 1:])
+    found = quiet(LanguageModel(), nn.CrossEntropyLoss(), data, outliers=3, decode=decode)
+    page = read_page(found.to_html())
+    shown = [quote.text for quote in page.all("blockquote")]
+    assert shown == [decode(data[0][sample.place], data[1][sample.place]) for sample in found.outlying]
+    assert "layer.self_attn" in str(charts(page)["spectra"])
+    (samples,) = page.all("ol")
+    assert samples.attributes["class"] == "samples texts"
+    assert "model: " not in samples.text
+
+
 def test_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figure, "MOST_LAYERS", 5)
     names = [f"{'a_very_long_name_of_a_module' * (i % 2)}{i}" for i in range(8)]

@@ -88,6 +88,18 @@ def test_a_model_that_cannot_be_planned_is_measured() -> None:
     assert "cannot be run without data" in use.why_not
 
 
+def test_what_fails_after_the_work_costs_the_timeline_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("packprop.reports.profile.run.memory_use", fails)
+    model, data = network()
+    found = quiet(model, nn.CrossEntropyLoss(), data, timeline=True)
+    assert found.memory is None
+    assert found.missing["memory"].startswith("MemoryError: no room")
+    assert found.total.gradient_norm is not None
+
+
 @pytest.mark.parametrize("length", [0, 1, 399, 400, 401, 5000])
 def test_thinned(length: int) -> None:
     history = torch.randint(1000, (length,)).tolist()

@@ -133,7 +133,47 @@ def test_decode_says_what_a_sample_is() -> None:
 def test_a_decode_that_fails(decode: Any, why: str) -> None:
     with pytest.raises(BadInput, match=why) as error:
         found_in((INPUTS, CLASSES), decode=decode)
-    assert error.value.where == "decode, for sample 4"
+    assert error.value.where == "decode, for sample 0"
+
+
+def test_what_fails_after_the_work_costs_the_samples_alone() -> None:
+    def decode(x: Tensor, y: Tensor) -> str:
+        return "fine" if float(x.max()) < 2 else ""[3]
+
+    found = found_in((INPUTS, CLASSES), decode=decode)
+    assert found.outlying == []
+    assert found.missing["outlying"].startswith("decode, for sample 4: IndexError")
+    assert found.total.gradient_norm is not None
+
+    class Breaking(OneByOne):
+        reads = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            self.reads += 1
+            if self.reads > 30:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    found = found_in(Breaking())
+    assert found.missing["outlying"].startswith("OSError: the disk is gone")
+    assert found.total.gradient_norm is not None
+
+
+def test_tokens_of_a_mapping() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 3)
+
+        def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:
+            return (self.table(input_ids) * attention_mask[..., None]).sum(1)
+
+    tokens = torch.randint(9, (5, 4))
+    batch = {"attention_mask": torch.ones(5, 4), "input_ids": tokens, "labels": CLASSES[:5]}
+    found = quiet(Summed(), nn.CrossEntropyLoss(), [batch], outliers=1)
+    (sample,) = found.outlying
+    assert sample.text == " ".join(map(str, tokens[sample.place].tolist()))
+    assert sample.target == str(int(CLASSES[sample.place]))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +161,24 @@ def outlying_samples(
     return rows, pictures
 
 
+def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
+    """Refuse a function that fails on the first sample, before any work is done.
+
+    Raises:
+        BadInput: With what it raised or returned.
+    """
+    size = _size_of(batch)
+    if decode is not None and size:
+        inputs, targets = map_tensors(_row_of(0, size), batch)
+        _shown(0, inputs, targets, decode)
+
+
 def _shown(place: int, inputs: Any, targets: Any, decode: Decode | None) -> tuple[str | None, Tensor | None]:
     """Text of one sample, or its picture."""
     if decode is None:
-        tensors = [*tensors_in(inputs)]
+        # of what Hugging Face's tokenizers give, the tokens
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        tensors = [*tensors_in(inputs if tokens is None else tokens)]
         picture = picture_of(tensors[0][0]) if tensors else None
         return (None, picture) if picture is not None else (text_of(tensors[0][0]), None)
     try:

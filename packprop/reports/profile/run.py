@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.dataset.batches import Data, described
+from packprop.dataset.batches import Data, described, explanation
 from packprop.dataset.compute import compute
 from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.identity import packprop_version
@@ -21,13 +21,13 @@ from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
 from packprop.reports.profile.assembly import TOTAL, assemble
-from packprop.reports.profile.memory_use import MemoryUse, memory_use
+from packprop.reports.profile.memory_use import memory_use
 from packprop.reports.profile.outlying import (
     SHOWN,
     Decode,
     NotFoundAgain,
-    OutlyingSample,
     ReadableBatches,
+    check_decode,
     outlying_samples,
 )
 from packprop.reports.profile.quantities import (
@@ -115,6 +115,8 @@ def profile(
     with _evaluating(model, evaluation):
         with batches.explained():
             first = batches.first()
+            if outliers and first is not None:
+                check_decode(decode, first)
             outputs = _outputs_of_a_sample(model, loss, first, device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
@@ -154,12 +156,14 @@ def profile(
             settings["graphs"] = result.replays
         tables = {key: result[extension] for key, extension in asked_for.items()}
         found = assemble(model, result, tables, batches.count, settings, started)
-        used = None
-        if timeline:
-            assert first is not None
+        if timeline and first is not None:
             sizes = result.chunk_sizes or default_chunk_sizes(device)
-            used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
-        return _with_outliers(found, model, loss, batches, outliers, decode, device, used)
+            with _kept_without(found, "memory"):
+                used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
+                found = dataclasses.replace(found, memory=used)
+        else:
+            found.missing["memory"] = "not asked for: packprop.profile(..., timeline=True)"
+        return _with_outliers(found, model, loss, batches, outliers, decode, device)
 
 
 def _extensions(
@@ -183,24 +187,31 @@ def _with_outliers(
     count: int,
     decode: Decode | None,
     device: torch.device,
-    used: MemoryUse | None,
 ) -> Profile:
-    """The profile with its outlying samples and its use of memory, or why they are missing."""
-    missing = {} if used is not None else {"memory": "not asked for: packprop.profile(..., timeline=True)"}
-    rows: list[OutlyingSample] = []
-    tensors = dict(found.tensors)
-    norms = tensors.get(f"sample_gradient_norm/{TOTAL}")
+    """The profile with its outlying samples, or why they are missing."""
+    norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
     if not count:
-        missing["outlying"] = "not asked for: packprop.profile(..., outliers=0)"
+        found.missing["outlying"] = "not asked for: packprop.profile(..., outliers=0)"
     elif norms is None:
-        missing["outlying"] = "the loss depends on no parameter"
+        found.missing["outlying"] = "the loss depends on no parameter"
     else:
-        try:
+        with _kept_without(found, "outlying"):
             rows, pictures = outlying_samples(model, loss, batches, norms, count, decode, device)
-            tensors |= pictures
-        except NotFoundAgain as error:
-            missing["outlying"] = f"{error.why}; to see them, {error.instead}"
-    return dataclasses.replace(found, outlying=rows, memory=used, missing=missing, tensors=tensors)
+            return dataclasses.replace(found, outlying=rows, tensors={**found.tensors, **pictures})
+    return found
+
+
+@contextlib.contextmanager
+def _kept_without(found: Profile, what: str) -> Iterator[None]:
+    """Note why something is missing, whatever goes wrong inside: what was computed is not lost for it."""
+    try:
+        yield
+    except NotFoundAgain as error:
+        found.missing[what] = f"{error.why}; to see them, {error.instead}"
+    except PackpropError as error:
+        found.missing[what] = f"{error.where}: {error.why}"
+    except Exception as error:
+        found.missing[what] = explanation(error)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from packprop.queries.influence import influence
     from packprop.queries.result import Influence
     from packprop.recording.switch import disable, extend, record, restore
+    from packprop.reports.compare.comparison import Comparison, compare
     from packprop.reports.coverage import coverage
     from packprop.reports.coverage_values import Coverage
     from packprop.reports.profile.result import Profile
@@ -42,6 +43,7 @@ __path__.append(f"{__path__[0]}/compat/paths")
 _HOMES = {
     "BadInput": "packprop.errors",
     "ClippedGradients": "packprop.clipped",
+    "Comparison": "packprop.reports.compare.comparison",
     "CompiledStep": "packprop.compiled.step",
     "Coverage": "packprop.reports.coverage_values",
     "Influence": "packprop.queries.result",
@@ -56,6 +58,7 @@ _HOMES = {
     "algorithms": "packprop.algebra.algorithms",
     "backpack": "packprop.context",
     "clipped_gradients": "packprop.clipped",
+    "compare": "packprop.reports.compare.comparison",
     "compile": "packprop.compiled.step",
     "compute": "packprop.dataset.compute",
     "coverage": "packprop.reports.coverage",
@@ -88,6 +91,7 @@ _MODULES = {
 __all__ = [
     "BadInput",
     "ClippedGradients",
+    "Comparison",
     "CompiledStep",
     "Coverage",
     "Influence",
@@ -102,6 +106,7 @@ __all__ = [
     "algorithms",
     "backpack",
     "clipped_gradients",
+    "compare",
     "compat",
     "compile",
     "compute",

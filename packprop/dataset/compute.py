@@ -30,6 +30,7 @@ from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.memory.planning import chunk_sizes_over_data
+from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
@@ -75,7 +76,8 @@ def compute(
             batch goes into the model: a tensor, a tuple or a mapping of arguments.
         extensions: What to compute.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
-        progress: Show a progress bar on standard error.
+        progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
+            time left, memory beside the budget.
         device: Where batches are moved to; by default where the model's parameters are.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. A plan is made for the first batch, and again for
@@ -155,10 +157,12 @@ def compute(
         for module in stream.step.modules:
             stack.enter_context(extended(module))
         stack.enter_context(long_work_of(chosen, bar=False))
-        run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
+        run = Run(
+            batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget_of(memory)
+        )
         group.attempt(lambda: run.go_on(kept, state, pieces))
         result = run.to_the_end()
-        result.replays = stream.told()
+        result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from packprop.algebra.kronecker import Eigen
 from packprop.dataset.summary import as_frame, as_html, as_text
 from packprop.dataset.values import decode, encode
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput
 from packprop.types import Extension
 
@@ -36,6 +37,7 @@ class Result(Mapping[Any, dict[str, Value]]):
         loss: The value of the loss over the whole data set.
         reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
         replays: What graphs in place of passes have brought, in words, if there were any; not saved.
+        chunk_sizes: How much of the first batch was taken at once, if one was read; not saved.
     """
 
     tables: dict[str, dict[str, Value]]
@@ -43,6 +45,7 @@ class Result(Mapping[Any, dict[str, Value]]):
     loss: float
     reduction: str = "mean"
     replays: str | None = None
+    chunk_sizes: ChunkSizes | None = None
 
     def __getitem__(self, key: Extension | str) -> dict[str, Value]:
         return self.tables[key if isinstance(key, str) else key.savefield]

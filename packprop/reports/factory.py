@@ -14,14 +14,14 @@ from packprop.errors import BadInput
 ASKED = "packprop profile was called."
 
 
-def load_factory(name: str, asked: str = ASKED) -> Callable[[], Any]:
-    """The function that ``package.module:function`` names.
+def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Callable[..., Any]:
+    """The function that ``package.module:function`` names, which was given as this argument.
 
     Raises:
         BadInput: If the name has another form, or leads to no function.
     """
     module_name, colon, path = name.partition(":")
-    where = f"FACTORY, {name!r}"
+    where = f"{argument}, {name!r}"
     if not (module_name and colon and path) or module_name.endswith(".py") or "/" in module_name:
         stem = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise BadInput(
@@ -30,7 +30,8 @@ def load_factory(name: str, asked: str = ASKED) -> Callable[[], Any]:
             "it does not have the form package.module:function",
             f"name a module as in an import, and a function: {stem or 'train'}:{path or 'factory'}",
         )
-    sys.path.insert(0, os.getcwd())
+    if sys.path[:1] != [os.getcwd()]:
+        sys.path.insert(0, os.getcwd())
     named: Any
     try:
         named = importlib.import_module(module_name)

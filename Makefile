@@ -66,6 +66,12 @@ bench: $(VENV)/.installed-bench ## Measure time and memory beside other librarie
 gallery: $(VENV)/.installed-test ## Run the pages of the gallery, and write down what comes out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)
 
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## Build the site into build/site; warnings are errors
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -c docs/site -d build/doctrees -W --keep-going -q \
+	    $(ARGS) . build/site
+	@echo "build/site/index.html"
+
 .PHONY: hooks
 hooks: $(VENV)/.installed-dev ## Check every commit before it is made
 	$(BIN)/pre-commit install

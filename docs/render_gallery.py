@@ -37,6 +37,7 @@ PAGES = (
     "private_training",
     "mislabelled",
     "laplace_approximation",
+    "influence",
 )
 INDEX = """# Gallery
 

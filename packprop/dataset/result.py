@@ -13,6 +13,7 @@ import safetensors.torch
 from torch import Tensor
 
 from packprop.algebra.kronecker import Eigen
+from packprop.dataset.summary import as_frame, as_html, as_text
 from packprop.dataset.values import decode, encode
 from packprop.errors import BadInput
 from packprop.types import Extension
@@ -23,9 +24,11 @@ FORMAT = "values over a data set, format 2"
 """What a file says that it is."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Result(Mapping[Any, dict[str, Value]]):
     """Values by extension (or the name of the attribute that it saves) and by parameter name.
+
+    It prints as its ``summary()``; a notebook shows a table of that.
 
     Args:
         tables: ``savefield -> parameter name -> value``.
@@ -49,6 +52,35 @@ class Result(Mapping[Any, dict[str, Value]]):
 
     def __len__(self) -> int:
         return len(self.tables)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name!r}: {len(by_name)} parameters" for name, by_name in self.tables.items())
+        return f"Result({{{held}}}, samples={self.samples}, loss={self.loss!r}, reduction={self.reduction!r})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """A table of all tensors: shape, norm, mean, smallest and largest entry of each.
+
+        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one.
+        """
+        return as_text(self.tables, self._facts)
+
+    def to_frame(self) -> Any:
+        """The lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
+
+        Raises:
+            BadInput: If pandas is missing: ``pip install "packprop[frames]"``.
+        """
+        return as_frame("A data frame of a result was asked for.", self.tables)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables, self._facts)
+
+    @property
+    def _facts(self) -> str:
+        return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}"
 
     def save(self, path: str | Path) -> None:
         """Write all tensors to one ``.safetensors`` file."""

@@ -31,7 +31,7 @@ in
            Projected(BatchGrad(), d)
   FACTORY  names a function of yours that takes no arguments and returns three things: the model that the
            store was written with, its loss, and the queries, as data of any form that compute takes
-  FILE     what Result.save wrote; for an optimizer's factors add --factored
+  FILE     what Result.save wrote, from compute with EKFAC, KFAC, KFLR or a diagonal
 
 out
   tables on standard output, {WIDTH} columns wide, one for each query: products, identifiers and rows of the

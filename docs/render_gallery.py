@@ -33,11 +33,11 @@ PAGES = (
     "variance_gradient",
     "eager_penalties",
     "compiled_steps",
+    "influence",
     "fisher_diagonal",
     "private_training",
     "mislabelled",
     "laplace_approximation",
-    "influence",
 )
 INDEX = """# Gallery
 

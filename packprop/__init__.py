@@ -132,15 +132,21 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """A public name, imported now; kept, so that this happens once."""
+        import gc
         from importlib import import_module
 
-        if name in _MODULES:
-            found = import_module(_MODULES[name])
-        elif name in _HOMES:
-            found = getattr(import_module(_HOMES[name]), name)
-        else:
+        home = _MODULES.get(name) or _HOMES.get(name)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found
+        # A collection in between looks at all objects of torch and finds nothing: a third of the time.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            module = import_module(home)
+        finally:
+            if collects:
+                gc.enable()
+        globals()[name] = found = module if name in _MODULES else getattr(module, name)
         return found
 
 

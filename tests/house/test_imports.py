@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def test_a_name_is_the_one_of_its_module(name: str) -> None:
     else:
         assert getattr(packprop, name) is getattr(import_module(packprop._HOMES[name]), name)
     assert name in dir(packprop)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(packprop), "Plan", raising=False)
+    monkeypatch.setitem(packprop._HOMES, "Missing", "packprop.missing")
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert packprop.Plan.__name__ == "Plan"
+        assert gc.isenabled() is collects
+        with pytest.raises(ModuleNotFoundError):
+            packprop.Missing  # noqa: B018
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_other_names_are_not_there() -> None:

@@ -35,7 +35,8 @@ def clipped_gradients(
     (``packprop/engine/clipping.py``).
 
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
-    samples; a sum does not.
+    samples; a sum does not. Each process clips its own samples. There is no budget of memory, and there are no
+    probes here: ``backpack`` has them.
 
     Args:
         extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were

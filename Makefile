@@ -72,6 +72,16 @@ docs: $(VENV)/.installed-docs ## Build the site into build/site; warnings are er
 	    $(ARGS) . build/site
 	@echo "build/site/index.html"
 
+.PHONY: dist
+dist: $(VENV)/.installed-dist ## Build wheel and source distribution into dist/, install the wheel, try it
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m tests.distribution.check dist
+
+.PHONY: matrix
+matrix: $(VENV)/.created ## Run tests under other versions: make matrix ARGS="--python 3.11 --torch 2.6.0"
+	env -u PIP_CONSTRAINT $(BIN)/python -m benchmarks.matrix $(ARGS)
+
 .PHONY: hooks
 hooks: $(VENV)/.installed-dev ## Check every commit before it is made
 	$(BIN)/pre-commit install

@@ -4,6 +4,7 @@ Seeds are swept back through the graph and become cotangents. A use says how its
 statistics turn that into numbers; an extension says how the numbers merge. A plan says how large chunks are.
 """
 
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -132,17 +133,30 @@ __all__ = [
     "types",
 ]
 
+# Two threads that import modules which need each other would see halves of them. Names of `_MODULES` are
+# imported without it: packprop's own files ask for these while the locks of their modules are held.
+_ONE_AT_A_TIME = RLock()
+
 # Type checkers would take this for a module that has every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """A public name, imported now; kept, so that this happens once."""
+        import gc
         from importlib import import_module
 
         if name in _MODULES:
             found = import_module(_MODULES[name])
         elif name in _HOMES:
-            found = getattr(import_module(_HOMES[name]), name)
+            with _ONE_AT_A_TIME:
+                # A collection in between looks at all objects of torch and finds nothing: a third of the time.
+                collects = gc.isenabled()
+                gc.disable()
+                try:
+                    found = getattr(import_module(_HOMES[name]), name)
+                finally:
+                    if collects:
+                        gc.enable()
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found

@@ -41,7 +41,7 @@ def clipped_gradients(
         extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were
             before clipping.
         max_norm: The largest norm; with ``per="module"`` or ``"parameter"`` also one for each of them by name.
-            A tensor of one entry is not waited for.
+            A tensor of one entry is not waited for: gradients are NaN if it is not positive.
         per: What a norm is taken over: ``"all"`` parameters, those of each ``"module"`` by themselves, or each
             ``"parameter"`` by itself.
         reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the losses of its samples; needed only

@@ -1,7 +1,7 @@
 """Sphinx extension: the reference has every public name, or the build warns.
 
-A warning is an error under ``make docs``. Public is what stands in ``__all__`` of the modules that the reference
-has a section for. That it has one for each public module is tested without Sphinx, in ``tests/house/test_site.py``.
+A warning is an error under ``make docs``. Public is what stands in ``__all__`` of modules that have a section
+in the reference. That each public module has one is tested without Sphinx, in ``tests/house/test_site.py``.
 """
 
 from __future__ import annotations

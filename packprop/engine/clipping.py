@@ -173,14 +173,20 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool) -> Clip:
 
 
 def clip_factors(clip: Clip, squares: list[Tensor]) -> ClippedNorms:
-    """Norms of samples' own gradients, and the factors of these, from the squares for each group ``[n]``."""
+    """Norms of samples' own gradients, and the factors of these, from the squares for each group ``[n]``.
+
+    Factors are NaN where norms are not finite or the bound is not positive: so are the clipped sums then.
+    """
     home = squares[0].device
     own = clip.own.to(home) if isinstance(clip.own, Tensor) else clip.own
     norms = torch.stack([square.to(home) for square in squares]).sqrt() * own
     bounds = torch.stack(
         [torch.as_tensor(each.max_norm, dtype=norms.dtype, device=home).reshape(()) for each in clip.groups]
     )
-    return ClippedNorms(norms, (bounds[:, None] / norms).clamp(max=1), bounds, clip.groups)
+    # a bound of a tensor is looked at here alone; squares of finite gradients may overflow
+    is_known = (bounds > 0)[:, None] & norms.isfinite()
+    factors = (bounds[:, None] / norms).clamp(max=1).where(is_known, torch.nan)
+    return ClippedNorms(norms, factors, bounds, clip.groups)
 
 
 def _groups(clipping: Clipping, graph: Graph) -> list[Group]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def preconditioner_of(
         BadInput: For damping that is missing or negative, a parameter without a block, or a block that does not
             fit it, is not finite, or is not positive.
     """
-    if damping is None or isinstance(damping, bool) or not 0 <= damping < float("inf"):
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
         raise BadInput(
             asked,
             f"damping={damping!r}",
@@ -150,24 +151,30 @@ def _inverse(
         raise _unfit(asked, parameter, shape, f"its block has {decomposed.values.numel()} rows")
     values = decomposed.values
     most = values.abs().max() if values.numel() else values.sum()
-    rounding = 10 * max(map(len, decomposed.vectors)) * torch.finfo(values.dtype).eps * float(most)
+    digit = torch.finfo(values.dtype).eps * float(most)
+    rounding = 10 * max(map(len, decomposed.vectors)) * digit
     values = torch.where((values < 0) & (values >= -rounding), 0.0, values)
-    _require_positive(asked, where, values, damping, rounding)
+    _require_positive(asked, where, values, damping, digit if damping else rounding)
     if factored and damping and not isinstance(block, Eigen) and len(block) == 2:
         return kronecker.inverse(list(block), damping)
     return decomposed._replace(values=1 / (values + damping))
 
 
 def _require_positive(asked: str, where: str, values: Tensor, damping: float, rounding: float) -> None:
-    """Refuse eigenvalues that are not positive with the damping; without, those that may be rounding alone."""
+    """Refuse eigenvalues that with the damping are not positive, or may be ``rounding`` alone.
+
+    The inverse of rounding would be the largest part of a product.
+    """
     least = float(values.min()) if values.numel() else 1.0
-    if least + damping > (0 if damping else rounding):
+    if least + damping > rounding:
         return
-    enough = max(1e-3 * float(values.max()), -2 * least, 1e-8)
+    most = float(values.max())
+    enough = max(1e-3 * most, -2 * least, 1e-8)
     raise BadInput(
         asked,
         where,
-        f"it is not positive: the smallest of its eigenvalues is {least:.3g}, and damping={damping:g} is added",
+        f"it is not positive beyond rounding: beside {most:.3g}, the smallest of its eigenvalues is "
+        f"{least:.3g}, and damping={damping:g} is added",
         f"give more damping, such as {enough:.1g}",
     )
 

@@ -275,6 +275,40 @@ def test_samples_without_gradient_and_those_that_are_not_finite() -> None:
         LOSS(model(x), y).backward()
 
 
+def test_what_has_no_factor_becomes_nan() -> None:
+    """Squares of finite gradients overflow; a bound that is a tensor turns out to be no positive number."""
+    model, (x, y) = perceptron().float(), batch()
+    with pytest.warns(PackpropWarning, match="NaN"), packprop.clipped_gradients(max_norm=0.1) as clipped:
+        (LOSS(model(x.float()), y) * 1e21).backward()
+    assert clipped.norms.isinf().all()
+    assert all(gradient.isnan().all() for gradient in gradients(model).values())
+    for bound in (-1.0, 0.0, float("nan")):
+        model.zero_grad()
+        with packprop.clipped_gradients(max_norm=torch.tensor(bound)):
+            LOSS(model(x.float()), y).backward()
+        assert all(gradient.isnan().all() for gradient in gradients(model).values()), bound
+
+
+class Stop(torch.autograd.Function):
+    """Hands its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> None:
+        return None
+
+
+def test_no_parameter_is_reached() -> None:
+    model, (x, y) = perceptron(), batch()
+    with packprop.clipped_gradients(max_norm=0.1) as clipped:
+        LOSS(Stop.apply(model(x)), y).backward()  # type: ignore[no-untyped-call]
+    assert clipped.norms.tolist() == [0.0] * 6
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_no_sample_has_a_gradient_of_its_own_in_memory() -> None:
     """A wide layer's gradients of 64 samples would take 64 MiB; what is kept is as large as its outputs."""
     model = packprop.extend(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)))

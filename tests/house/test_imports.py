@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import subprocess
 import sys
@@ -81,7 +82,52 @@ def test_a_name_is_the_one_of_its_module(name: str) -> None:
     assert name in dir(packprop)
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(packprop), "Plan", raising=False)
+    monkeypatch.setitem(packprop._HOMES, "Missing", "packprop.missing")
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert packprop.Plan.__name__ == "Plan"
+        assert gc.isenabled() is collects
+        with pytest.raises(ModuleNotFoundError):
+            packprop.Missing  # noqa: B018
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_other_names_are_not_there() -> None:
     with pytest.raises(AttributeError, match="'packprop' has no attribute 'bakpack'"):
         packprop.bakpack  # noqa: B018
     assert not hasattr(packprop, "__wrapped__")
+
+
+THREADS = """
+import sys, threading
+import torch, packprop
+sys.setswitchinterval(1e-5)
+names, failed = [*packprop._HOMES], []
+together = threading.Barrier(len(names))
+
+def ask(name):
+    together.wait()
+    try:
+        getattr(packprop, name)
+    except Exception as error:
+        failed.append(repr(error))
+
+threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failed)
+"""
+
+
+def test_threads_may_ask_for_names_at_once() -> None:
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"

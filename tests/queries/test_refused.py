@@ -78,14 +78,16 @@ def test_curvature_that_does_not_fit(tmp_path: Path) -> None:
 def test_damping(tmp_path: Path) -> None:
     same, result = written(tmp_path / "store", KFLR())
     folder, blocks = tmp_path / "store", result["kflr"]
-    for wrong in (None, -1.0, math.nan, math.inf, True):
-        refused(f"damping={wrong}", folder, same, curvature=blocks, damping=wrong)
+    for wrong in (None, -1.0, math.nan, math.inf, True, "0.1"):
+        refused(f"damping={wrong!r}", folder, same, curvature=blocks, damping=wrong)
     refused("without curvature", folder, same, damping=0.1)
     refused("without curvature", folder, same, factored=True)
     # the GGN of cross entropy is singular: the same number added to all outputs changes nothing
     error = refused("'3.weight'(.|\n)*not positive", folder, same, curvature=blocks, damping=0)
     enough = float(error.instead.split()[-1])
     influence(folder, same, curvature=blocks, damping=enough)
+    # nor does damping below the last digit: the inverse of what rounding left would be most of the product
+    refused("beyond rounding", folder, same, curvature=blocks, damping=1e-30)
     units = {name: torch.ones_like(parameter) for name, parameter in same[0].named_parameters()}
     influence(folder, same, curvature=units, damping=0)
     zeros = {**units, "3.bias": torch.tensor([1.0, 0, 1])}

@@ -2,8 +2,8 @@
 
 Each contestant runs the forward pass, the backward pass and the clipping of one step, by the norm of all
 parameters, and leaves the clipped mean in ``.grad``; noise and optimizer are the same for all and left out.
-What they leave is compared before anything is measured. Times are ratios to plain passes, in turns in one process;
-peaks are those of PyTorch's allocator, each in a fresh process.
+What they leave is compared before anything is measured. Times are ratios to plain passes, in turns in one
+process; peaks are those of PyTorch's allocator, each in a fresh process.
 """
 
 from __future__ import annotations

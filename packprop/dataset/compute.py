@@ -53,6 +53,7 @@ def compute(
     every: int | str = "30s",
     ranks: AllRanks | Literal["own", "all"] | None = None,
     store: StoreWriter | str | Path | None = None,
+    losses: bool = False,
     compiled: bool = True,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
@@ -94,9 +95,12 @@ def compute(
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
             terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
             ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
+        losses: Whether the store gets the loss of each sample, too, as ``store["loss"]`` ``[n]``: summed over
+            the sample's terms, with their weights, and not divided by anything.
         compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
             models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
-            not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
+            not with a checkpoint; nor with a budget of memory, or losses. What it brought is told in
+            ``Result.replays``.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
@@ -121,6 +125,7 @@ def compute(
                 return chosen, batches, None
             _require_shards(batches, group)
             options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            options |= {"losses": True} if losses else {}
             return chosen, batches, identity_of(model, loss, chosen, **options)
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
@@ -130,12 +135,12 @@ def compute(
             return kept, *(kept.load() or (None, []))
 
         def stream_of() -> BatchStream:
-            stored = stored_results(ASKED, store, model, chosen, resume=state is not None)
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
             step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
-            replays = compiled and checkpoint is None and memory is None
+            replays = compiled and checkpoint is None and memory is None and not losses
             return BatchStream(step, place, batches.left if replays else None)
 
         chosen, batches, identity = group.attempt(checked)

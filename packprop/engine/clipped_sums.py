@@ -118,6 +118,4 @@ def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
     extents = extents_of(use, site, samples, held)
     if extents is None or norms_by_products(extents):
         return 0
-    positions, groups, fan_in = extents[:3]
-    entries = samples * positions * groups * fan_in
-    return entries // site.leaf.shape[2:].numel() if extents.unfolds else entries
+    return samples * extents.positions * extents.groups * (extents.channels or extents.fan_in)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def influence(
     factored: bool = False,
     k: int = 10,
     quantity: str | None = None,
-    memory: int | str = "500MiB",
+    memory: int | str | None = "500MiB",
     batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> Influence:
@@ -86,9 +87,10 @@ def influence(
         k: How many samples at each end; fewer if there are no more.
         quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
             the first by default.
-        memory: Bytes that stored rows in hand and gradients of queries may take. Where these do not fit
-            together, queries are taken in groups, and the store is read once for each. The model, its
-            activations and the curvature are not counted.
+        memory: Bytes that stored rows in hand and gradients of queries may take; ``None``: any number. Where
+            they do not fit together, queries are taken in groups, and the store is read once for each. The
+            model, its activations and the curvature with its inverse are not counted, nor is the block of a
+            random matrix in hand, of about 20 MiB, where rows are projected.
         batch_size: Queries in a batch; by default 128, or what fits. Not for data that come in batches.
         device: Where batches are moved to; by default where the model's parameters are.
 
@@ -98,6 +100,13 @@ def influence(
         PackpropError: For gradients that are not finite.
     """
     require_number(ASKED, k)
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise BadInput(
+            ASKED,
+            f"batch_size={batch_size!r}",
+            "it is no number of queries",
+            "give a whole number of at least 1, or leave it out",
+        )
     require_model_and_loss(ASKED, model, loss, "multiplied")
     require_whole_parameters(ASKED, model)
     opened = store if isinstance(store, Store) else Store(store)
@@ -108,8 +117,7 @@ def influence(
     preconditioner = _preconditioner(curvature, damping, factored, model, None if "" in arrays else [*arrays])
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place)
-    budget = budget_of(memory)
-    assert budget is not None
+    budget = budget_of(memory) or sys.maxsize
     most = _most_queries(gradients, arrays, budget)
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:

@@ -62,6 +62,7 @@ def test_budgets_that_are_too_small(tmp_path: Path) -> None:
         influence(tmp_path / "store", problem, memory="much")
     small = influence(tmp_path / "store", problem, memory="10KB", k=SIZE)
     assert small.readings == 2
+    assert influence(tmp_path / "store", problem, memory=None).readings == 1
     assert_near(by_row(small), by_row(influence(tmp_path / "store", problem, k=SIZE)), "products")
 
 

@@ -46,7 +46,11 @@ def environment(python: str, torch: str) -> Path:
     inner = folder / "bin" / "python"
     if not (folder / "complete").exists():
         program = shutil.which(f"python{python}")
-        if program is None:
+        # a version manager may have a program of this name that only says what is not installed
+        if (
+            program is None
+            or subprocess.run([program, "--version"], capture_output=True, check=False).returncode
+        ):
             raise RuntimeError(f"no python{python} on this machine")
         shutil.rmtree(folder, ignore_errors=True)
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
@@ -102,10 +106,11 @@ def attempt(python: str, torch: str, tests: Sequence[str]) -> dict[str, Any]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The table of the page."""
-    lines = ["| Python | PyTorch | passed | failed | skipped | date |", "|---|---|---|---|---|---|"]
+    lines = ["| Python | PyTorch | tests | passed | failed | skipped | date |", "|---|---|---|---|---|---|---|"]
     for record in records:
         found = [f"{record[name]:,}" for name in ("passed", "failed", "skipped") if name in record]
-        cells = found or [f"not tried: {record['not_tried']}", "", ""]
+        folders = ", ".join(Path(name).name for name in record.get("tests", ()))
+        cells = [folders, *found] if found else [f"not tried: {record['not_tried']}", "", "", ""]
         lines.append(f"| {record['python']} | {record['torch']} | {' | '.join(cells)} | {record['date']} |")
     return "\n".join(lines)
 

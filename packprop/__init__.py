@@ -18,6 +18,7 @@ from packprop.functions.losses.description import register_loss
 from packprop.functions.registry import register_use
 from packprop.memory.plan import Plan
 from packprop.memory.planning import plan
+from packprop.monitor import Monitor
 from packprop.recording.switch import disable, extend, record, restore
 from packprop.reports.coverage import coverage
 from packprop.reports.coverage_values import Coverage
@@ -33,6 +34,7 @@ __all__ = [
     "BadInput",
     "CompiledStep",
     "Coverage",
+    "Monitor",
     "PackpropError",
     "PackpropWarning",
     "Plan",

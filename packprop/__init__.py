@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from packprop.reports.profile.run import profile
     from packprop.store.reading import Store, StoredArray
     from packprop.store.writing import StoreWriter
+    from packprop.monitor import Monitor
 
 # Tutorials for BackPACK import from `custom_module`, `core` and `utils`: packages in compat/paths.
 __path__.append(f"{__path__[0]}/compat/paths")
@@ -47,6 +48,7 @@ _HOMES = {
     "CompiledStep": "packprop.compiled.step",
     "Coverage": "packprop.reports.coverage_values",
     "Influence": "packprop.queries.result",
+    "Monitor": "packprop.monitor",
     "PackpropError": "packprop.errors",
     "PackpropWarning": "packprop.errors",
     "Plan": "packprop.memory.plan",
@@ -95,6 +97,7 @@ __all__ = [
     "CompiledStep",
     "Coverage",
     "Influence",
+    "Monitor",
     "PackpropError",
     "PackpropWarning",
     "Plan",

@@ -8,6 +8,7 @@ from packprop.algebra.choices import Extents, norms_by_products
 from packprop.algebra.factors import cotangent_gram, input_gram, input_sum, rotated_sum_sq
 from packprop.algebra.statistics import (
     Statistic,
+    along,
     batch_sq,
     gram,
     moments,
@@ -25,11 +26,23 @@ from packprop.tensors.precision import accumulation_dtype, wider_dtype
 OF_TOKENS = (token_grads, token_sum_sq, token_batch_sq, token_sq_norm, token_moments)
 """Statistics that are functions of the gradients of single tokens."""
 
-OF_ROWS = (per_sample_grad, summed_grad, total_grad, sum_sq, batch_sq, sq_norm, gram, moments, *OF_TOKENS)
+OF_ROWS = (
+    per_sample_grad,
+    summed_grad,
+    total_grad,
+    along,
+    sum_sq,
+    batch_sq,
+    sq_norm,
+    gram,
+    moments,
+    *OF_TOKENS,
+)
 """Statistics that are functions of per-sample gradients, whatever structure these come from."""
 
 FACTORED = (
     total_grad,
+    along,
     sum_sq,
     batch_sq,
     sq_norm,

@@ -7,7 +7,7 @@ registered for one structure; the law "fast cell equals default" is tested for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 from packprop.algebra.cells import FAST_CELLS
 from packprop.algebra.kernels import square_norms, sum_of_squares
 from packprop.algebra.monoid import Moments
+from packprop.algebra.order import EntryOrder
 from packprop.algebra.quadratic import diagonal_batch, diagonal_sum, product_batch_sum, product_sum
 from packprop.algebra.structures import (
+    Dense,
     Diagonal,
     Lookup,
     Outer,
@@ -88,6 +90,29 @@ def gram(structure: Structure) -> Tensor:
         return fast
     flat = flat_rows(structure)
     return torch.einsum("vnp,vmp->nm", flat, flat)
+
+
+def along(structure: Structure, first: Sequence[Any]) -> Tensor:
+    """Inner products of per-sample gradients of one column with a direction, ``[n]``.
+
+    Args:
+        structure: Structure of a parameter.
+        first: The results of the first pass. The first of them is the direction ``[*p]``, the rest are ignored.
+    """
+    direction: Tensor = first[0]
+    cotangent = None if isinstance(structure, Dense) or structure.formed else structure.cotangent
+    if cotangent is None:
+        return (flat_rows(structure)[0] @ direction.flatten().to(rows(structure).dtype)).to(direction.dtype)
+    direction = direction.to(cotangent.dtype)
+    if isinstance(structure, Lookup):
+        images = direction.reshape(structure.entries, -1)[structure.index]  # n s o
+    else:
+        assert isinstance(structure, Outer)
+        groups, fan_out = cotangent.shape[3:]
+        order = EntryOrder(structure.fold, (groups, fan_out, structure.shape[3]))
+        matrices = order.to_matrices(direction[None]).reshape(groups, fan_out, -1)
+        images = torch.einsum("nsgi,goi->nsgo", structure.x, matrices)
+    return (images * cotangent[0]).flatten(1).sum(1, dtype=first[0].dtype)
 
 
 def moments(structure: Structure) -> Moments:

@@ -1,0 +1,61 @@
+"""A monitored step for trainers that tell when it begins and ends, but run it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop.monitor.logs import Values
+from packprop.monitor.monitor import Monitor
+from packprop.monitor.step import MonitoredStep
+
+
+class StepBetween:
+    """Watches from one call to another.
+
+    Args:
+        options: Arguments of ``Monitor``. The model comes with the first step.
+        trainer: Called with the values of a monitored step and its number: the trainer's own logger. ``None``
+            if it is not to be told.
+    """
+
+    def __init__(self, options: Mapping[str, Any], trainer: Callable[[Values, int], None] | None) -> None:
+        self._options, self._trainer = dict(options), trainer
+        self._step: MonitoredStep | None = None
+        self.monitor: Monitor | None = None
+
+    def begin(self, model: nn.Module, number: int, loss_scale: float | Tensor = 1.0) -> None:
+        """Watch the step of this number, if it is its turn.
+
+        Raises:
+            BadInput: For arguments that ``Monitor`` refuses.
+        """
+        if self.monitor is None:
+            log = self._options.pop("log", None)
+            logs = [*log] if isinstance(log, Sequence) and not isinstance(log, str) else [log]
+            known = [each for each in (*logs, self._trainer) if each is not None]
+            self.monitor = Monitor(model, log=known, **self._options)
+        self.abandon()
+        if self.monitor.is_due(number):
+            self._step = self.monitor.begin(number, loss_scale)
+            self._step.open()
+
+    def end(self) -> None:
+        """Hand over what was seen."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+            step.finish()
+
+    def abandon(self) -> None:
+        """Leave the model as it was; a step that has not ended is forgotten."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+
+def numbers_in(values: Values, prefix: str) -> dict[str, float]:
+    """What a logger of numbers takes, each name with a prefix."""
+    return {f"{prefix}{name}": value for name, value in values.items() if isinstance(value, (int, float))}

@@ -1,0 +1,74 @@
+"""A callback that watches the steps of Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packprop.errors import BadInput
+from packprop.integrations.between import StepBetween, numbers_in
+from packprop.monitor.logs import Values
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise BadInput(
+        "packprop.integrations.lightning was imported.",
+        "the package lightning",
+        f"it cannot be imported: {error}",
+        "pip install 'packprop[lightning]'",
+    ) from error
+
+
+class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
+    """``packprop.Monitor`` for Lightning: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
+
+    A step of the optimizer is one step, with all its batches (``accumulate_grad_batches``). Where a gradient
+    scaler multiplies losses, its factor is taken off.
+
+    Args:
+        every: Steps from one that is monitored to the next.
+        prefix: What comes before the names in the trainer's logs.
+        trainer_log: Whether numbers go to the trainer's loggers.
+        options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
+
+    Raises:
+        BadInput: In the first step, for what ``Monitor`` refuses.
+    """
+
+    def __init__(
+        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+    ) -> None:
+        super().__init__()
+        self._prefix, self._trainer, self._number = prefix, None, -1
+        self._between = StepBetween({"every": every, **options}, self._tell if trainer_log else None)
+
+    @property
+    def last(self) -> Values | None:
+        """The values of the last step that was monitored."""
+        return None if self._between.monitor is None else self._between.monitor.last
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to watch, with the first batch of a step."""
+        if self._number != trainer.global_step:
+            self._number, self._trainer = trainer.global_step, trainer
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self._between.begin(pl_module, trainer.global_step, 1.0 if scaler is None else scaler.get_scale())
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hand over what was seen, with the last batch of a step."""
+        if trainer.global_step != self._number:
+            self._between.end()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the model as it was."""
+        self._between.abandon()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self._between.abandon()
+
+    def _tell(self, values: Values, step: int) -> None:
+        for logger in getattr(self._trainer, "loggers", []):
+            logger.log_metrics(numbers_in(values, self._prefix), step)

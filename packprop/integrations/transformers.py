@@ -1,0 +1,78 @@
+"""A callback that watches the steps of Hugging Face's ``Trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packprop.errors import BadInput
+from packprop.integrations.between import StepBetween, numbers_in
+from packprop.monitor.logs import Values
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise BadInput(
+        "packprop.integrations.transformers was imported.",
+        "the package transformers",
+        f"it cannot be imported: {error}",
+        "pip install 'packprop[transformers]'",
+    ) from error
+
+
+class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
+    """``packprop.Monitor`` for ``Trainer``: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
+
+    A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). By what the
+    trainer divides its loss does not matter: see NOTE [Monitored step] (``packprop/monitor/measurements.py``).
+
+    Args:
+        every: Steps from one that is monitored to the next.
+        prefix: What comes before the names in the trainer's logs.
+        trainer_log: Whether numbers are among the trainer's logs, in its next line of them.
+        options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
+
+    Raises:
+        BadInput: In the first step, for what ``Monitor`` refuses, and for ``fp16=True``, whose scaler
+            multiplies losses by what callbacks are not told.
+    """
+
+    def __init__(
+        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+    ) -> None:
+        self._prefix, self._waiting = prefix, dict[str, float]()
+        self._between = StepBetween({"every": every, **options}, self._wait if trainer_log else None)
+
+    @property
+    def last(self) -> Values | None:
+        """The values of the last step that was monitored."""
+        return None if self._between.monitor is None else self._between.monitor.last
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin to watch."""
+        if getattr(args, "fp16", False):
+            raise BadInput(
+                "MonitorCallback was given to a Trainer.",
+                "fp16=True",
+                "its gradient scaler multiplies losses by a number that callbacks are not told",
+                "use bf16=True, which needs no scaler, or a loop of your own with monitor.step(loss_scale=...)",
+            )
+        self._between.begin(model, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Hand over what was seen."""
+        self._between.end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self._between.abandon()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Put what waits among the trainer's own numbers."""
+        if logs is not None and "loss" in logs:
+            logs.update(self._waiting)
+            if state.log_history:
+                state.log_history[-1].update(self._waiting)
+            self._waiting = {}
+
+    def _wait(self, values: Values, step: int) -> None:
+        self._waiting = numbers_in(values, self._prefix)

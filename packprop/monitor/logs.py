@@ -1,0 +1,164 @@
+"""Where the numbers of a monitored step go: a terminal, a file, TensorBoard, a function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from packprop.errors import BadInput
+
+Values = dict[str, Any]
+"""Names of quantities to numbers, ``None`` where there is none; ``"outliers"`` to a list."""
+
+Log = Callable[[Values, int], object]
+"""Called with the values of a step and its number."""
+
+ASKED = "packprop.Monitor(log=...) was made."
+CHOICES = (
+    "give 'print', a file name that ends in .jsonl, a SummaryWriter, packprop.monitor.TensorBoard(folder), a "
+    "function of a dictionary and a step, or a list of these"
+)
+
+
+class JsonLines:
+    """Adds one line to a file for each monitored step: an object with ``"step"`` and the values.
+
+    Args:
+        path: The file. What is in it stays.
+
+    Raises:
+        BadInput: If it is a folder, or in a folder that is not there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        if self._path.is_dir():
+            raise BadInput(ASKED, f"log={str(path)!r}", "it is a folder", "give the name of a file in it")
+        if not self._path.parent.is_dir():
+            raise BadInput(
+                ASKED,
+                f"log={str(path)!r}",
+                f"there is no folder {str(self._path.parent)!r}",
+                "make it first",
+            )
+
+    def __call__(self, values: Values, step: int) -> None:
+        """Write a line."""
+        line = json.dumps({"step": step, **values}, default=str, allow_nan=False)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+class TensorBoard:
+    """Writes scalars for TensorBoard: event files in a folder; outliers become text.
+
+    Args:
+        folder: Where event files go; or a ``SummaryWriter`` that is there already.
+        prefix: What comes before the names of quantities.
+
+    Raises:
+        BadInput: If TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | Path | Any, prefix: str = "monitor/") -> None:
+        self._prefix = prefix
+        self._writer: Any = folder
+        if isinstance(folder, (str, Path)):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise BadInput(
+                    f"packprop.monitor.TensorBoard({str(folder)!r}) was made.",
+                    "the package tensorboard",
+                    f"it cannot be imported: {error}",
+                    "pip install 'packprop[tensorboard]', or log to a file: log='monitor.jsonl'",
+                ) from error
+            self._writer = SummaryWriter(str(folder))
+
+    def __call__(self, values: Values, step: int) -> None:
+        """Write what is a number."""
+        for name, value in values.items():
+            if name == "outliers" and value:
+                text = ", ".join(f"{each['sample']} ({each['norm']:.3g})" for each in value)
+                self._writer.add_text(self._prefix + name, text, step)
+            elif isinstance(value, (int, float)):
+                self._writer.add_scalar(self._prefix + name, value, step)
+        self._writer.flush()
+
+
+class Printed:
+    """Prints one line for each monitored step.
+
+    Args:
+        console: Where to; by default standard output, without colours where that is no terminal.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+
+    def __call__(self, values: Values, step: int) -> None:
+        """Print the totals."""
+        console = self._console or Console(highlight=False)
+        console.print(one_line(values, step), markup=False, soft_wrap=True)
+
+
+def one_line(values: Values, step: int) -> str:
+    """The totals of a step in one line.
+
+    Example:
+        >>> one_line({"samples": 8, "noise_scale": 12.34, "noise_scale_low": 5.0, "noise_scale_high": None}, 3)
+        'step 3: 8 samples, noise scale 12.3 (5 to ∞)'
+    """
+    parts = [f"{values['samples']} samples"]
+    ratios = [name for name in ("noise_scale", "critical_batch_size") if name in values]
+    parts += [f"{name.replace('_', ' ')} {_with_interval(values, name)}" for name in ratios]
+    titles = {
+        "signal_to_noise": "signal to noise",
+        "gradient_norm": "gradient norm",
+        "sample_norm_median": "median of samples",
+        "ggn_trace": "GGN trace",
+        "sharpness": "sharpness",
+        "update_ratio": "update ratio",
+    }
+    parts += [f"{title} {_shown(values[name])}" for name, title in titles.items() if name in values]
+    found = values.get("outliers", [])
+    if found:
+        parts.append("outliers " + " ".join(str(each["sample"]) for each in found))
+    return f"step {step}: {', '.join(parts)}"
+
+
+def _with_interval(values: Values, name: str) -> str:
+    low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
+    text = _shown(values[name])
+    return text if low is None else f"{text} ({_shown(low)} to {'∞' if high is None else _shown(high)})"
+
+
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def logs_of(log: Any) -> list[Log]:
+    """The argument ``log`` of ``Monitor``.
+
+    Raises:
+        BadInput: For anything that nothing can be logged to.
+    """
+    if log is None:
+        return []
+    if isinstance(log, Sequence) and not isinstance(log, str):
+        return [each for one in log for each in logs_of(one)]
+    if log == "print":
+        return [Printed()]
+    if isinstance(log, (str, Path)):
+        if Path(log).suffix != ".jsonl":
+            raise BadInput(ASKED, f"log={str(log)!r}", "it is not known what to write there", CHOICES)
+        return [JsonLines(log)]
+    if hasattr(log, "add_scalar"):
+        return [TensorBoard(log)]
+    if isinstance(log, type) or not callable(log):
+        raise BadInput(ASKED, f"log of type {type(log).__name__}", "nothing can be logged to it", CHOICES)
+    return [log]

@@ -1,0 +1,158 @@
+"""From the passes of one step to the numbers that are logged.
+
+# NOTE [Monitored step]
+A step is what the optimizer makes of one or more backward passes. Its gradient ``g`` is the sum of theirs. The
+rows of all passes add up to ``g``, whatever the loss was divided by: by the number of samples, of passes, or of
+tokens that count. With N rows in all, the gradient of a sample is N times its row, so that ``g`` is the mean of
+them. So norms belong to the loss that the optimizer steps along; its reduction need not be known.
+Where samples weigh more or less, by their tokens or by class weights, a sample's gradient carries its weight.
+The noise scale and the signal-to-noise ratio are the same for every factor on the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packprop.monitor.noise import GradientNoise, gradient_noise
+from packprop.monitor.passes import PassValues
+
+TOTAL = ""
+"""The layer that stands for all of them."""
+
+QUANTILES = {"5": 0.05, "25": 0.25, "median": 0.5, "75": 0.75, "95": 0.95, "max": 1.0}
+"""What is logged of the norms of samples' gradients."""
+
+FENCE = 3.0
+"""So many interquartile ranges above the upper quartile a sample is an outlier: "far out" (Tukey 1977)."""
+
+MOST_OUTLIERS = 8
+"""The largest of them are logged."""
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """The numbers of one layer, or of all.
+
+    Args:
+        mean_square: Squared norm of the step's gradient.
+        squares: Squared norms of samples' gradients ``[n]``.
+        noise: Unbiased noise and signal; ``None`` for a single sample.
+        trace: Trace of the GGN; ``None`` if it was not computed.
+        update: Norm of the optimizer's update over that of the parameters; ``None`` if there was none.
+    """
+
+    mean_square: float
+    squares: Tensor
+    noise: GradientNoise | None
+    trace: float | None = None
+    update: float | None = None
+
+
+@dataclass
+class StepValues:
+    """The numbers of one step.
+
+    Args:
+        samples: How many samples it had.
+        layers: By name of the module that owns the parameters; ``TOTAL`` for all.
+        sharpness: Curvature along the gradient; ``None`` if it was not computed.
+        own: Which samples of each pass are this rank's.
+    """
+
+    samples: int
+    layers: dict[str, LayerValues]
+    sharpness: float | None = None
+    own: list[range] = field(default_factory=list)
+
+
+def owner_of(parameter: str) -> str:
+    """The layer of a parameter: the module that owns it."""
+    return parameter.rpartition(".")[0] or "(model)"
+
+
+def measured(
+    passes: Sequence[PassValues],
+    gradients: Mapping[str, Tensor],
+    updates: Mapping[str, tuple[float, float]],
+) -> StepValues:
+    """The numbers of a step; see NOTE [Monitored step].
+
+    Args:
+        passes: What its backward passes have brought, one or more.
+        gradients: By name of the parameter, the sum of their gradients ``[*p]``.
+        updates: By name of the parameter, squared norms of its update and of itself; none where no optimizer
+            has made a step.
+    """
+    samples = sum(each.samples for each in passes)
+    square = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
+    layers = {TOTAL: list(gradients)}
+    for name in gradients:
+        layers.setdefault(owner_of(name), []).append(name)
+    values = {}
+    for layer, parts in layers.items():
+        mean_square = sum(square[name] for name in parts)
+        squares = samples**2 * _joined(passes, "squares", parts)
+        # products are with the gradient of a sample's own pass, which is that of the step if it is the only one
+        known = len(passes) == 1 and passes[0].products
+        products = samples * _joined(passes, "products", parts) if known else None
+        traces = float(_joined(passes, "traces", parts).sum()) if any(p.traces for p in passes) else None
+        values[layer] = LayerValues(
+            mean_square,
+            squares,
+            gradient_noise(squares, mean_square, products),
+            traces,
+            _update(updates[name] for name in parts if name in updates),
+        )
+    return StepValues(samples, values, _sharpness(passes, samples), [each.own for each in passes])
+
+
+def _joined(passes: Sequence[PassValues], which: str, names: Sequence[str]) -> Tensor:
+    """Values of all samples, summed over parameters ``[n]``; zero where a pass does not reach one."""
+    parts = []
+    for each in passes:
+        found: dict[str, Tensor] = getattr(each, which)
+        total = torch.zeros(each.samples, dtype=torch.float64)
+        for name in names:
+            if name in found:
+                total = total + found[name].double().cpu()
+        parts.append(total)
+    return torch.cat(parts)
+
+
+def _update(squares: Any) -> float | None:
+    pairs = list(squares)
+    weight = sum(weight for _, weight in pairs)
+    return math.sqrt(sum(update for update, _ in pairs) / weight) if weight > 0 else None
+
+
+def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
+    """``g^T H g / g^T g``; each pass stands for the whole step, along its own gradient."""
+    bends = [(each.samples, each.bend) for each in passes if each.bend is not None]
+    square = sum(float(bend[1]) for _, bend in bends)
+    if not square > 0:
+        return None
+    return sum(samples / count * float(bend[0]) for count, bend in bends) / square
+
+
+def norm_quantiles(squares: Tensor) -> dict[str, float]:
+    """Quantiles of samples' norms, by the names in ``QUANTILES``."""
+    found = squares.sqrt().quantile(torch.tensor([*QUANTILES.values()], dtype=squares.dtype))
+    return dict(zip(QUANTILES, found.tolist(), strict=True))
+
+
+def outliers(squares: Tensor) -> list[tuple[int, float]]:
+    """The samples with norms far above those of the others, the largest first: index and norm."""
+    norms = squares.sqrt()
+    if len(norms) < 4 or not bool(norms.isfinite().all()):
+        return []
+    lower, upper = norms.quantile(torch.tensor([0.25, 0.75], dtype=norms.dtype)).tolist()
+    values, indices = norms.topk(min(MOST_OUTLIERS, len(norms)))
+    pairs = zip(indices.tolist(), values.tolist(), strict=True)
+    fence = upper + max(FENCE * (upper - lower), 1e-3 * upper)  # samples that are all alike differ by rounding
+    return [(index, norm) for index, norm in pairs if norm > fence]

@@ -1,0 +1,328 @@
+"""``Monitor``: what every so many steps of a training loop look like from inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.distributed.ranks import AllRanks, ranks_of
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.monitor.logs import Values, logs_of
+from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
+from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
+from packprop.monitor.passes import MonitoredPass
+from packprop.monitor.step import UNWATCHED, MonitoredStep, Step
+from packprop.reports.profile.quantities import SampleGGNTrace
+from packprop.tensors.sharding import is_distributed
+from packprop.types import EXACT, Seed
+
+ASKED = "packprop.Monitor(...) was made."
+
+QUANTITIES = (
+    "gradient_norm",
+    "noise_scale",
+    "signal_to_noise",
+    "sample_norms",
+    "outliers",
+    "update_ratio",
+    "ggn_trace",
+    "sharpness",
+)
+"""What can be asked for."""
+
+DEFAULT = QUANTITIES[:6]
+"""What takes no sweep of its own."""
+
+
+class Monitor:
+    """Looks at every so many steps of a training loop, and logs what it sees.
+
+    ``with monitor.step():`` goes around the forward pass, ``loss.backward()`` and, for update ratios, the
+    optimizer's step. A step may have several backward passes (gradient accumulation). Steps that are not
+    monitored pay nothing: the model is extended in those alone that are. Nothing of the model, of ``.grad`` or
+    of the random state is changed.
+
+    Args:
+        model: The model, extended or not.
+        every: Steps from one that is monitored to the next; the first one is.
+        quantities: Names from ``packprop.monitor.QUANTITIES``. Each is logged under its name for all parameters
+            together, and under ``name/layer`` for each module that owns parameters:
+
+            - ``"gradient_norm"``: of the step's gradient, as the sum of its passes.
+            - ``"noise_scale"``: in samples, the unbiased estimate of this step with its interval,
+              ``noise_scale_low`` and ``noise_scale_high``, and ``critical_batch_size``, likewise, over the last
+              ``window`` monitored steps; see NOTE [Gradient noise scale].
+            - ``"signal_to_noise"``: squared gradient norm over the trace of the samples' covariance, as in a
+              profile.
+            - ``"sample_norms"``: quantiles of the norms of samples' gradients; of layers the median.
+            - ``"outliers"``: samples with norms far above those of the others, with their identifiers.
+            - ``"update_ratio"``: norm of the optimizer's update over that of the parameters before it.
+            - ``"ggn_trace"``: trace of the generalized Gauss-Newton matrix of the step's loss. For cross
+              entropy it is that of the Fisher information. One more sweep.
+            - ``"sharpness"``: ``g^T H g / g^T g`` with the Hessian of the loss, all parameters together. Two
+              more backward passes, one of them through the gradient.
+
+            A number is ``None`` where there is none: an upper end that is open, a ratio over zero.
+        log: ``"print"`` for one line; a file name that ends in ``.jsonl``; a ``SummaryWriter`` or
+            ``packprop.monitor.TensorBoard(folder)``; a function of a dictionary and the number of the step; a
+            list of these; ``None`` for ``monitor.last`` alone.
+        window: Monitored steps that the critical batch size is estimated from.
+        confidence: How often intervals shall hold the true value.
+        mc_samples: Draws for the GGN trace; ``None`` for the exact one, which takes a column for each output.
+        ranks: Whose samples are looked at where several processes train: ``"own"``, ``"all"``, or
+            ``packprop.distributed.AllRanks(...)``. With values of all ranks the first of them logs.
+        per: ``"sample"``. Tokens of one sequence are no independent draws, as the noise scale needs them.
+        seed: Of the Monte Carlo draws, which are not taken from PyTorch's own generators.
+
+    Raises:
+        BadInput: For anything else than the above, or a model without trainable parameters.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> monitor = Monitor(model, every=2, log=None)
+        >>> for _ in range(4):
+        ...     with monitor.step():
+        ...         model(torch.randn(8, 3)).square().mean().backward()
+        ...         torch.optim.SGD(model.parameters(), lr=0.1).step()
+        >>> monitor.last["samples"]
+        8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        quantities: Sequence[str] = DEFAULT,
+        log: Any = "print",
+        window: int = 20,
+        confidence: float = 0.95,
+        mc_samples: int | None = 1,
+        ranks: str | AllRanks = "own",
+        per: str = "sample",
+        seed: int = 0,
+    ) -> None:
+        _check(model, quantities, confidence, per)
+        for name, number in {"every": every, "window": window, "mc_samples": mc_samples or 1}.items():
+            if type(number) is not int or number < 1:
+                raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
+        self._model, self._every, self._quantities = model, every, frozenset(quantities)
+        self._confidence, self._window = confidence, window
+        chosen = ranks_of(ranks)
+        self._ranks = None if chosen is None else dataclasses.replace(chosen, gather=True)
+        self._logs = logs_of(log)
+        device = next(p for p in model.parameters() if p.requires_grad).device
+        generator = torch.Generator(device=device).manual_seed(seed)
+        traced = EXACT if mc_samples is None else Seed("ggn", mc_samples=mc_samples, generator=generator)
+        self._trace = SampleGGNTrace(traced) if "ggn_trace" in self._quantities else None
+        self._noise: dict[str, deque[GradientNoise]] = {}
+        self._next, self._current = 0, UNWATCHED
+        self._warned = False
+        self.last: Values | None = None
+        """The values of the last step that was monitored."""
+
+    def is_due(self, number: int) -> bool:
+        """Whether the step of this number is monitored."""
+        return number % self._every == 0
+
+    def step(
+        self,
+        identifiers: Iterable[Any] | None = None,
+        *,
+        number: int | None = None,
+        loss_scale: float | Tensor = 1.0,
+    ) -> Step:
+        """The context for one step of the optimizer.
+
+        Args:
+            identifiers: What outlying samples shall be called: one for each sample of the step, in order.
+                Without them it is their place. ``step.identify(...)`` says it batch by batch.
+            number: The number of the step; by default steps are counted from 0.
+            loss_scale: What a gradient scaler multiplies the loss by, ``scaler.get_scale()``. Not the number of
+                passes that it is divided by: see NOTE [Monitored step].
+
+        Raises:
+            BadInput: If another step is under way, or a ``backpack(...)`` is around it.
+        """
+        if number is None:
+            number = self._next
+        self._next = number + 1
+        if not self.is_due(number):
+            return UNWATCHED
+        step = self.begin(number, loss_scale)
+        if identifiers is not None:
+            step.identify(identifiers)
+        return step
+
+    def begin(self, number: int, loss_scale: float | Tensor = 1.0) -> MonitoredStep:
+        """A step that is monitored whatever its number, for loops that cannot put ``with`` around it."""
+        if isinstance(self._current, MonitoredStep) and self._current.is_open:
+            raise BadInput(
+                "monitor.step() was called.",
+                f"step {self._current.number}, which is under way",
+                "a step is over when its `with` block is left",
+                "call monitor.step() once for each step of the optimizer; it may hold several backward passes",
+            )
+        if any(is_distributed(parameter) for parameter in self._model.parameters()):
+            raise PackpropError(
+                "monitor.step() was called.",
+                "parameters that are sharded over processes",
+                "their values are on several ranks, and are not put together here",
+                "train with DistributedDataParallel, or look at values with backpack(..., ranks='all')",
+            )
+
+        def watch() -> MonitoredPass:
+            return MonitoredPass(
+                self._model,
+                self._trace,
+                products="noise_scale" in self._quantities and self._ranks is None,
+                sharpness="sharpness" in self._quantities,
+                ranks="own" if self._ranks is None else self._ranks,
+                loss_scale=loss_scale,
+            )
+
+        step = MonitoredStep(
+            self._model, number, watch, updates="update_ratio" in self._quantities, done=self._log
+        )
+        self._current = step
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on needs: the number of the next step, and the window of earlier ones."""
+        window = {
+            layer: [[each.noise, each.signal, each.samples] for each in steps]
+            for layer, steps in self._noise.items()
+        }
+        return {"next": self._next, "window": window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._next = state["next"]
+        self._noise = {
+            layer: deque((GradientNoise(a, b, None, n) for a, b, n in steps), self._window)
+            for layer, steps in state["window"].items()
+        }
+
+    def _log(self, step: MonitoredStep, values: StepValues) -> None:
+        names = self._names(step, values)
+        numbers: Values = {"samples": values.samples}
+        for layer, of_layer in values.layers.items():
+            numbers |= self._of_layer(layer, of_layer)
+        if "sharpness" in self._quantities:
+            numbers["sharpness"] = _finite(values.sharpness)
+        if "outliers" in self._quantities:
+            found = outliers(values.layers[TOTAL].squares)
+            numbers["outliers"] = [{"sample": names[index], "norm": norm} for index, norm in found]
+        if values.samples == 1 and not self._warned and "noise_scale" in self._quantities:
+            self._warned = True
+            warnings.warn(
+                "Monitor: a step had one sample; noise needs two. Instead: larger batches, or gradient "
+                "accumulation inside one `with monitor.step():`.",
+                PackpropWarning,
+                stacklevel=4,
+            )
+        self.last = numbers
+        if self._ranks is None or torch.distributed.get_rank(self._ranks.group) == 0:
+            for log in self._logs:
+                log(numbers, step.number)
+
+    def _of_layer(self, layer: str, values: LayerValues) -> Values:
+        """The numbers of one layer, by their full names."""
+        numbers: Values = {}
+        squares, mean_square, noise = values.squares, values.mean_square, values.noise
+        if "gradient_norm" in self._quantities:
+            numbers["gradient_norm"] = mean_square**0.5
+        if "noise_scale" in self._quantities:
+            window = self._noise.setdefault(layer, deque(maxlen=self._window))
+            scale = Interval()
+            if noise is not None and noise.is_finite:
+                window.append(noise)
+                scale = noise.scale(self._confidence)
+            numbers |= _named("noise_scale", scale)
+            smoothed = smoothed_scale(window, self._confidence) if window else Interval()
+            numbers |= _named("critical_batch_size", smoothed)
+        if "signal_to_noise" in self._quantities:
+            scatter = float(squares.mean()) - mean_square
+            numbers["signal_to_noise"] = mean_square / scatter if scatter > 0 else None
+        if "sample_norms" in self._quantities:
+            quantiles = norm_quantiles(squares)
+            chosen = quantiles if layer == TOTAL else {"median": quantiles["median"]}
+            numbers |= {f"sample_norm_{name}": norm for name, norm in chosen.items()}
+        if values.trace is not None:
+            numbers["ggn_trace"] = values.trace
+        if values.update is not None:
+            numbers["update_ratio"] = values.update
+        suffix = f"/{layer}" if layer != TOTAL else ""
+        return {name + suffix: _finite(number) for name, number in numbers.items()}
+
+    def _names(self, step: MonitoredStep, values: StepValues) -> Sequence[Any]:
+        """What each sample of the step is called."""
+        given, own = step.identifiers, sum(len(each) for each in values.own)
+        if given and len(given) != own:
+            raise BadInput(
+                "monitor.step(identifiers=...) was called.",
+                f"{len(given)} identifiers",
+                f"the step had {own} samples" + (" on this rank" if self._ranks is not None else ""),
+                "give one for each sample of the step, of all its backward passes, in their order",
+            )
+        if self._ranks is None:
+            return given or range(values.samples)
+        return _of_all_ranks(self._ranks, given, [len(each) for each in values.own]) or range(values.samples)
+
+
+def _of_all_ranks(ranks: AllRanks, given: list[Any], counts: list[int]) -> list[Any]:
+    """The identifiers of all ranks, pass by pass and rank by rank; none if a rank has none."""
+    told: list[Any] = [None] * torch.distributed.get_world_size(ranks.group)
+    torch.distributed.all_gather_object(told, (given, counts), group=ranks.group)
+    if any(sum(numbers) and not names for names, numbers in told):
+        return []
+    rows = [iter(names) for names, _ in told]
+    return [
+        next(names)
+        for place in range(len(counts))
+        for names, (_, numbers) in zip(rows, told, strict=True)
+        for _ in range(numbers[place])
+    ]
+
+
+def _named(name: str, interval: Interval) -> Values:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _finite(number: float | None) -> float | None:
+    """The number, or ``None`` where it is none."""
+    return number if number is not None and abs(number) < float("inf") else None
+
+
+def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadInput(
+            ASKED, f"model of type {type(model).__name__}", "it is not a torch.nn.Module", "give the model"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadInput(
+            ASKED, "model", "none of its parameters requires gradients", "set requires_grad=True on some"
+        )
+    if isinstance(quantities, str) or not quantities or set(quantities) - set(QUANTITIES):
+        unknown = quantities if isinstance(quantities, str) else sorted(set(quantities) - set(QUANTITIES))
+        raise BadInput(
+            ASKED,
+            f"quantities, {unknown!r}",
+            "it is not a list of names that are known",
+            f"choose from {', '.join(QUANTITIES)}",
+        )
+    if isinstance(confidence, bool) or not isinstance(confidence, float) or not 0 < confidence < 1:
+        raise BadInput(ASKED, f"confidence={confidence!r}", "it is a probability", "give 0.95, for example")
+    if per != "sample":
+        raise BadInput(
+            ASKED,
+            f"per={per!r}",
+            "the noise scale takes what it counts for independent draws, and tokens of one sequence are none",
+            "leave it out: values are of sequences, and times their length in tokens they are of tokens",
+        )

@@ -1,0 +1,199 @@
+"""One monitored backward pass: what is computed along with it, and taken off the parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from packprop.algebra.monoid import CAT
+from packprop.algebra.statistics import along, sq_norm, total_grad
+from packprop.context import Backpack, BackwardCall
+from packprop.curvature.products import hessian_product, vjp
+from packprop.distributed.joint import JointPass
+from packprop.distributed.ranks import AllRanks
+from packprop.engine.chunks import ChunkSizes
+from packprop.errors import PackpropError
+from packprop.graph.graph import Graph
+from packprop.recording.switch import disable
+from packprop.reports.profile.quantities import SampleGGNTrace
+from packprop.types import GRADIENT, Extension, Row
+
+
+@dataclass(frozen=True, eq=False)
+class GradientAndNorms(Extension):
+    """The gradient ``[*p]``, squared norms of its rows ``[n]``, and the rows' products with it ``[n]``.
+
+    Args:
+        products: Whether the third is computed, which takes a second pass.
+    """
+
+    products: bool = True
+    savefield: ClassVar[str] = "_packprop_monitored"
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Two statistics, and one that needs the first."""
+        both = (Row(GRADIENT, total_grad), Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2))
+        if not self.products:
+            return both
+        return (*both, Row(GRADIENT, along, over_n=CAT[0], degree=2, after=_as_they_are))
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return "Monitor"
+
+    def finish(self, values: list[Any], samples: int) -> list[Tensor]:
+        """The gradient, norms and products."""
+        return values
+
+
+def _as_they_are(values: list[Any]) -> list[Any]:
+    return values
+
+
+@dataclass
+class PassValues:
+    """What one backward pass has brought, for the loss that was meant.
+
+    Args:
+        samples: How many samples it went through.
+        own: Which of them are this rank's.
+        squares: By name of the parameter, squared norms of samples' rows ``[n]``.
+        products: Inner products of the rows with the gradient ``[n]``; empty if they were not asked for.
+        traces: Traces of samples' GGN blocks ``[n]``; empty if they were not asked for.
+        bend: ``g^T H g`` and ``g^T g``; ``None`` if it was not asked for.
+    """
+
+    samples: int
+    own: range
+    squares: dict[str, Tensor]
+    products: dict[str, Tensor]
+    traces: dict[str, Tensor]
+    bend: tuple[Tensor, Tensor] | None
+
+
+class MonitoredPass(Backpack):
+    """``backpack(...)`` that keeps what each backward pass brings, and leaves nothing on parameters.
+
+    ``brought`` has the values of one pass after the other, ``gradients`` the sum of their gradients.
+
+    Args:
+        model: Whose parameters are looked at.
+        trace: The extension for GGN traces, or ``None``.
+        products: Whether samples' products with the gradient are computed.
+        sharpness: Whether the curvature along the gradient is computed.
+        ranks: Whose samples values are made of.
+        loss_scale: What the loss that is meant was multiplied by.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trace: SampleGGNTrace | None,
+        *,
+        products: bool,
+        sharpness: bool,
+        ranks: str | AllRanks,
+        loss_scale: float | Tensor,
+    ) -> None:
+        self._noise, self._trace, self._sharpness = GradientAndNorms(products), trace, sharpness
+        asked: list[Extension] = [self._noise, *([] if trace is None else [trace])]
+        super().__init__(asked, None, None, False, loss_scale, ranks)
+        # the results of a first pass stay as they are in a pass, so values are brought to the loss that is
+        # meant when they are taken off
+        self._scale, self._loss_scale = self._loss_scale, None
+        self._parameters = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self._reached: list[Any] = []
+        self.brought: list[PassValues] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.seen = False
+
+    def __exit__(self, *error: Any) -> None:
+        self.seen = self.seen or self._seen
+        self._seen = True  # whoever monitors says it in other words
+        super().__exit__(*error)
+
+    def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
+        """Those of any pass; notes which tensors values will be saved on."""
+        self._reached = [graph.home(leaf) for leaf in graph.leaves()]
+        return super()._chunk_sizes(graph)
+
+    def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
+        """Run a pass, and take off what it has left."""
+        bend = self._bend(call) if self._sharpness and not call.is_refused_by_torch else None
+        self._reached = []
+        try:
+            super()._backward(call, backward)
+        finally:
+            values = self._take_off()
+        if values is not None:
+            values.bend = bend
+            self.brought.append(values)
+
+    def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
+        super()._pass(call, backward, joint)
+        if joint is not None:  # values of all ranks are also on parameters that this one has not reached
+            self._reached += self._parameters.values()
+
+    def _take_off(self) -> PassValues | None:
+        """Take all values off; ``None`` if none of the model's parameters has any."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        values = PassValues(0, range(0), {}, {}, {}, None)
+        for home in self._reached:
+            found = vars(home).pop(self._noise.savefield, None)
+            trace = None if self._trace is None else vars(home).pop(self._trace.savefield, None)
+            name = names.get(id(home))
+            if name is None or found is None:
+                continue
+            gradient, squares, *products = found
+            before = self.gradients.get(name)
+            gradient = self._meant(gradient, 1)
+            self.gradients[name] = gradient if before is None else before + gradient
+            values.squares[name] = self._meant(squares, 2)
+            if products:
+                values.products[name] = self._meant(products[0], 2)
+            if trace is not None:
+                values.traces[name] = self._meant(trace, 1)
+        self._reached = []
+        if not values.squares:
+            return None
+        values.samples = len(next(iter(values.squares.values())))
+        values.own = range(values.samples) if self._ranks is None else self.rows
+        return values
+
+    def _bend(self, call: BackwardCall) -> tuple[Tensor, Tensor]:
+        """``g^T H g`` and ``g^T g`` of the loss that is about to be differentiated."""
+        if len(call.roots) != 1 or call.gradients[0] is not None or call.roots[0].numel() != 1:
+            raise PackpropError(
+                "Monitor(quantities=[..., 'sharpness']): the curvature along the gradient was asked for.",
+                "backward() of several tensors, or with a gradient",
+                "it is the curvature of one loss",
+                "call loss.backward() on one number, or leave 'sharpness' out",
+            )
+        loss, parameters = call.roots[0], list(self._parameters.values())
+        with disable():
+            gradient = vjp(loss, parameters, torch.ones_like(loss))
+            product, _ = hessian_product("Monitor", loss, parameters)
+            curved = product([part[None] for part in gradient])
+        pairs = list(zip(gradient, curved, strict=True))
+        inner = _summed([(a.double() * b[0].double()).sum() for a, b in pairs])
+        square = _summed([a.double().square().sum() for a in gradient])
+        return self._meant(inner, 3), self._meant(square, 2)
+
+    def _meant(self, value: Tensor, degree: int) -> Tensor:
+        """A value for the loss that is meant, with whose multiple it grows by a power."""
+        scale = self._scale
+        if scale is None:
+            return value
+        return value / (scale.to(value.device) if isinstance(scale, Tensor) else scale) ** degree
+
+
+def _summed(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.stack([number.cpu() for number in numbers]).sum()

@@ -1,0 +1,150 @@
+"""One step of a training loop: watched, if it is its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.context import innermost
+from packprop.errors import BadInput, PackpropWarning
+from packprop.monitor.measurements import StepValues, measured
+from packprop.monitor.passes import MonitoredPass
+from packprop.recording.switch import extended, record
+
+NOTHING_SEEN = (
+    "A step was to be monitored, but no backward pass through the model was seen inside `with monitor.step():` "
+    "and nothing is logged for it. The backward pass ran outside, inside a `backpack(...)` of its own, or not "
+    "at all. Instead: put the forward pass and loss.backward() inside."
+)
+NO_UPDATE = (
+    "Monitor: 'update_ratio' was asked for, but no parameter changed inside `with monitor.step():`, so it is "
+    "left out. The optimizer's step comes later, or was skipped (a gradient scaler skips those that are not "
+    "finite). Instead: put optimizer.step() inside."
+)
+
+ASKED = "`with monitor.step():` was entered."
+
+
+class Step:
+    """A step that is not monitored: it does nothing. ``monitored`` says which kind it is."""
+
+    monitored = False
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def identify(self, identifiers: Iterable[Any]) -> None:
+        """Say which samples come next: one identifier for each, in the order of the batch."""
+
+
+UNWATCHED = Step()
+"""The step of all turns that are not monitored."""
+
+
+class MonitoredStep(Step):
+    """A step that is monitored.
+
+    ``with`` is around all of it. Where that cannot be, ``open`` and ``close`` may be called in turns, around
+    each of its backward passes, and ``finish`` at the end.
+
+    Args:
+        model: Whose parameters are looked at.
+        number: The number of the step.
+        watch: Makes what watches its passes.
+        updates: Whether the optimizer's update is looked at.
+        done: Called at the end with the step and its values.
+    """
+
+    monitored = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        number: int,
+        watch: Callable[[], MonitoredPass],
+        *,
+        updates: bool,
+        done: Callable[[MonitoredStep, StepValues], None],
+    ) -> None:
+        self.number, self.identifiers = number, list[Any]()
+        self.is_open = False
+        self._model, self._done, self._updates = model, done, updates
+        self._pass, self._contexts = watch(), contextlib.ExitStack()
+        self._before: dict[str, Tensor] | None = None
+
+    def identify(self, identifiers: Iterable[Any]) -> None:
+        """Say which samples come next: one identifier for each, in the order of the batch."""
+        self.identifiers += identifiers.tolist() if isinstance(identifiers, Tensor) else list(identifiers)
+
+    def open(self) -> None:
+        """Begin to watch."""
+        if innermost() is not None:
+            raise BadInput(
+                ASKED,
+                "a `with backpack(...)` that is around it",
+                "the inner one of two takes over the backward pass, so that the outer one would save nothing",
+                "put `with backpack(...)` around the steps that are not monitored: `if not step.monitored`",
+            )
+        if self._updates and self._before is None:
+            self._before = {name: p.detach().clone() for name, p in self._trainable()}
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(extended(self._model))
+            contexts.enter_context(self._pass)
+            contexts.enter_context(record())
+            self._contexts = contexts.pop_all()
+        self.is_open = True
+
+    def close(self) -> None:
+        """Watch no longer; the model is as it was before ``open``."""
+        self.is_open = False
+        self._contexts.close()
+
+    def finish(self) -> None:
+        """Hand over what was seen."""
+        passes = self._pass.brought
+        if not passes:
+            warnings.warn(NOTHING_SEEN, PackpropWarning, stacklevel=3)
+            return
+        updates = self._updated()
+        if self._updates and not updates:
+            warnings.warn(NO_UPDATE, PackpropWarning, stacklevel=3)
+        self._done(self, measured(passes, self._pass.gradients, updates))
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def _updated(self) -> dict[str, tuple[float, float]]:
+        """Squared norms of each parameter's update and of itself; nothing if none has changed."""
+        before = self._before or {}
+        squares = {
+            name: (
+                float((p.detach() - before[name]).double().square().sum()),
+                float(before[name].double().square().sum()),
+            )
+            for name, p in self._trainable()
+            if name in before
+        }
+        return squares if any(update > 0 for update, _ in squares.values()) else {}
+
+    def __enter__(self) -> MonitoredStep:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is None:
+            with torch.no_grad():
+                self.finish()

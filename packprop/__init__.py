@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from packprop.functions.registry import register_use
     from packprop.memory.plan import Plan
     from packprop.memory.planning import plan
+    from packprop.monitor import Monitor
     from packprop.queries.influence import influence
     from packprop.queries.result import Influence
     from packprop.recording.switch import disable, extend, record, restore
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from packprop.reports.profile.run import profile
     from packprop.store.reading import Store, StoredArray
     from packprop.store.writing import StoreWriter
-    from packprop.monitor import Monitor
 
 # Tutorials for BackPACK import from `custom_module`, `core` and `utils`: packages in compat/paths.
 __path__.append(f"{__path__[0]}/compat/paths")

@@ -39,6 +39,7 @@ FLOORS = (
     ("eager", "examples", "queries"),
     ("reports",),
     ("monitor",),
+    ("integrations",),
     ("compat", "testing"),
     ("__init__",),
 )

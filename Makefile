@@ -66,6 +66,22 @@ bench: $(VENV)/.installed-bench ## Measure time and memory beside other librarie
 gallery: $(VENV)/.installed-test ## Run the pages of the gallery, and write down what comes out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python docs/render_gallery.py $(ARGS)
 
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## Build the site into build/site; warnings are errors
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -c docs/site -d build/doctrees -W --keep-going -q \
+	    $(ARGS) . build/site
+	@echo "build/site/index.html"
+
+.PHONY: dist
+dist: $(VENV)/.installed-dist ## Build wheel and source distribution into dist/, install the wheel, try it
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m tests.distribution.check dist
+
+.PHONY: matrix
+matrix: $(VENV)/.created ## Run tests under other versions: make matrix ARGS="--python 3.11 --torch 2.6.0"
+	env -u PIP_CONSTRAINT $(BIN)/python -m benchmarks.matrix $(ARGS)
+
 .PHONY: hooks
 hooks: $(VENV)/.installed-dev ## Check every commit before it is made
 	$(BIN)/pre-commit install

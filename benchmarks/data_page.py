@@ -29,6 +29,15 @@ def rows_of_dataset(content: dict[str, Any]) -> list[Row]:
             f"{content['ranks']['two_over_one']['median']:.2f}",
             "1.7",
         ],
+        *(
+            [
+                "the same of two processes that know nothing of each other: what the machine gives",
+                f"{apart['median']:.2f}",
+                "",
+            ]
+            for apart in [content["ranks"].get("apart_over_one")]
+            if apart is not None
+        ),
         [
             "peak of live tensors, a tenth of the samples and all",
             f"{peaks['a tenth'] / MIB:.0f} and {peaks['all'] / MIB:.0f} MiB",

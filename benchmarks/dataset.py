@@ -5,7 +5,8 @@
 - *epoch*: ``compute`` of ``Variance``, ``DiagGGNMC`` and ``KFAC`` beside one epoch of training (forward pass,
   backward pass, a step of SGD), in turns; with and without a checkpoint every 30 s. One thread.
 - *memory*: the peak of live tensors of the same over a tenth of the samples and over all of them.
-- *ranks*: samples a second of one process on one core, and of two processes on two cores, in turns.
+- *ranks*: samples a second of one process on one core, and of two processes on two cores, in turns; and of two
+  processes that know nothing of each other, with half of the samples each: what the machine has to give.
 """
 
 from __future__ import annotations
@@ -102,30 +103,30 @@ def peak_bytes(samples: int) -> int:
     return live.peak
 
 
-def worker(rank: int, world: int, core: int, file: str, samples: int, out: Any) -> None:
+def worker(rank: int, world: int, joined: bool, core: int, file: str, samples: int, out: Any) -> None:
     """One process: seconds from the moment at which all have begun."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    if world > 1:
+    if joined:
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     data = images(samples)
     curvature((data[0][: 4 * BATCH], data[1][: 4 * BATCH]))
     start = time.perf_counter()
-    curvature(data)
+    curvature(data if joined else tuple(each[rank::world] for each in data))
     out.put(time.perf_counter() - start)
     out.close()
     out.join_thread()
     os._exit(0)
 
 
-def seconds_on(world: int, samples: int) -> float:
+def seconds_on(world: int, samples: int, joined: bool) -> float:
     """How long so many processes take, each on a core of its own."""
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))[:world]
     with tempfile.TemporaryDirectory() as folder:
         out = context.Queue()
         children = [
-            context.Process(target=worker, args=(rank, world, core, f"{folder}/meet", samples, out))
+            context.Process(target=worker, args=(rank, world, joined, core, f"{folder}/meet", samples, out))
             for rank, core in enumerate(cores)
         ]
         for child in children:
@@ -137,16 +138,20 @@ def seconds_on(world: int, samples: int) -> float:
 
 
 def on_ranks(samples: int, rounds: int) -> dict[str, Any]:
-    """Throughput of one process and of two."""
-    sides: dict[str, list[float]] = {"one": [], "two": []}
+    """Throughput of one process, of two, and of two that are not joined."""
+    options = {"one": (1, False), "two": (2, True), "apart": (2, False)}
+    sides: dict[str, list[float]] = {name: [] for name in options}
     for number in range(rounds):
         for name in list(sides)[:: 1 if number % 2 else -1]:
-            sides[name].append(samples / seconds_on(1 if name == "one" else 2, samples))
-    pairs = zip(sides["one"], sides["two"], strict=True)
-    return {
-        "samples_per_second": {name: vars(Spread.of(values)) for name, values in sides.items()},
-        "two_over_one": vars(Spread.of([two / one for one, two in pairs])),
+            world, joined = options[name]
+            sides[name].append(samples / seconds_on(world, samples, joined))
+    found: dict[str, Any] = {
+        "samples_per_second": {name: vars(Spread.of(values)) for name, values in sides.items()}
     }
+    for name in ("two", "apart"):
+        pairs = zip(sides["one"], sides[name], strict=True)
+        found[f"{name}_over_one"] = vars(Spread.of([two / one for one, two in pairs]))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

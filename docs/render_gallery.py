@@ -33,6 +33,11 @@ PAGES = (
     "variance_gradient",
     "eager_penalties",
     "compiled_steps",
+    "influence",
+    "fisher_diagonal",
+    "private_training",
+    "mislabelled",
+    "laplace_approximation",
 )
 INDEX = """# Gallery
 
@@ -66,14 +71,15 @@ def cells(source: str) -> list[tuple[str, int, str]]:
 @contextlib.contextmanager
 def only_shipped_data() -> Iterator[None]:
     """Inside, MNIST is not at hand: pages show the digits of scikit-learn, whatever else is installed."""
-    known, folder = sys.modules.get("torchvision"), os.environ.pop("PACKPROP_MNIST", None)
-    sys.modules["torchvision"] = None  # type: ignore[assignment]  # importing it fails
+    name = "torchvision.datasets"
+    known, folder = sys.modules.get(name), os.environ.pop("PACKPROP_MNIST", None)
+    sys.modules[name] = None  # type: ignore[assignment]  # importing it fails
     try:
         yield
     finally:
-        del sys.modules["torchvision"]
+        del sys.modules[name]
         if known is not None:
-            sys.modules["torchvision"] = known
+            sys.modules[name] = known
         if folder is not None:
             os.environ["PACKPROP_MNIST"] = folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,10 +17,11 @@ from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
+from packprop.engine.clipping import Clipping, settled
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.probes import by_groups, nothing_recorded, require_alone
+from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
-from packprop.engine.saving import Hook, ResultSaver
+from packprop.engine.saving import Hook, ResultSaver, factor_of
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
 from packprop.graph.documents import without_plan
@@ -109,6 +109,9 @@ def backpack(
 class Backpack(OwnMode):
     """The context that ``backpack`` returns; the innermost one is in force."""
 
+    call = "backpack"
+    """The function that made the context."""
+
     def __init__(
         self,
         extensions: Sequence[Any],
@@ -118,17 +121,18 @@ class Backpack(OwnMode):
         loss_scale: float | Tensor = 1.0,
         ranks: str | AllRanks = "own",
         probes: Sequence[int] | Tensor | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
         super().__init__()
-        self.extensions = check_extensions("backpack(...) was entered.", extensions)
+        self.extensions = check_extensions(f"{self.call}(...) was entered.", extensions)
         if hook is not None and not callable(hook):
             raise BadInput(
-                "backpack(extension_hook=...) was entered.",
+                f"{self.call}(extension_hook=...) was entered.",
                 f"extension_hook of type {type(hook).__name__}",
                 "it cannot be called",
                 "give a function of one module",
             )
-        self._loss_scale = _scale_of(loss_scale)
+        self._loss_scale = factor_of(self.call, loss_scale)
         self._ranks = ranks_of(ranks)
         if self._ranks is not None and memory is not None:
             raise BadInput(
@@ -139,7 +143,7 @@ class Backpack(OwnMode):
             )
         self.rows = range(0)
         """Which of the samples of all ranks the last pass was given here, in the order of ranks."""
-        self._probes = probes
+        self._probes, self._clipping = probes, clipping
         require_alone(probes, memory is not None, self._ranks is not None)
         self._memory = memory if isinstance(memory, Plan) else budget_of(memory)
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
@@ -156,9 +160,9 @@ class Backpack(OwnMode):
         drop_stale_recording()
         _local.active.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
-        if not self._seen and self.extensions and error[0] is None:
+        if not self._seen and self._is_needed and error[0] is None:
             warnings.warn(
-                "No backward pass was seen inside `with backpack(...)`: call loss.backward() inside it.",
+                f"No backward pass was seen inside `with {self.call}(...)`: call loss.backward() inside it.",
                 PackpropWarning,
                 stacklevel=2,
             )
@@ -193,9 +197,14 @@ class Backpack(OwnMode):
         finally:
             self._running = False
 
+    @property
+    def _is_needed(self) -> bool:
+        """Whether a pass inside shall be more than a plain one."""
+        return bool(self.extensions) or self._clipping is not None
+
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""
-        if (not self.extensions and self._probes is None) or call.is_refused_by_torch:
+        if not (self._is_needed or self._probes is not None) or call.is_refused_by_torch:
             return backward()
         if self._ranks is None:
             return self._pass(call, backward, None)
@@ -211,8 +220,8 @@ class Backpack(OwnMode):
         require_sharded(graph, self.extensions, self._ranks, create_graph=call.create_graph, planned=planned)
         if not graph.uses:
             require_complete(graph)
-            if self._probes is not None:
-                raise nothing_recorded(EXTEND_FIRST)
+            if self._probes is not None or self._clipping is not None:
+                raise nothing_recorded(EXTEND_FIRST, ASKED if self._clipping is None else self._clipping.asked)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
         if not graph.uses or (joint is not None and is_empty(graph)):
@@ -228,9 +237,12 @@ class Backpack(OwnMode):
         if is_traced():
             graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions)
-        graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
+        graph.asked = (
+            f"{names or self.call}: quantities that are made of those of single samples were asked for."
+        )
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
-        of_samples = self._probes is not None or not all(extension.of_batch for extension in self.extensions)
+        leaves_out = self._probes is not None or self._clipping is not None
+        of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
         with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
@@ -238,9 +250,9 @@ class Backpack(OwnMode):
         saver = ResultSaver(graph, self._hook, self._loss_scale)
         is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
-        request = Request(
-            graph, extensions, self._chunk_sizes(graph), call.create_graph, self._drawn, groups=groups
-        )
+        clip = None if self._clipping is None else settled(self._clipping, graph, is_plain)
+        sizes = self._chunk_sizes(graph)
+        request = Request(graph, extensions, sizes, call.create_graph, self._drawn, groups=groups, clip=clip)
         if joint is not None:
             joint.agree(graph, request)
         backward_pass = BackwardPass(
@@ -350,25 +362,6 @@ def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     if len(args) > 2:
         return (*args[:2], True, *args[3:]), kwargs
     return args, {**kwargs, "retain_graph": True}
-
-
-def _scale_of(loss_scale: Any) -> float | Tensor | None:
-    """A factor on the loss, which is not looked at if it is a tensor; ``None`` for 1.
-
-    Raises:
-        BadInput: If it is no positive number.
-    """
-    if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1 and loss_scale.is_floating_point():
-        return loss_scale.detach().reshape(())
-    is_number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
-    if is_number and 0 < loss_scale < math.inf:
-        return None if loss_scale == 1 else float(loss_scale)
-    raise BadInput(
-        "backpack(loss_scale=...) was entered.",
-        f"loss_scale={loss_scale!r}",
-        "it is no positive number, nor a tensor of one",
-        "give what the loss was multiplied by: 1 / steps under accumulation, scaler.get_scale() of a scaler",
-    )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -9,6 +9,9 @@ import torch
 from packprop.algebra.algorithms import choose_algorithm
 from packprop.tensors.precision import wider_dtype
 
+FEW_CHANNELS = 8
+"""Channels of a group below which oneDNN's gradients of a convolution take longer than unfolded images do."""
+
 
 class Extents(NamedTuple):
     """The sizes of an affine use that its algorithms are chosen by, and what else the choice depends on.
@@ -18,8 +21,8 @@ class Extents(NamedTuple):
         groups: Groups of the affine map.
         fan_in: Inputs of one group at one position.
         fan_out: Outputs of one group at one position.
-        unfolds: Whether inputs must be unfolded to get them by position, as in a convolution, and an algorithm
-            for per-sample gradients exists that does not unfold them.
+        channels: Channels of one group where inputs must be unfolded to get them by position, as in a
+            convolution, and an algorithm for per-sample gradients exists that does not unfold them; else 0.
         dtype: Of inputs and cotangents.
         device: The type of the device.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
@@ -30,7 +33,7 @@ class Extents(NamedTuple):
     groups: int
     fan_in: int
     fan_out: int
-    unfolds: bool
+    channels: int
     dtype: torch.dtype
     device: str
     held: int | None
@@ -38,7 +41,7 @@ class Extents(NamedTuple):
     @property
     def unfolded(self) -> int:
         """Entries of one sample's unfolded inputs; 0 where inputs are there by position anyway."""
-        return self.positions * self.groups * self.fan_in if self.unfolds else 0
+        return self.positions * self.groups * self.fan_in if self.channels else 0
 
 
 def norms_by_products(extents: Extents) -> bool:
@@ -89,11 +92,13 @@ def convolved_by_groups(extents: Extents) -> bool:
     """Whether per-sample gradients of a convolution are best computed by ``grouped_gradients``.
 
     oneDNN's gradient of a weight takes images as they are. Where positions are many, unfolding the images is
-    most of the work; where they are few, oneDNN spends more on rearranging its results.
+    most of the work; where they are few, oneDNN spends more on rearranging its results. It takes channels by
+    the eight: of fewer, as of the first layer's images, it makes as much work as of eight.
     """
-    if not extents.unfolds or extents.dtype not in (torch.float32, torch.float64):
+    if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
         return False
     onednn = extents.device == "cpu" and torch.backends.mkldnn.is_available()
-    many = onednn and extents.dtype == torch.float32 and extents.positions > extents.fan_out
+    many = extents.positions > extents.fan_out and extents.channels >= FEW_CHANNELS
+    many = many and onednn and extents.dtype == torch.float32
     holds = {"patches": extents.dtype.itemsize * extents.unfolded, "groups": 0}
     return choose_algorithm("convolutions", "groups" if many else "patches", holds, extents.held) == "groups"

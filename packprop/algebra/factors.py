@@ -80,14 +80,13 @@ def input_gram(
             "there is no one number to average over",
             'ask for approximation="mixed", which sums over positions',
         )
-    if not large and structure.moment is not None and approximation == "mixed":
-        return structure.moment()
-    x = structure.x
-    positions, groups = x.shape[1:3]
-    if approximation == "reduce":
-        x = x.mean(1, keepdim=True)
-    x = x.reshape(-1, x.shape[-1])
-    total = sum_of_squares(x) if large else second_moment(x)
+    positions, groups = structure.shape[1:3]
+    if structure.moment is not None and approximation != "reduce" and not large:
+        total = structure.moment()
+    else:
+        x = structure.x.mean(1, keepdim=True) if approximation == "reduce" else structure.x
+        x = x.reshape(-1, x.shape[-1])
+        total = sum_of_squares(x) if large else second_moment(x)
     divisor = groups * positions if approximation == "expand" else groups
     return total if divisor == 1 else total / divisor
 

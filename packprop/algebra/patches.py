@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packprop.algebra.kernels import outer_products
+from packprop.algebra.kernels import outer_products, second_moment
 
 
 def patches(
@@ -23,13 +23,36 @@ def patches(
     with ``i = c * prod(kernel)``, the order of a convolution weight's trailing axes.
     """
     dims = len(kernel)
+    windows = _windows(x, kernel, stride, dilation)
+    outputs = windows.shape[2 : 2 + dims]
+    # b, c, *outputs, *kernel -> b, c, *kernel, *outputs: the inputs of one output position are a matrix column
+    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
+    columns = windows.permute(order).reshape(len(x), groups, -1, outputs.numel())
+    return columns.permute(0, 3, 1, 2)
+
+
+def patch_moment(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """Products of the rows of ``patches`` summed over images, positions and groups, ``[i, i]``.
+
+    The inputs are copied once, each entry of a patch for all positions of all images: what the product reads.
+    """
+    dims = len(kernel)
+    windows = _windows(x, kernel, stride, dilation).unflatten(1, (groups, -1))
+    order = [2, *range(3 + dims, 3 + 2 * dims), 0, 1, *range(3, 3 + dims)]  # c, *kernel, b, g, *outputs
+    return second_moment(windows.permute(order).flatten(0, dims).flatten(1).mT)
+
+
+def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """A strided view, ``[b, c, *space] -> [b, c, *outputs, *kernel]``."""
     batch, channels, *space = x.shape
     outputs = [
         (size - d * (k - 1) - 1) // st + 1
         for size, k, st, d in zip(space, kernel, stride, dilation, strict=True)
     ]
     strides = x.stride()[2:]
-    windows = x.as_strided(
+    return x.as_strided(
         [batch, channels, *outputs, *kernel],
         [
             *x.stride()[:2],
@@ -38,16 +61,12 @@ def patches(
         ],
         x.storage_offset(),
     )
-    # b, c, *outputs, *kernel -> b, c, *kernel, *outputs: the inputs of one output position are a matrix column
-    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
-    columns = windows.permute(order).reshape(batch, groups, -1, math.prod(outputs))
-    return columns.permute(0, 3, 1, 2)
 
 
-def patch_moment(
+def shift_moment(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], sides: Sequence[tuple[int, int]], groups: int
 ) -> Tensor:
-    """Products of the rows of ``patches`` summed over images, positions and groups, ``[i, i]``; unit stride.
+    """The same as ``patch_moment``, without unfolding anything; for unit stride.
 
     # NOTE [Moments of patches]
     Kernel offsets k and k' multiply pixels that lie ``d = k' - k`` apart, and so do all other pairs with the

@@ -40,6 +40,7 @@ class Outer:
             ``None``.
         direct: Computes per-sample gradients ``[1, n, *p]`` without inputs by position; ``None`` where no
             function does.
+        channels: Channels of a group of the images that inputs by position are unfolded from.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
         is_filled_up: Whether some samples have fewer positions, and zeros in place of the others.
@@ -51,6 +52,7 @@ class Outer:
     moment: Callable[[], Tensor] | None = None
     out: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
+    channels: int = 0
     held: int | None = None
     is_filled_up: bool = False
 
@@ -70,7 +72,7 @@ class Outer:
         cotangent = self.cotangent
         assert cotangent is not None
         _, positions, groups, fan_in = self.shape
-        fans = groups, fan_in, cotangent.shape[4], self.direct is not None
+        fans = groups, fan_in, cotangent.shape[4], 0 if self.direct is None else self.channels
         return Extents(positions, *fans, cotangent.dtype, device_kind(cotangent), self.held)
 
     @property

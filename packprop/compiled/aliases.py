@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 
 class Aliases:
@@ -25,7 +26,7 @@ class Aliases:
                 continue
             if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
                 self._join(node, node.args[0])
-            elif isinstance(node.target, OpOverload):
+            elif is_operation(node.target):
                 for argument, given in _arguments_of(node):
                     if argument.alias_info is not None:
                         for each in given:
@@ -62,8 +63,7 @@ class Aliases:
 
 def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
     """The arguments of an operation as it declares them, each with the nodes that it is given."""
-    assert isinstance(node.target, OpOverload)
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(_schema_of(node.target).arguments):
         given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         each = given if isinstance(given, (list, tuple)) else [given]
         yield argument, [one for one in each if isinstance(one, Node)]
@@ -71,11 +71,20 @@ def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
 
 def is_operation(target: Any) -> bool:
     """Whether what a node calls is an operation of PyTorch, which declares what it does with its arguments."""
-    return isinstance(target, OpOverload)
+    return isinstance(target, type(torch.ops.aten.alias.default))  # the class has no public name
 
 
 def is_repeatable(target: Any) -> bool:
     """Whether an operation gives the same whenever it is called on the same."""
-    if not isinstance(target, OpOverload):
+    if not is_operation(target):
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not _schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+@functools.cache
+def _schema_of(operation: Any) -> Any:
+    """What an operation declares: its arguments, and which of them it writes to or returns views of."""
+    _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
+    assert schemas is not None
+    (schema,) = schemas
+    return schema

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.compiled.passes import Outcome
+from packprop.curvature.sample_losses import sample_losses
 from packprop.dataset.parts import Part, drawn_as_before
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import StoredResults
@@ -137,8 +138,12 @@ class BatchPass:
         graph = walk([value], [None], None)
         if is_traced():
             graph.hooks.require_none()
-        settle_loss_inputs(graph, self.parts)
+        losses = self.stored is not None and self.stored.losses and not self.second
+        settle_loss_inputs(graph, self.parts, kept=losses)
         check_graph(graph)
+        if losses and self.stored is not None:
+            self.stored.take_losses(sample_losses(graph))
+            settle_loss_inputs(graph, self.parts)
         return value.detach(), graph
 
     def _backward(self, graph: Graph, done: Any) -> None:

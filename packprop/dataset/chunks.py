@@ -33,6 +33,11 @@ class ChunkSizesByBatch:
         self._planned.append((shapes, self._plan(batch)))
         return self._planned[-1][1]
 
+    @property
+    def first(self) -> ChunkSizes | None:
+        """Those of the first batch."""
+        return self._planned[0][1] if self._planned else None
+
     def saved(self) -> list[Any]:
         """What was planned, in values that a file can hold: other chunks would round sums in another way."""
         return [[[list(shape) for shape in shapes], list(sizes)] for shapes, sizes in self._planned]

@@ -30,6 +30,7 @@ from packprop.engine.backward_pass import long_work_of
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.memory.planning import chunk_sizes_over_data
+from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
@@ -53,6 +54,7 @@ def compute(
     every: int | str = "30s",
     ranks: AllRanks | Literal["own", "all"] | None = None,
     store: StoreWriter | str | Path | None = None,
+    losses: bool = False,
     compiled: bool = True,
 ) -> Result:
     """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
@@ -74,7 +76,8 @@ def compute(
             batch goes into the model: a tensor, a tuple or a mapping of arguments.
         extensions: What to compute.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
-        progress: Show a progress bar on standard error.
+        progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
+            time left, memory beside the budget.
         device: Where batches are moved to; by default where the model's parameters are.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations of a batch and results. A plan is made for the first batch, and again for
@@ -94,9 +97,12 @@ def compute(
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
             terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
             ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
+        losses: Whether the store gets the loss of each sample, too, as ``store["loss"]`` ``[n]``: summed over
+            the sample's terms, with their weights, and not divided by anything.
         compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
             models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
-            not with a checkpoint; nor with a budget of memory. What it brought is told in ``Result.replays``.
+            not with a checkpoint; nor with a budget of memory, or losses. What it brought is told in
+            ``Result.replays``.
 
     Raises:
         BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
@@ -112,7 +118,7 @@ def compute(
         def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
-            _require_whole_parameters(model)
+            require_whole_parameters(ASKED, model)
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
@@ -121,6 +127,7 @@ def compute(
                 return chosen, batches, None
             _require_shards(batches, group)
             options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            options |= {"losses": True} if losses else {}
             return chosen, batches, identity_of(model, loss, chosen, **options)
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
@@ -130,12 +137,12 @@ def compute(
             return kept, *(kept.load() or (None, []))
 
         def stream_of() -> BatchStream:
-            stored = stored_results(ASKED, store, model, chosen, resume=state is not None)
+            stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
             step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
-            replays = compiled and checkpoint is None and memory is None
+            replays = compiled and checkpoint is None and memory is None and not losses
             return BatchStream(step, place, batches.left if replays else None)
 
         chosen, batches, identity = group.attempt(checked)
@@ -150,14 +157,16 @@ def compute(
         for module in stream.step.modules:
             stack.enter_context(extended(module))
         stack.enter_context(long_work_of(chosen, bar=False))
-        run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress)
+        run = Run(
+            batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget_of(memory)
+        )
         group.attempt(lambda: run.go_on(kept, state, pieces))
         result = run.to_the_end()
-        result.replays = stream.told()
+        result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result
 
 
-def _require_whole_parameters(model: nn.Module) -> None:
+def require_whole_parameters(asked: str, model: nn.Module) -> None:
     """Refuse a model whose parameters are divided between processes.
 
     Raises:
@@ -166,7 +175,7 @@ def _require_whole_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_distributed(parameter):
             raise BadInput(
-                ASKED,
+                asked,
                 f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
                 "parameters are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
                 "use `with packprop.backpack(..., ranks='all')` around backward() in a loop over the data; or "

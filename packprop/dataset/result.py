@@ -13,7 +13,9 @@ import safetensors.torch
 from torch import Tensor
 
 from packprop.algebra.kronecker import Eigen
+from packprop.dataset.summary import as_frame, as_html, as_text
 from packprop.dataset.values import decode, encode
+from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput
 from packprop.types import Extension
 
@@ -23,9 +25,11 @@ FORMAT = "values over a data set, format 2"
 """What a file says that it is."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Result(Mapping[Any, dict[str, Value]]):
     """Values by extension (or the name of the attribute that it saves) and by parameter name.
+
+    It prints as its ``summary()``; a notebook shows a table of that.
 
     Args:
         tables: ``savefield -> parameter name -> value``.
@@ -33,6 +37,7 @@ class Result(Mapping[Any, dict[str, Value]]):
         loss: The value of the loss over the whole data set.
         reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
         replays: What graphs in place of passes have brought, in words, if there were any; not saved.
+        chunk_sizes: How much of the first batch was taken at once, if one was read; not saved.
     """
 
     tables: dict[str, dict[str, Value]]
@@ -40,6 +45,7 @@ class Result(Mapping[Any, dict[str, Value]]):
     loss: float
     reduction: str = "mean"
     replays: str | None = None
+    chunk_sizes: ChunkSizes | None = None
 
     def __getitem__(self, key: Extension | str) -> dict[str, Value]:
         return self.tables[key if isinstance(key, str) else key.savefield]
@@ -49,6 +55,35 @@ class Result(Mapping[Any, dict[str, Value]]):
 
     def __len__(self) -> int:
         return len(self.tables)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name!r}: {len(by_name)} parameters" for name, by_name in self.tables.items())
+        return f"Result({{{held}}}, samples={self.samples}, loss={self.loss!r}, reduction={self.reduction!r})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """A table of all tensors: shape, norm, mean, smallest and largest entry of each.
+
+        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one.
+        """
+        return as_text(self.tables, self._facts)
+
+    def to_frame(self) -> Any:
+        """The lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
+
+        Raises:
+            BadInput: If pandas is missing: ``pip install "packprop[frames]"``.
+        """
+        return as_frame("A data frame of a result was asked for.", self.tables)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables, self._facts)
+
+    @property
+    def _facts(self) -> str:
+        return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}"
 
     def save(self, path: str | Path) -> None:
         """Write all tensors to one ``.safetensors`` file."""
@@ -69,20 +104,28 @@ class Result(Mapping[Any, dict[str, Value]]):
         """Read what ``save`` wrote.
 
         Raises:
-            BadInput: If it is a file of another kind.
+            BadInput: If there is no such file, or it is one of another kind.
         """
-        with safetensors.safe_open(path, framework="pt") as file:
-            notes = file.metadata() or {}
-            if notes.get("format") != FORMAT:
-                raise BadInput(
-                    "Result.load(...) was called.",
-                    f"the file {str(path)!r}",
-                    f"it is not {FORMAT}, or was written by another version of packprop",
-                    "give a file that Result.save has written",
-                )
-            tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                notes = file.metadata() or {}
+                if notes.get("format") == FORMAT:
+                    tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _no_result(path, f"it cannot be read ({type(error).__name__}: {error})") from error
+        if notes.get("format") != FORMAT:
+            raise _no_result(path, f"it is not {FORMAT}, or was written by another version of packprop")
         tables = decode(json.loads(notes["values"]), tensors)
         return cls(tables, int(notes["samples"]), float(notes["loss"]), notes["reduction"])
+
+
+def _no_result(path: str | Path, why: str) -> BadInput:
+    return BadInput(
+        "Result.load(...) was called.",
+        f"the file {str(path)!r}",
+        why,
+        "give a file that Result.save has written",
+    )
 
 
 def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from packprop.dataset.batches import Batches
 from packprop.dataset.checkpoint import ASKED, Checkpoint
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.parts import generators_of, readings_of
+from packprop.dataset.parts import Part, generators_of, readings_of
+from packprop.dataset.progress import progress_bar
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result
 from packprop.dataset.sources import Samples, set_states, states_of
@@ -52,6 +52,7 @@ class Run:
         ranks: Who takes part.
         keeps: Whether there is a checkpoint.
         progress: Whether to show a bar.
+        budget: The most bytes that tensors may take; ``None`` without a budget.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Run:
         ranks: Ranks,
         keeps: bool,
         progress: bool,
+        budget: int | None = None,
     ) -> None:
+        self._budget = budget
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
         self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
         self._checkpoint: Checkpoint | None = None
@@ -188,29 +191,34 @@ class Run:
 
     def _read(self) -> None:
         """Read to the end of the current reading; see NOTE [In step]."""
-        console = Console(stderr=True)
-        hidden = not (self._progress and console.is_terminal and not self._ranks.rank)
         parts, second = self._readings[self._reading], self._reading == 1
         said = "packprop, second reading" if second else "packprop"
-        batches = track(self._batches, said, console=console, transient=True, disable=hidden)
+        shown = self._progress and not self._ranks.rank
+        done, left = self._batches.count, operator.length_hint(self._batches)
         self._ranks.in_step = True
-        for batch in self._with_the_others(batches):
-            if batch is not None:
-                number = self._number + self._ranks.rank
-                self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
-            self._steps += 1
-            self._number += self._ranks.world
-            if self._keeps:
-                self._note_moment()
-                if self._steps == 1 and self._checkpoint is not None:
-                    self._require_plain()
-            due = self._checkpoint is not None and self._checkpoint.due(self._steps)
-            self._others_go_on, due = self._ranks.step(batch is not None, due)
-            if due:
-                self._ranks.in_step = False
-                self._keep()
-                self._ranks.in_step = True
+        with progress_bar(said, done, left, self._budget, torch.device(self._device), shown) as advance:
+            for batch in self._with_the_others(self._batches):
+                self._take(batch, parts, second)
+                advance(int(self._results.again[0]) if second else self._results.samples)
         self._ranks.in_step = False
+
+    def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
+        """Add one batch, or none where only other ranks have one; write a checkpoint if it is due."""
+        if batch is not None:
+            number = self._number + self._ranks.rank
+            self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
+        self._steps += 1
+        self._number += self._ranks.world
+        if self._keeps:
+            self._note_moment()
+            if self._steps == 1 and self._checkpoint is not None:
+                self._require_plain()
+        due = self._checkpoint is not None and self._checkpoint.due(self._steps)
+        self._others_go_on, due = self._ranks.step(batch is not None, due)
+        if due:
+            self._ranks.in_step = False
+            self._keep()
+            self._ranks.in_step = True
 
     def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
         """The batches of this rank, then ``None`` as long as others have some."""

@@ -17,6 +17,9 @@ from packprop.store.values import put
 from packprop.store.writing import StoreWriter
 from packprop.types import Extension
 
+LOSS = "loss"
+"""What losses of samples are stored under."""
+
 
 class StoredResults:
     """Takes the results of a batch that are to be stored, and stores them together when the batch is done.
@@ -26,10 +29,11 @@ class StoredResults:
     Args:
         writer: Where they are stored.
         extensions: All that is computed.
+        losses: Whether the loss of each sample is stored, too.
     """
 
-    def __init__(self, writer: StoreWriter, extensions: Sequence[Extension]) -> None:
-        self.writer = writer
+    def __init__(self, writer: StoreWriter, extensions: Sequence[Extension], losses: bool = False) -> None:
+        self.writer, self.losses = writer, losses
         stored = [described_extension(extension) for extension in writer.extensions]
         self.extensions = [extension for extension in extensions if described_extension(extension) in stored]
         self._values: dict[tuple[str, str], Tensor] = {}
@@ -44,13 +48,12 @@ class StoredResults:
         for part, found in results.items():
             extension = part.whole
             if extension in self.extensions:
-                values = [
-                    rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
-                    for row, value in zip(extension.rows, found, strict=True)
-                ]
-                value = extension.finish(values, samples).to(extension.dtype_of(dtype))
-                put(self._values, extension, name, value)
+                put(self._values, extension, name, of_summed_loss(extension, found, dtype, samples, terms))
         return {part: values for part, values in results.items() if part.whole not in self.extensions}
+
+    def take_losses(self, losses: Tensor) -> None:
+        """Keep the loss of each sample of a batch."""
+        self._values[LOSS, ""] = losses
 
     @property
     def place(self) -> tuple[int, float]:
@@ -73,25 +76,54 @@ class StoredResults:
         self.writer.add(values, samples, terms, None if identify is None else identify(batch))
 
 
+def of_summed_loss(
+    extension: Extension, found: Sequence[Any], dtype: torch.dtype, samples: int, terms: float
+) -> Tensor:
+    """The value for a loss that is summed over its terms, from results for one that is divided by ``terms``.
+
+    Args:
+        extension: What the value is of.
+        found: A result for each of its rows.
+        dtype: Precision of the parameter.
+        samples: Samples of the batch.
+        terms: What its loss was divided by; 0 for a batch that counts for nothing.
+    """
+    values = [
+        rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
+        for row, value in zip(extension.rows, found, strict=True)
+    ]
+    finished: Tensor = extension.finish(values, samples)
+    return finished.to(extension.dtype_of(dtype))
+
+
 def stored_results(
     asked: str,
     store: StoreWriter | str | Path | None,
     model: nn.Module,
     extensions: Sequence[Extension],
     resume: bool = False,
+    losses: bool = False,
 ) -> StoredResults | None:
     """What takes results to a store: one that is open, or one that is made in a folder.
 
-    ``resume``: whether a store in that folder goes on.
+    ``resume``: whether a store in that folder goes on. ``losses``: whether losses of samples are stored, too.
 
     Raises:
-        BadInput: If none of the extensions grows with the data, or the store was opened for others.
+        BadInput: If none of the extensions grows with the data, or the store was opened for others, or losses
+            are to be stored and there is no store.
     """
     if store is None:
+        if losses:
+            raise BadInput(
+                asked,
+                "losses=True without a store",
+                "losses of single samples go to a store, not into the result",
+                "give store='folder', or leave losses out",
+            )
         return None
     if not isinstance(store, StoreWriter):
         growing = [extension for extension in extensions if grows(extension)]
-        if not growing:
+        if not growing and not losses:
             names = ", ".join(extension.name for extension in extensions)
             raise BadInput(
                 asked,
@@ -100,7 +132,7 @@ def stored_results(
                 "leave the store out, or ask for BatchGrad, BatchL2Grad or another value of single samples",
             )
         store = StoreWriter(store, model, growing, resume=resume)
-    found = StoredResults(store, extensions)
+    found = StoredResults(store, extensions, losses)
     if len(found.extensions) != len(store.extensions):
         known = [described_extension(extension) for extension in extensions]
         missing = next(each for each in store.extensions if described_extension(each) not in known)
@@ -109,5 +141,12 @@ def stored_results(
             f"the store {str(store.folder)!r}",
             f"it was opened for {missing.name}, which is not asked for",
             "give compute(...) the extensions of the store, with the same options",
+        )
+    if store.samples and losses != (LOSS in store.quantities):
+        raise BadInput(
+            asked,
+            f"the store {str(store.folder)!r}, which holds {store.samples} samples",
+            f"it holds {'no ' if losses else ''}losses of samples, and losses={losses} was asked for",
+            f"go on with losses={not losses}, or write to another folder",
         )
     return found

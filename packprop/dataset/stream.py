@@ -42,7 +42,7 @@ class BatchStream:
 
         ``number``: that of the batch among those of all ranks.
         """
-        if _is_empty(batch):
+        if is_empty(batch):
             return
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         step = self.step
@@ -58,7 +58,7 @@ class BatchStream:
         return None if self._replayer is None else told(self._replayer.kinds)
 
 
-def _is_empty(batch: tuple[Any, Any]) -> bool:
+def is_empty(batch: tuple[Any, Any]) -> bool:
     """Whether no tensor of the inputs has an entry: there is no sample in the batch."""
     tensors = [*tensors_in(batch[0])]
     return bool(tensors) and not any(tensor.numel() for tensor in tensors)

@@ -59,7 +59,7 @@ def merge_over_ranks(
         absent: How many samples of this rank have rows of zeros in partial results that only other ranks have.
 
     Returns:
-        Under every key that any rank has: the same on all ranks, but for what is not gathered.
+        A partial result under every key that any rank has, the same on all ranks but for what is not gathered.
 
     Raises:
         PackpropError: On every rank, if partial results under one key do not fit together.

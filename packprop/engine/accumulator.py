@@ -214,6 +214,10 @@ class Accumulator:
         self.finite_check.note(leaf, smallest.values())
         self._done(leaf, results)
 
+    def take(self, leaf: Tensor, extension: Extension) -> list[Any] | None:
+        """Take out what is there of an extension that is not asked for by the user; ``None`` for nothing."""
+        return self._partial.take(leaf, extension)
+
     def take_gradients(self, leaves: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Take out the summed gradients that ``SUMMED`` has made, each with its leaf."""
         return [(leaf, self._gradients.pop(id(leaf))) for leaf in leaves if id(leaf) in self._gradients]

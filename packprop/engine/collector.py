@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Collector:
         columns: The columns that are swept.
         first_tasks: What is asked of some leaves, by identity, before ``tasks``.
         build: Makes the structure that statistics are taken of; by default that of all uses of a leaf.
+        keep: Called with each leaf and its contributions, before statistics are taken.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Collector:
         columns: Extent = ONE,
         first_tasks: Mapping[int, list[Task]] = MappingProxyType({}),
         build: Build = joint_structure,
+        keep: Callable[[Tensor, list[Contribution]], None] = lambda leaf, contributions: None,
     ) -> None:
         self._results, self._tasks, self._first_tasks = results, tasks, first_tasks
         self._last, self._columns, self._build = last, columns, build
-        self._uses = uses
+        self._uses, self._keep = uses, keep
         self._contributions: dict[int, list[Contribution]] = {}
         self._leaves = {id(site.leaf): site.leaf for use in uses for site in use.sites}
         self._expected = Counter(id(site.leaf) for use in uses for site in use.sites)
@@ -89,6 +91,7 @@ class Collector:
     def _hand_on(self, key: int) -> None:
         leaf = self._leaves[key]
         tasks = [*self._first_tasks.get(key, ()), *self._tasks]
+        self._keep(leaf, self._contributions[key])
         self._results.add_contributions(leaf, self._contributions.pop(key), tasks, self._columns, self._build)
         self._close(leaf)
 

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from packprop.algebra.choices import Extents
-from packprop.algebra.structures import ByToken, Diagonal, Product, Statistical, Structure, join
+from packprop.algebra.scaling import with_factors
+from packprop.algebra.structures import (
+    ByToken,
+    Diagonal,
+    Product,
+    Statistical,
+    Structure,
+    join,
+)
 from packprop.functions.building import select_samples
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
@@ -42,9 +50,9 @@ def extents_of(use: ReachedUse, site: Site, samples: int, held: int | None) -> E
     if rows is None:
         rows = use.recorded.shapes[0].numel() // (fans.groups * fans.fan_out)
     positions = rows // samples if layout.rows is None else layout.parts
-    unfolds = fans.unfolds and not layout.folded  # several images of a sample
+    channels = 0 if layout.folded else fans.channels  # folded: several images of a sample
     return Extents(
-        positions, *fans[:3], unfolds, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
+        positions, *fans[:3], channels, accumulation_dtype(site.leaf.dtype), device_kind(site.leaf), held
     )
 
 
@@ -59,6 +67,13 @@ def weighted_squares(weights: Tensor) -> Build:
     """Squares weighted for each column and sample ``[v, n]``."""
     return lambda contributions, samples, held: Product(
         joint_structure(contributions, samples, held), weights=select_samples(weights, samples, 1)
+    )
+
+
+def weighted(factors: Tensor) -> Build:
+    """Gradients of samples, each multiplied by a factor ``[n]``."""
+    return lambda contributions, samples, held: with_factors(
+        joint_structure(contributions, samples, held), select_samples(factors, samples, 0)
     )
 
 

@@ -12,6 +12,8 @@ from packprop.algebra.formation import forms_rows
 from packprop.curvature.terms import term_gradients
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.autocast import AutocastRegions
+from packprop.engine.clipped_sums import ClippedSums
+from packprop.engine.clipping import ASKED, Clip
 from packprop.engine.collector import Collector
 from packprop.engine.contributions import extents_of
 from packprop.engine.request import Request, Task
@@ -66,6 +68,8 @@ class GradientPass:
         graph = self._request.graph
         if self._request.groups is not None:
             self._sweep_groups(tasks)
+        elif self._request.clip is not None:
+            self._sweep_clipped(tasks, self._request.clip)
         elif not tasks and apart:
             with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
                 self._run_user_pass()
@@ -95,24 +99,55 @@ class GradientPass:
     def _sweep_groups(self, tasks: list[Task]) -> None:
         """Sweep the gradient; that of training rows goes to the leaves. See NOTE [Probe rows]."""
         graph = self._request.graph
-        leaves = {id(leaf): leaf for leaf in graph.leaves()}
-        _, others = split_leaves(graph, list(leaves.values()))
-        unknown = [leaf for leaf in others if id(leaf) not in leaves and id(leaf) not in graph.in_terms]
+        leaves = graph.leaves()
+        self._require_parameters_alone(
+            "Probe rows were asked for.", "probes cannot be left out of its gradient"
+        )
+        first_tasks = {id(leaf): [self._request.summed] for leaf in leaves}
+        collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
+        self._sweep_apart(collector, lambda: self._results.take_gradients(leaves))
+
+    def _sweep_clipped(self, tasks: list[Task], clip: Clip) -> None:
+        """Sweep the gradient; clipped sums go to the leaves. See NOTE [Clipping]."""
+        graph = self._request.graph
+        self._require_parameters_alone(ASKED, "its gradient would not be clipped")
+        sums = ClippedSums(self._request, clip, self._results)
+        collector = Collector(
+            self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
+        )
+
+        def take() -> list[tuple[Tensor, Tensor]]:
+            found, gradients = sums.take()
+            clip.tell(found)
+            return gradients
+
+        self._sweep_apart(collector, take)
+
+    def _require_parameters_alone(self, asked: str, why: str) -> None:
+        """Refuse tensors that require gradients and are no parameters of uses or of terms without samples."""
+        graph = self._request.graph
+        leaves = graph.leaves()
+        _, others = split_leaves(graph, leaves)
+        known = {id(leaf) for leaf in leaves} | set(graph.in_terms)
+        unknown = [leaf for leaf in others if id(leaf) not in known]
         if unknown:
             raise PackpropError(
-                "Probe rows were asked for.",
+                asked,
                 f"a tensor of shape {list(unknown[0].shape)} that requires a gradient, and is no parameter",
-                "probes cannot be left out of its gradient",
-                "detach it, or take a pass over the probes alone",
+                why,
+                "detach it, or take its gradient in a pass of its own",
             )
-        first_tasks = {key: [self._request.summed] for key in leaves}
-        collector = Collector(self._results, graph.uses, tasks, last=True, first_tasks=first_tasks)
+
+    def _sweep_apart(self, collector: Collector, take: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+        """Sweep the gradient without autograd's sums, and hand over those that ``take`` returns."""
+        graph = self._request.graph
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         terms = list(graph.in_terms.values())
         of_terms = term_gradients(graph, terms)
-        sweep(edges, graph.root_gradients(), graph.uses, collector.visit, SweepOptions())
+        options = SweepOptions(frees=not graph.kept)
+        sweep(edges, graph.root_gradients(), graph.uses, collector.visit, options)
         collector.flush()
-        gradients = self._results.take_gradients(list(leaves.values()))
+        gradients = take()
         gradients += [(leaf, term) for leaf, term in zip(terms, of_terms, strict=True) if term is not None]
         if gradients and self._backward is not None:
             with graph.hooks.heard():

@@ -36,6 +36,9 @@ SEEDS = ("gradient", "ggn", "empirical", "jacobian", "none")
 ASKED = "backpack(probes=...) was asked for."
 """What errors say was asked for."""
 
+INSTEAD = "leave it out, or take a pass over the probes alone, with gradients of its own"
+"""What errors say to do."""
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -116,9 +119,9 @@ def require_alone(probes: Any, has_budget: bool, joins_ranks: bool) -> None:
         raise BadInput(ASKED, "ranks", "values of several ranks are merged without probes", instead)
 
 
-def nothing_recorded(instead: str) -> PackpropError:
-    """The error for a pass that meets no use: it would be a plain one, with the gradients of probes."""
-    return PackpropError(ASKED, "the loss", "it meets no recorded use of a parameter", instead)
+def nothing_recorded(instead: str, asked: str = ASKED) -> PackpropError:
+    """The error for a pass that meets no use: it would be a plain one, with the gradients of all samples."""
+    return PackpropError(asked, "the loss", "it meets no recorded use of a parameter", instead)
 
 
 def by_groups(
@@ -261,15 +264,22 @@ def require_separable(graph: Graph, extensions: Sequence[Extension], asked: str)
         ):
             why = "it is not made of rows that belong to single samples of a batch"
             raise _refusal(asked, f"extension {extension.name}", why)
+    require_no_other_pass(graph, asked, INSTEAD)
+
+
+def require_no_other_pass(graph: Graph, asked: str, instead: str) -> None:
+    """Refuse what needs autograd's own pass, where gradients are summed apart from it.
+
+    Raises:
+        PackpropError: With what it is.
+    """
     if graph.hooks.are_inside:
-        why = "it would see the gradient of probes, too, or would not be called"
-        raise _refusal(asked, "a hook on a tensor or a module inside the model", why)
+        why = "it would see gradients of all samples, or would not be called"
+        raise PackpropError(asked, "a hook on a tensor or a module inside the model", why, instead)
     if graph.checkpoints:
-        why = "its gradients are accumulated while it runs, with those of probes"
-        raise _refusal(asked, "a part of the model inside reentrant torch.utils.checkpoint", why)
+        where = "a part of the model inside reentrant torch.utils.checkpoint"
+        raise PackpropError(asked, where, "gradients of all samples are accumulated while it runs", instead)
 
 
 def _refusal(asked: str, where: str, why: str) -> PackpropError:
-    return PackpropError(
-        asked, where, why, "leave it out, or take a pass over the probes alone, with gradients of its own"
-    )
+    return PackpropError(asked, where, why, INSTEAD)

@@ -14,6 +14,7 @@ from packprop.algebra.monoid import SUM
 from packprop.algebra.statistics import summed_grad, total_grad
 from packprop.curvature.columns import Columns
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.clipping import Clip
 from packprop.engine.probes import Groups, OfGroup
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.completeness import require_loss_inputs
@@ -37,6 +38,7 @@ class Request:
             samples in passes before this one; such an extension consists of its last row. See NOTE [Second
             reading] (``packprop/dataset/parts.py``).
         groups: Training rows and probes, if there are any; see NOTE [Probe rows].
+        clip: The bounds that gradients of samples are clipped to, if they are; see NOTE [Clipping].
     """
 
     graph: Graph
@@ -46,13 +48,14 @@ class Request:
     drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
     known: Callable[[Tensor, Extension], list[Any]] | None = None
     groups: Groups | None = None
+    clip: Clip | None = None
 
     @functools.cached_property
     def summed(self) -> Task:
         """The task for leaves whose gradient autograd shall not compute: of all samples or of training rows."""
         if self.groups is None:
             return SUMMED
-        extension = OfGroup(_TotalGradient(), self.groups.training, self.groups.of_training)
+        extension = OfGroup(TOTAL.extension, self.groups.training, self.groups.of_training)
         return Task(extension, 0, extension.rows[0])
 
 
@@ -78,11 +81,14 @@ class _TotalGradient(Extension):
     rows = (Row(GRADIENT, total_grad),)
 
 
-_SUMMED_GRADIENT = _SummedGradient()
+_SUMMED_GRADIENT, _TOTAL_GRADIENT = _SummedGradient(), _TotalGradient()
 
 
 SUMMED = Task(_SUMMED_GRADIENT, 0, _SUMMED_GRADIENT.rows[0])
 """The task for leaves whose gradient autograd shall not compute; its result becomes part of ``.grad``."""
+
+TOTAL = Task(_TOTAL_GRADIENT, 0, _TOTAL_GRADIENT.rows[0])
+"""As ``SUMMED``, by one product over samples."""
 
 
 def tasks_by_seed(extensions: Sequence[Extension]) -> dict[Seed, list[Task]]:
@@ -130,7 +136,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
     _require_real_numbers(request)
     seeds = list(seeds)
     of_samples = any(seed.kind in ("gradient", "ggn", "empirical") for seed in seeds)
-    if of_samples or request.groups is not None or _asks_hessians_of_samples(request):
+    if of_samples or request.groups or request.clip or _asks_hessians_of_samples(request):
         require_terms(request.graph)
     if request.graph.checkpoints and any(seed.kind in ("hessian", "hessian_mc", "graph") for seed in seeds):
         raise PackpropError(

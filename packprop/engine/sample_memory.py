@@ -96,5 +96,5 @@ class SampleMemory(NamedTuple):
     def _one_by_one(self, site: Site, extents: Extents) -> int:
         fans = site.entry.fans
         assert fans is not None  # as extents are known
-        unfolded = extents._replace(unfolds=fans.unfolds).unfolded  # of all images of a sample
+        unfolded = extents._replace(channels=fans.channels).unfolded  # of all images of a sample
         return unfolded + (self.leaf.numel() if per_sample_grad in self.statistics else 0)

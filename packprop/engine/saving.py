@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.algebra.monoid import rescale
-from packprop.errors import PackpropWarning
+from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.precision import wider_dtype
@@ -131,3 +132,22 @@ def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A result without gaps, in a precision of its own; to autograd it must not be a view of a hidden one."""
     value = value.to(dtype).contiguous()
     return value if value.requires_grad else value.data
+
+
+def factor_of(call: str, loss_scale: Any) -> float | Tensor | None:
+    """A factor on the loss, as given to ``call``; not looked at if it is a tensor, ``None`` for 1.
+
+    Raises:
+        BadInput: If it is no positive number.
+    """
+    if isinstance(loss_scale, Tensor) and loss_scale.numel() == 1 and loss_scale.is_floating_point():
+        return loss_scale.detach().reshape(())
+    is_number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
+    if is_number and 0 < loss_scale < math.inf:
+        return None if loss_scale == 1 else float(loss_scale)
+    raise BadInput(
+        f"{call}(loss_scale=...) was entered.",
+        f"loss_scale={loss_scale!r}",
+        "it is no positive number, nor a tensor of one",
+        "give what the loss was multiplied by: 1 / steps under accumulation, scaler.get_scale() of a scaler",
+    )

@@ -34,14 +34,15 @@ StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
 class Fans(NamedTuple):
     """Groups of an affine map, and how many entries of each go in and come out.
 
-    ``unfolds``: whether the map unfolds its inputs to positions. Gradients can be computed without unfolding.
+    ``channels``: of a group of the images that the map unfolds to positions; gradients can be computed without
+    unfolding. 0 if it unfolds nothing.
     ``rows``: how often the map is applied in one call; ``None`` for what the (first) output has room for.
     """
 
     groups: int
     fan_in: int
     fan_out: int
-    unfolds: bool = False
+    channels: int = 0
     rows: int | None = None
 
 

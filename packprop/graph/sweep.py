@@ -37,12 +37,14 @@ class SweepOptions:
         needs_inputs: Whether visits need the inputs of uses.
         unmasked: Whether functions that drop entries by their values pass all of them on; see
             NOTE [Hidden mixing]. What arrives is no cotangent then.
+        frees: Whether the sweep is the last pass through the graph, which is freed along the way.
     """
 
     batched: bool = False
     create_graph: bool = False
     needs_inputs: bool = True
     unmasked: bool = False
+    frees: bool = False
 
 
 ONE_COLUMN = SweepOptions()
@@ -265,7 +267,14 @@ def sweep(
                 if len(outputs) == 1 and not watched and all(edge[:2] == outputs[0][:2] for edge in wanted):
                     gradients = [seeds[0]] * len(wanted)  # seeds are fed in where they are wanted
                 else:
-                    gradients = pull_columns(outputs, wanted, seeds, batched=batched, create_graph=create_graph)
+                    gradients = pull_columns(
+                        outputs,
+                        wanted,
+                        seeds,
+                        batched=batched,
+                        create_graph=create_graph,
+                        retain_graph=not options.frees,
+                    )
                 for (use, index, _), cotangent in zip(ends, gradients[: len(ends)], strict=True):
                     if cotangent is not None and not batched:
                         cotangent = cotangent.unsqueeze(0)

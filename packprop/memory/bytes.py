@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -57,3 +59,12 @@ def resident_peak() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def resident_now() -> int | None:
+    """Bytes that this process has in memory now; ``None`` where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # not on Linux
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

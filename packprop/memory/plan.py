@@ -6,10 +6,9 @@ import io
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from packprop.engine.chunks import ChunkSizes
@@ -19,6 +18,9 @@ from packprop.memory.bytes import byte_text
 from packprop.memory.line import Line
 from packprop.memory.mesh import Mesh
 from packprop.types import Extension
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ASKED = "A plan was asked for."
 
@@ -129,11 +131,16 @@ class Plan:
         return None
 
     def __str__(self) -> str:
+        # here, and not above, because few plans are printed, and the import takes time
+        from rich.console import Console
+
         console = Console(width=112, file=io.StringIO(), record=True)
         console.print(self._table(), self._sum())
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
     def _table(self) -> Table:
+        from rich.table import Table
+
         table = Table("parameter", "use", "structure", "algorithm", "chunks of samples", "a chunk", box=None)
         for line in self.lines:
             chunks = f"{line.chunks} of {line.samples}" if line.chunks > 1 else f"1 of {line.count}"
@@ -142,6 +149,8 @@ class Plan:
         return table
 
     def _sum(self) -> Table:
+        from rich.table import Table
+
         budget = "no budget" if self.memory is None else f"budget {byte_text(self.memory)}"
         where = self.device if self.mesh is None else f"each of {self.mesh} {self.device} devices"
         table = Table("", "", title=f"peak {byte_text(self.peak)} on {where}, {budget}", box=None)

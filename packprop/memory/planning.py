@@ -16,10 +16,11 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
+from packprop.memory.dry_run import DryRun
 from packprop.memory.mesh import mesh_of
 from packprop.memory.plan import ASKED, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
-from packprop.memory.step import PlannedStep, copy_without_data
+from packprop.memory.step import Forward, PlannedStep, copy_without_data
 from packprop.recording.switch import extend, record
 from packprop.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
 from packprop.tensors.dry import TensorSpec
@@ -74,6 +75,17 @@ def plan(
     parameter = next(model.parameters(), None)
     own_device = parameter.device if parameter is not None else torch.device("cpu")
     target_device = torch.device(device) if device is not None else own_device
+    forward = _forward_of(model, loss, batch)
+    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated, mesh)
+    return choose_plan(step, budget)
+
+
+def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forward:
+    """The forward pass of a step, from a copy of the model to the loss.
+
+    Raises:
+        BadInput: For a batch in which the targets cannot be told from the inputs.
+    """
     split = inputs_and_targets(batch, whole=loss is None)
     if split is None:
         raise BadInput(
@@ -92,8 +104,7 @@ def plan(
         with record():
             return outputs_and_loss(ASKED, copied, copied_loss, given, target)[1]
 
-    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated, mesh)
-    return choose_plan(step, budget)
+    return forward
 
 
 def chunk_sizes_over_data(
@@ -117,6 +128,34 @@ def chunk_sizes_over_data(
     left = max(1, budget - unlimited.results)  # the merged results of the batches before are there all the time
     limited = plan(model, loss, whole, extensions, left, device, gradients=False, accumulated=accumulated)
     return limited.chunk_sizes
+
+
+def plan_over_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    chunk_sizes: ChunkSizes,
+    memory: int | str | None,
+    device: torch.device | str,
+) -> Plan:
+    """The plan of the pass over such a batch, where it is known how much is taken at once.
+
+    Under a budget its peak holds the results of the batches before, which are there all the time.
+
+    Raises:
+        PackpropError: If the forward pass decides on data.
+    """
+    budget, accumulated = budget_of(memory), gradients_are_there(model.parameters())
+    forward = _forward_of(model, loss, batch[0] if loss is None else batch)
+    step = PlannedStep(
+        model, forward, tuple(extensions), torch.device(device), gradients=False, accumulated=accumulated
+    )
+    found = DryRun(step, chunk_sizes).run(budget)
+    if budget is None:
+        return found
+    parts = {**found.parts, "results of the batches before": found.results}
+    return replace(found, peak=found.peak + found.results, parts=parts)
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:

@@ -129,12 +129,14 @@ class OffloadedInputs:
             lambda tensor: tensor if call.consumes(tensor) else placeholder, arguments
         )
         self._saved = [(tensor.data_ptr(), version(tensor)) for tensor in tensors]
-        saved: Tensor = _Save.apply(call.parameters[0], *tensors)  # type: ignore[no-untyped-call]  # torch's own
-        self._node: Any = saved.grad_fn
+        # the output is kept, not its node: up to PyTorch 2.10 a node of Python's does not outlive its output
+        self._output: Tensor | None = _Save.apply(call.parameters[0], *tensors)  # type: ignore[no-untyped-call]  # torch's own
 
     def ready(self) -> list[Entry]:
         """Entries with what the hooks give back."""
-        tensors = list(self._node.saved_tensors)
+        assert self._output is not None
+        node: Any = self._output.grad_fn
+        tensors = list(node.saved_tensors)
         for tensor, (address, before) in zip(tensors, self._saved, strict=True):
             if tensor.data_ptr() == address and version(tensor) != before:
                 raise changed_since(name_of(self._template.function), tensor)
@@ -151,4 +153,4 @@ class OffloadedInputs:
 
     def release(self) -> None:
         """Drop what the hooks made of the inputs."""
-        self._node = None
+        self._output = None

@@ -30,7 +30,7 @@ from packprop.functions.entry import Call, Entry, name_of
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside
 from packprop.recording.inputs import CallTemplate, InputSource, OffloadedInputs
 from packprop.recording.provenance import Expansions
-from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, is_checkpoint, is_counted
+from packprop.recording.saved_hooks import Hooks, frame_of, hooks_in_force, inputs_of, is_checkpoint, is_counted
 
 REGION = "_packprop_region"
 """Attribute of a checkpoint's frame: its region."""
@@ -188,7 +188,7 @@ class Region:
         frame = inputs.frame
         try:
             with torch.enable_grad(), saved_tensors_hooks(_pack, _unpack):
-                frame.recompute_fn(*frame.get_inputs())
+                frame.recompute_fn(*inputs_of(frame))
             if inputs.entries is None:
                 raise differs(name_of(inputs.template.function), "it was not called")
         finally:

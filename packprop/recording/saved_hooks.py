@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodWrapperType
 from typing import Any
 
@@ -45,9 +45,18 @@ def frame_of(hooks: Hooks) -> tuple[Any, bool]:
         content = cell.cell_contents
         again = isinstance(content, weakref.ref)
         frame = content() if again else content
-        if hasattr(frame, "recompute_fn") and hasattr(frame, "get_inputs") and hasattr(frame, "recomputed"):
+        has_inputs = hasattr(frame, "get_inputs") or hasattr(frame, "input_saver")
+        if has_inputs and hasattr(frame, "recompute_fn") and hasattr(frame, "recomputed"):
             return frame, again
     return None, False
+
+
+def inputs_of(frame: Any) -> Sequence[Any]:
+    """What the checkpoint of a frame calls its function with, when it runs it again."""
+    if hasattr(frame, "get_inputs"):
+        return tuple(frame.get_inputs())
+    saver = frame.input_saver.grad_fn  # up to PyTorch 2.10 a node keeps them
+    return tuple(saver.get_args(saver.saved_tensors))
 
 
 def is_counted(function: Callable[..., Any], arguments: Any) -> bool:

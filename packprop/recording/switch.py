@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,16 @@ from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.nesting import tensors_in
 
+# What goes in comes out, and a type checker knows it for what it is.
+Module = TypeVar("Module", bound=nn.Module)
+
 
 def extend(
-    module: nn.Module,
+    module: Module,
     use_converter: bool = False,
     debug: bool = False,
     sample_axis: SampleAxis | None = None,
-) -> nn.Module:
+) -> Module:
     """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
 
     Extending twice changes nothing; ``restore`` undoes it. The forward pass does not change: the module, its
@@ -84,7 +87,7 @@ def extend(
     return module
 
 
-def restore(module: nn.Module) -> nn.Module:
+def restore(module: Module) -> Module:
     """Undo ``extend`` on a module and its submodules; returns it."""
     for child in module.modules():
         EXTENDED.discard(child)

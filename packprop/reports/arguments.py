@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from typing import TypeAlias
 
 from packprop.dataset.batches import BATCH_SIZE
 from packprop.dataset.identity import packprop_version
+from packprop.reports.profile.outlying import SHOWN
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import add_query
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 OUTPUT = "profile"
 """The default of ``--output``."""
@@ -41,13 +46,21 @@ out
                        "4608 wide": too large to be built
   A "-" stands for what was not computed or does not exist. Loss and parameters have no units here,
   so no column has one. Losses that sum are divided by the number of samples first.
+  DIR/profile.html         a page with figures, in one file: signal to noise, norms of single samples,
+                           the samples with the largest gradients, curvature, spectra, memory and its
+                           plan; needs packprop[report], and one more pass over the first batch
   DIR/profile.json         the table in full precision, with the settings that it was made with
   DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
                            trace for each sample and layer, Kronecker factors, their eigenvalues
-  Standard error gets a progress bar, warnings and errors.
+  Standard error gets a progress bar (on a terminal), warnings and errors. NO_COLOR=1 switches colours
+  off. Ctrl-C ends the run; with --checkpoint the same command goes on from there.
 """
 
-EXAMPLES = """\
+EXIT_STATUS = """\
+exit status
+  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted"""
+
+EXAMPLES = f"""\
 examples
   packprop profile
   packprop profile my_project.train:factory --output runs/profile
@@ -59,13 +72,32 @@ examples
       model.load_state_dict(torch.load("model.pt"))
       return model, torch.nn.CrossEntropyLoss(), MyDataset()
 
-exit status
-  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted
+{EXIT_STATUS}
 
 The same from Python:
   profile = packprop.profile(model, loss, data)
   print(profile)
   profile.save("profile")
+  profile.save_page("profile/profile.html")
+"""
+
+COMPARE = """\
+Two profiles of one model side by side, such as before and after training, with two optimizers, on two data
+sets. Each difference comes with its standard error, from the spread between samples; those that are more than
+two standard errors from zero are marked.
+
+in
+  A and B are folders that `packprop profile` has written. The models must have the same layers; samples,
+  settings and parameters may differ. Where both were made from the same samples, samples are compared one by
+  one, and errors are smaller.
+
+out
+  a table on standard output; with --json the whole comparison as JSON instead. --html FILE writes a page.
+"""
+
+PAGE = """\
+Draw the page of a profile that was made before, without computing anything. What was not noted then, such
+as the use of memory, is missing.
 """
 
 
@@ -75,7 +107,15 @@ def parser() -> argparse.ArgumentParser:
         "packprop", description="More than the gradient from one backward pass of PyTorch."
     )
     program.add_argument("--version", action="version", version=f"packprop {packprop_version() or ''}")
-    commands = program.add_subparsers(required=True, metavar="COMMAND")
+    commands = program.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_profile(commands)
+    _add_compare(commands)
+    _add_page(commands)
+    add_query(commands, _positive)
+    return program
+
+
+def _add_profile(commands: Commands) -> None:
     command = commands.add_parser(
         "profile",
         help="gradients and curvature of a network, layer by layer",
@@ -83,13 +123,14 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(command="profile")
     add = command.add_argument
     add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
     add(
         "--output",
         metavar="DIR",
         default=OUTPUT,
-        help="folder for the two files, made if missing; older ones are replaced (default: %(default)s)",
+        help="folder for the files, made if missing; older ones are replaced (default: %(default)s)",
     )
     add(
         "--batch-size",
@@ -181,13 +222,66 @@ def parser() -> argparse.ArgumentParser:
         help='how often the checkpoint is written: "30s", "5min", "1h", or a number of batches (default: '
         "%(default)s)",
     )
+    add(
+        "--outliers",
+        type=_count,
+        metavar="N",
+        default=SHOWN,
+        help="how many of the samples with the largest gradients are kept; for data in batches, these are "
+        "read again up to the last of them (default: %(default)s)",
+    )
+    add(
+        "--decode",
+        metavar="NAME",
+        help="package.module:function of (inputs, targets) of one sample, which returns its text or image",
+    )
+    add("--no-page", action="store_true", help="write no page, and do not look at the use of memory")
     add("--no-progress", action="store_true", help="show no progress bar")
-    add("--debug", action="store_true", help="show errors with their tracebacks")
-    return program
+    _add_common(command, "the profile")
+
+
+def _add_compare(commands: Commands) -> None:
+    command = commands.add_parser(
+        "compare",
+        help="two profiles side by side",
+        description=COMPARE,
+        epilog=EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("first", metavar="A", help="folder of a profile")
+    command.add_argument("second", metavar="B", help="folder of another one")
+    command.add_argument("--html", metavar="FILE", help="write a page, too; needs packprop[report]")
+    _add_common(command, "the comparison")
+
+
+def _add_page(commands: Commands) -> None:
+    command = commands.add_parser(
+        "page",
+        help="the page of a profile that was made before",
+        description=PAGE,
+        epilog=EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("folder", metavar="DIR", help="folder of a profile")
+    command.add_argument("--output", metavar="FILE", help="where the page goes (default: DIR/profile.html)")
+    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
+
+
+def _add_common(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {what} on standard output as JSON, and everything else on standard error",
+    )
+    command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
 
 
 def _time_or_number(text: str) -> int | str:
     return int(text) if text.isdigit() else text
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The command ``packprop``: a profile of a model on its data, from the shell."""
+"""The command ``packprop``: profiles of models, comparisons of them, and queries on a store, from the shell."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -20,13 +21,18 @@ from torch import nn
 from packprop import examples
 from packprop.dataset.batches import explanation
 from packprop.dataset.checkpoint import require_checkpoint
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 from packprop.memory.bytes import byte_text, resident_peak
 from packprop.reports.arguments import parser
+from packprop.reports.compare import Comparison, compare
+from packprop.reports.devices import device_named
 from packprop.reports.factory import ASKED, call_factory, load_factory
-from packprop.reports.profile.files import check_folder
+from packprop.reports.page.libraries import INSTALL, missing
+from packprop.reports.profile.files import PAGE, check_folder
+from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile
 from packprop.reports.profile.table import WIDTH
+from packprop.reports.query import query
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments of the command line; by default those of the process.
     """
     options = parser().parse_args(arguments)
-    started = time.perf_counter()
+    run = {"profile": _profile, "compare": _compare, "page": _page, "query": query}[options.command]
     try:
         with _warnings_in_short(sys.stderr):
-            _profile(options, started)
+            run(options)
     except KeyboardInterrupt:
-        kept = options.checkpoint or options.resume
+        kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
         print(f"interrupted; {end}", file=sys.stderr)
         return 130
@@ -52,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             unexpected = PackpropError(
-                ASKED,
+                f"packprop {options.command} was called.",
                 "packprop itself",
                 explanation(error),
                 "run again with --debug, and report what it prints",
@@ -60,6 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {unexpected}", file=sys.stderr)
         return 2 if isinstance(error, PackpropError) else 1
     return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    found = compare(Profile.load(options.first), Profile.load(options.second), options.first, options.second)
+    if options.html is not None:
+        path = found.save_page(options.html)
+        print(f"wrote {path}", file=sys.stderr)
+    if options.json:
+        print(found.to_json(), end="")
+    else:
+        _print(found, sys.stdout)
+
+
+def _page(options: argparse.Namespace) -> None:
+    found = Profile.load(options.folder)
+    path = found.save_page(options.output or Path(options.folder) / PAGE)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _joined() -> int:
@@ -71,13 +94,43 @@ def _joined() -> int:
     return torch.distributed.get_rank()
 
 
-def _profile(options: argparse.Namespace, started: float) -> None:
+def _profile(options: argparse.Namespace) -> None:
+    started = time.perf_counter()
     # what can be refused at once is refused before the factory runs, which may take long
     check_folder(options.output)
     if options.resume is not None:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
-    device = None if options.device is None else _device(options.device)
+    device = None if options.device is None else device_named(ASKED, options.device)
+    lacking = [] if options.no_page else missing()
+    # standard output is for the result: what a factory prints there goes to standard error
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        result = _profiled(options, device, with_page=not options.no_page and not lacking)
+    if result is None:
+        return
+    paths: list[Path] = [*result.save(options.output)]
+    if not options.no_page and not lacking:
+        paths.append(result.save_page(Path(options.output) / PAGE))
+    if options.json:
+        print(result.to_json(), end="")
+    else:
+        _print(result, sys.stdout)
+    seconds = time.perf_counter() - started
+    *before, last = map(str, paths)
+    print(f"\nwrote {', '.join(before)} and {last} after {seconds:.0f} s", file=sys.stderr)
+    if lacking:
+        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {INSTALL}", file=sys.stderr)
+    if "graphs" in result.settings:
+        print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
+    resident = resident_peak()
+    if options.memory is not None and resident is not None:  # the budget is for tensors alone
+        line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
+        print(line, file=sys.stderr)
+
+
+def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:
+    """The profile; ``None`` on ranks that another one speaks for."""
     factory = None if options.factory is None else load_factory(options.factory)
+    decode = None if options.decode is None else load_factory(options.decode, argument="--decode")
     threads = options.threads or (1 if factory is None else None)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -107,35 +160,20 @@ def _profile(options: argparse.Namespace, started: float) -> None:
         checkpoint=options.checkpoint or options.resume,
         every=options.every,
         compiled=not options.no_graphs,
+        outliers=options.outliers,
+        decode=decode,
+        timeline=with_page,
     )
-    if rank:
-        return
-    paths = result.save(options.output)
-    console = Console()
+    return None if rank else result
+
+
+def _print(found: Profile | Comparison, stream: TextIO) -> None:
+    """Print a table: as wide as the terminal, or in the width of a file."""
+    console = Console(file=stream)
     if console.is_terminal:
-        Console(width=max(console.width, WIDTH)).print(result)
+        Console(file=stream, width=max(console.width, WIDTH)).print(found)
     else:
-        print(result)
-    seconds = time.perf_counter() - started
-    print(f"\nwrote {paths[0]} and {paths[1]} after {seconds:.0f} s", file=sys.stderr)
-    if "graphs" in result.settings:
-        print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
-    resident = resident_peak()
-    if options.memory is not None and resident is not None:  # the budget is for tensors alone
-        line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
-        print(line, file=sys.stderr)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadInput(
-            ASKED, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
-        ) from error
-    return device
+        print(found, file=stream)
 
 
 @contextlib.contextmanager

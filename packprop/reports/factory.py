@@ -14,23 +14,24 @@ from packprop.errors import BadInput
 ASKED = "packprop profile was called."
 
 
-def load_factory(name: str) -> Callable[[], Any]:
-    """The function that ``package.module:function`` names.
+def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Callable[..., Any]:
+    """The function that ``package.module:function`` names, which was given as this argument.
 
     Raises:
         BadInput: If the name has another form, or leads to no function.
     """
     module_name, colon, path = name.partition(":")
-    where = f"FACTORY, {name!r}"
+    where = f"{argument}, {name!r}"
     if not (module_name and colon and path) or module_name.endswith(".py") or "/" in module_name:
         stem = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise BadInput(
-            ASKED,
+            asked,
             where,
             "it does not have the form package.module:function",
             f"name a module as in an import, and a function: {stem or 'train'}:{path or 'factory'}",
         )
-    sys.path.insert(0, os.getcwd())
+    if sys.path[:1] != [os.getcwd()]:
+        sys.path.insert(0, os.getcwd())
     named: Any
     try:
         named = importlib.import_module(module_name)
@@ -42,14 +43,14 @@ def load_factory(name: str) -> Callable[[], Any]:
         else:
             why = f"importing {module_name} failed: {explanation(error)}"
             instead = f"see that python -c 'import {module_name}' works"
-        raise BadInput(ASKED, where, why, instead) from error
+        raise BadInput(asked, where, why, instead) from error
     for part in path.split("."):
         if not hasattr(named, part):
             functions = {key: value for key, value in vars(named).items() if callable(value)}
             own = [key for key, value in functions.items() if getattr(value, "__module__", "") == module_name]
             own = [*own[:5], "..."] if len(own) > 5 else own
             raise BadInput(
-                ASKED,
+                asked,
                 where,
                 f"{module_name} has no {path!r}",
                 f"name a function of it: {', '.join(own) if own else 'it has none'}",
@@ -57,7 +58,7 @@ def load_factory(name: str) -> Callable[[], Any]:
         named = getattr(named, part)
     if not callable(named):
         raise BadInput(
-            ASKED,
+            asked,
             where,
             f"{path!r} is {described(named)}, which cannot be called",
             "name a function that returns (model, loss, data)",
@@ -66,7 +67,7 @@ def load_factory(name: str) -> Callable[[], Any]:
     return factory
 
 
-def call_factory(factory: Callable[[], Any], name: str) -> tuple[Any, Any, Any]:
+def call_factory(factory: Callable[[], Any], name: str, asked: str = ASKED) -> tuple[Any, Any, Any]:
     """The model, the loss and the data that the factory returns.
 
     Raises:
@@ -78,10 +79,10 @@ def call_factory(factory: Callable[[], Any], name: str) -> tuple[Any, Any, Any]:
         returned = factory()
     except (Exception, SystemExit) as error:
         raise BadInput(
-            ASKED, where, f"it raised {explanation(error)}", "see that it runs without arguments"
+            asked, where, f"it raised {explanation(error)}", "see that it runs without arguments"
         ) from error
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         what = f"{len(returned)} things" if isinstance(returned, (tuple, list)) else described(returned)
-        raise BadInput(ASKED, where, f"it returned {what}, not three things", instead)
+        raise BadInput(asked, where, f"it returned {what}, not three things", instead)
     model, loss, data = returned
     return model, loss, data

@@ -21,10 +21,7 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
         BadInput: If pandas is missing, for a quantity that is not there, or too many columns.
     """
     asked = "A data frame of a store was asked for."
-    try:
-        import pandas
-    except ImportError as error:
-        raise BadInput(asked, "pandas", "it is not installed", "pip install pandas") from error
+    pandas = required_pandas(asked)
     known = list(dict.fromkeys(quantity for quantity, _ in arrays))
     for quantity in quantities:
         if quantity not in known:
@@ -49,3 +46,16 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
         for index in range(values.shape[1]):
             columns[f"{name}[{index}]" if len(array.shape) > 1 else name] = values[:, index]
     return pandas.DataFrame(columns, index=pandas.Index(identifiers, name="sample"))
+
+
+def required_pandas(asked: str) -> Any:
+    """The module pandas.
+
+    Raises:
+        BadInput: If it is missing.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise BadInput(asked, "pandas", "it is not installed", "pip install pandas") from error
+    return pandas

@@ -15,7 +15,7 @@ from packprop.errors import BadInput
 from packprop.store.folder import SAMPLES, ArrayHeader, Mark, ShardHeader, is_begun, marks
 from packprop.store.frames import to_frame
 from packprop.store.plain import GrowingArray, as_tensor, mapped, require_length
-from packprop.store.search import Found, largest_products
+from packprop.store.search import Found, extreme_products
 
 BITE = 32 * 2**20
 """Bytes that are read at once where no number is given."""
@@ -242,7 +242,13 @@ class Store(Mapping[Any, Any]):
         return order[left]
 
     def top(
-        self, quantity: str, queries: Tensor | Mapping[str, Tensor], k: int, *, memory: int = BITE // 2
+        self,
+        quantity: str,
+        queries: Tensor | Mapping[str, Tensor],
+        k: int,
+        *,
+        memory: int = BITE // 2,
+        largest: bool = True,
     ) -> Found:
         """The samples whose rows have the largest inner products with each query, exactly.
 
@@ -251,16 +257,30 @@ class Store(Mapping[Any, Any]):
             queries: One tensor ``[q, *row]``; for values of several parameters one for each ``[q, *p]``, by
                 name: products are added up over parameters.
             k: How many samples; fewer if there are no more.
-            memory: Bytes that may be read at once.
+            memory: Bytes that rows in hand, and their products, may take.
+            largest: ``False`` for the smallest inner products instead, the smallest first.
 
         Returns:
             ``products [q, k]`` in falling order, ``identifiers [q, k]`` and ``rows [q, k]`` of the samples.
 
         Raises:
             BadInput: For queries that do not fit the rows.
+            PackpropError: If an inner product is not finite.
         """
+        return self.extremes(quantity, queries, k, memory=memory, largest=(largest,))[0]
+
+    def extremes(
+        self,
+        quantity: str,
+        queries: Tensor | Mapping[str, Tensor],
+        k: int,
+        *,
+        memory: int = BITE // 2,
+        largest: Sequence[bool] = (True, False),
+    ) -> tuple[Found, ...]:
+        """What ``top`` finds for each of ``largest``, in one reading of the store: both ends by default."""
         asked = f"store.top({quantity!r}, ...) was called."
-        arrays = {parameter: array for (known, parameter), array in self._arrays.items() if known == quantity}
+        arrays = self.arrays(quantity)
         by_parameter = dict(queries) if isinstance(queries, Mapping) else {"": queries}
         if not arrays or by_parameter.keys() != arrays.keys():
             raise BadInput(
@@ -269,8 +289,15 @@ class Store(Mapping[Any, Any]):
                 f"rows of {quantity!r} are those of {sorted(arrays) or 'nothing'}",
                 "give one tensor [q, ...] for each of these, by name; a tensor alone where there are none",
             )
-        rows, products = largest_products(asked, arrays, by_parameter, k, memory)
-        return Found(products, self._identifiers[rows.reshape(-1)].reshape(rows.shape), rows)
+        found = extreme_products(asked, arrays, by_parameter, k, memory, largest)
+        return tuple(
+            Found(products, self._identifiers[rows.reshape(-1)].reshape(rows.shape), rows)
+            for rows, products in found
+        )
+
+    def arrays(self, quantity: str) -> dict[str, StoredArray]:
+        """The arrays of a quantity by parameter; ``""`` where there is one for all of them; none if unknown."""
+        return {parameter: array for (known, parameter), array in self._arrays.items() if known == quantity}
 
     def to_frame(self, *quantities: str) -> Any:
         """A data frame of pandas, with a row for each sample, by identifier, and a column for each entry.

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 from packprop.tensors.precision import accumulation_dtype
 
 
 class Found(NamedTuple):
-    """Samples with the largest inner products.
+    """Samples with the largest, or the smallest, inner products.
 
     Args:
-        products: Inner products ``[q, k]``, largest first.
+        products: Inner products ``[q, k]``, largest first; the smallest first where these were asked for.
         identifiers: Identifiers of the samples ``[q, k]``.
         rows: Their rows in the store ``[q, k]``.
     """
@@ -26,18 +26,23 @@ class Found(NamedTuple):
     rows: Tensor
 
 
-def largest_products(
-    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], k: int, memory: int
-) -> tuple[Tensor, Tensor]:
-    """Rows ``[q, k]`` with the largest inner products with queries, and these ``[q, k]``.
+def extreme_products(
+    asked: str,
+    arrays: Mapping[str, Any],
+    queries: Mapping[str, Tensor],
+    k: int,
+    memory: int,
+    largest: Sequence[bool] = (True,),
+) -> list[tuple[Tensor, Tensor]]:
+    """Rows ``[q, k]`` with the largest, or smallest, inner products with queries, and these ``[q, k]``.
 
-    Products are added up over arrays, in at least float32.
+    Products are added up over arrays, in at least float32. All that is asked for is found in one reading.
 
     Raises:
         BadInput: For queries of another shape than the rows, or a ``k`` that is no number of samples.
+        PackpropError: For products that are not finite.
     """
-    if type(k) is not int or k < 1:
-        raise BadInput(asked, f"k={k!r}", "it is no number of samples", "give a whole number of at least 1")
+    require_number(asked, k)
     counts = {len(query) if query.dim() else 0 for query in queries.values()}
     for name, array in arrays.items():
         if tuple(queries[name].shape[1:]) != tuple(array.shape[1:]) or len(counts) != 1:
@@ -47,23 +52,61 @@ def largest_products(
                 f"rows are {list(array.shape[1:])}",
                 "give queries [q, ...], as many for each parameter",
             )
-    like = next(iter(arrays.values()))
-    samples = len(like)
-    entries = sum(max(1, array.shape[1:].numel()) for array in arrays.values())
-    step = max(1, memory // (4 * entries))
     widths = {name: accumulation_dtype(array.dtype) for name, array in arrays.items()}
     flat = {name: queries[name].detach().to("cpu", widths[name]).flatten(1) for name in arrays}
-    best = torch.empty(counts.pop(), 0, dtype=next(iter(widths.values())))
-    rows = torch.empty(len(best), 0, dtype=torch.int64)
-    for start in range(0, samples, step):
+    width, count = next(iter(widths.values())), counts.pop()
+    step = max(1, memory // bytes_of_a_row(arrays, count))
+    best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
+    for start in range(0, len(next(iter(arrays.values()))), step):
         products: Tensor | None = None
         for name, array in arrays.items():
             block = array.lent(start, start + step).to(widths[name]).reshape(-1, flat[name].shape[1])
             part = flat[name] @ block.mT
+            del block
             products = part if products is None else products.add_(part)
         assert products is not None
-        found, where = products.topk(min(k, products.shape[1]))
-        best, rows = torch.cat([best, found], 1), torch.cat([rows, where + start], 1)
-        best, order = best.topk(min(k, best.shape[1]))
-        rows = rows.gather(1, order)
-    return rows, best
+        _require_finite(asked, products, start)
+        best = [_better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
+    return best
+
+
+def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
+    """What a search for so many queries takes for each row in hand: at most one array at a time."""
+    rows = 0
+    for array in arrays.values():
+        entries, width = max(1, array.shape[1:].numel()), accumulation_dtype(array.dtype)
+        rows = max(rows, entries * (array.dtype.itemsize + (width.itemsize if width != array.dtype else 0)))
+    return rows + 2 * queries * 8
+
+
+def require_number(asked: str, k: Any) -> None:
+    """Refuse what is not a number of samples.
+
+    Raises:
+        BadInput: With what it is.
+    """
+    if type(k) is not int or k < 1:
+        raise BadInput(asked, f"k={k!r}", "it is no number of samples", "give a whole number of at least 1")
+
+
+def _better(
+    known: tuple[Tensor, Tensor], products: Tensor, start: int, k: int, largest: bool
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of those that are known, and of the products with rows from ``start`` on."""
+    found, where = products.topk(min(k, products.shape[1]), largest=largest)
+    rows, best = torch.cat([known[0], where + start], 1), torch.cat([known[1], found], 1)
+    best, order = best.topk(min(k, best.shape[1]), largest=largest)
+    return rows.gather(1, order), best
+
+
+def _require_finite(asked: str, products: Tensor, start: int) -> None:
+    wrong = (~products.isfinite()).nonzero()
+    if len(wrong):
+        query, row = wrong[0].tolist()
+        raise PackpropError(
+            asked,
+            f"query {query} and row {start + row} of the store",
+            f"their inner product is {products[query, row].item()}",
+            "look for entries of both that are not finite, or too large for their products; rows can be left "
+            "out by writing the store again without them",
+        )

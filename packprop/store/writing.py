@@ -174,6 +174,11 @@ class StoreWriter:
         """What the losses of their batches were divided by, added up."""
         return self._mark.terms
 
+    @property
+    def quantities(self) -> set[str]:
+        """What has rows: attributes of extensions, and the names that values were written under."""
+        return {quantity for quantity, _ in self._arrays}
+
     def write(
         self,
         identifiers: Any = None,

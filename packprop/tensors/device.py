@@ -22,3 +22,13 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     cached: int = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0]) + cached
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Bytes of tensors on an accelerator now; ``None`` if they are not counted there."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    if not module.is_available() or not hasattr(module, "memory_allocated"):
+        return None
+    return int(module.memory_allocated(device))

@@ -16,11 +16,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.progress import Progress, TaskID
+from typing import TYPE_CHECKING
 
 from packprop.errors import PackpropWarning
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 clock = time.perf_counter
 
@@ -108,6 +109,10 @@ class LongWork:
         )
 
     def _show(self, passed: float, left: float) -> None:
+        # here, and not above, because few passes take long enough for a bar, and the import takes time
+        from rich.console import Console
+        from rich.progress import Progress
+
         if self._progress is None:
             self._progress = Progress(console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task(self._asked)

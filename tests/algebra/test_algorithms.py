@@ -75,6 +75,32 @@ def test_convolutions_by_groups_are_those_by_patches(name: str) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
+@pytest.mark.parametrize("channels", [8, 64])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_factors_of_groups_of_channels(approximation: Any, channels: int, stride: int) -> None:
+    """Moments from shifts were not averaged over groups: factors of 16 channels and more were too large."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(channels, 4, 3, stride, padding=(1, 0), groups=2)
+    model, x = (
+        packprop.extend(nn.Sequential(layer, nn.Flatten()).double()),
+        torch.randn(3, channels, 5, 6).double(),
+    )
+    patches = nn.functional.unfold(x, 3, padding=(1, 0), stride=stride).unflatten(1, (2, -1))  # n g i s
+    if approximation == "reduce":
+        patches = patches.mean(3, keepdim=True)
+    expected = torch.einsum("ngis,ngjs->ij", patches, patches) / 2 / 3
+    if approximation == "expand":
+        expected /= patches.shape[3]
+    for algorithm in ("shifts", "patches"):
+        output = model(x)
+        loss = packprop.extend(nn.MSELoss())(output, torch.zeros_like(output))
+        asked = extensions.KFAC(approximation=approximation)
+        with packprop.algorithms(factors=algorithm), packprop.backpack(asked):
+            loss.backward()
+        torch.testing.assert_close(layer.weight.kfac[1], expected)
+
+
 def test_the_least_memory_unfolds_nothing(monkeypatch: Any) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("inputs were unfolded")
@@ -91,7 +117,7 @@ def test_a_forced_algorithm_is_the_one_that_runs(monkeypatch: Any) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("patches by shifts were used")
 
-    monkeypatch.setattr(convolution, "patch_moment", refused)
+    monkeypatch.setattr(convolution, "shift_moment", refused)
     with packprop.algorithms(factors="patches"):
         step(network(), data(), extensions.KFAC())
     with pytest.raises(AssertionError, match="by shifts"), packprop.algorithms(factors="shifts"):

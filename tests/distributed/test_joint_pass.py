@@ -296,7 +296,24 @@ def several_losses(rank: int) -> None:
     torch.testing.assert_close(found, run(built(), x, y))
 
 
+def clipped_by_each_rank(rank: int) -> None:
+    """Under DDP each rank clips its own samples; the sums are averaged as gradients are."""
+    loss, expected = cross_entropy(), []
+    for x, y in data():
+        alone = built()
+        with packprop.clipped_gradients(max_norm=0.5):
+            loss(alone(x), y).backward()
+        expected.append([p.grad for p in alone.parameters() if p.grad is not None])
+    model, (x, y) = DistributedDataParallel(built()), data()[rank]
+    with packprop.clipped_gradients(max_norm=0.5) as clipped:
+        loss(model(x), y).backward()
+    assert len(clipped.norms) == len(x)
+    for parameter, each in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(parameter.grad, torch.stack(each).mean(0))
+
+
 RIGHT = [
+    clipped_by_each_rank,
     unequal_batches,
     rows_sum_to_the_gradient,
     accumulation,

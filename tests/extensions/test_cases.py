@@ -81,13 +81,14 @@ def test_single_precision(case: Case) -> None:
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
-    """Gradients summed from per-sample ones, and products one at a time, however small they are."""
+    """Gradients summed from per-sample ones, products one at a time, moments of patches from shifts."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
     monkeypatch.setattr(kernels, "WORTH_A_CALL", 0)
     monkeypatch.setattr(kernels, "WORTH_BLOCKS", 0)
     monkeypatch.setattr(kernels, "LONG", 0)
     monkeypatch.setattr(kernels, "SHORT", 0)
-    check_everything(case, case.sizes[-1], case.reductions[0], dtype)
+    with packprop.algorithms(factors="shifts"):
+        check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 
 
 STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("variance",)]

@@ -30,8 +30,6 @@ PRIVATE = {
     "_storage_Use_Count": {"tensors/state.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
     "_inductor": {"compiled/compiler.py"},
-    "_schema": {"compiled/aliases.py"},
-    "_ops": {"compiled/aliases.py"},
     "_get_fsdp_state": {"tensors/sharding.py"},
     "_fsdp_param_groups": {"tensors/sharding.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packprop
 from tests.references.running import Row, as_tensors, generator
+from tests.versions import HAS_EARLY_STOP
 
 Wrap = Callable[[Callable[..., Any], Tensor], Any]
 
@@ -82,7 +83,6 @@ WAYS: dict[str, Wrap] = {
     "checkpoint in reentrant": reentrant_around,
     "reentrant under save_on_cpu": reentrant_under_save_on_cpu,
     "checkpoint": partial(checkpoint, use_reentrant=False),
-    "without early stop": partial(checkpoint, use_reentrant=False, early_stop=False),
     "save_on_cpu": offloaded,
     "copied": copied,
     "nested": nested,
@@ -90,6 +90,8 @@ WAYS: dict[str, Wrap] = {
     "checkpoint under save_on_cpu": offloaded_checkpoint,
     "save_on_cpu in checkpoint": checkpointed_offload,
 }
+if HAS_EARLY_STOP:
+    WAYS["without early stop"] = partial(checkpoint, use_reentrant=False, early_stop=False)
 # The same function without anything saved elsewhere
 REFERENCE: dict[str, Wrap] = {
     "reentrant twice": lambda function, x: function(torch.sin(function(x) + 1.0)) * 1.5,

@@ -20,6 +20,7 @@ from packprop.errors import PackpropError
 from packprop.recording import regions
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain, run
 from tests.references.running import ROWS, as_tensors, generator
+from tests.versions import needs_hooks, needs_recent
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant", "save_on_cpu"])
@@ -100,6 +101,7 @@ def test_in_sequence() -> None:
         assert_equal(go(segments), expected)
 
 
+@needs_hooks
 def test_a_function_that_does_not_do_the_same_again() -> None:
     """A function that differs when it runs again is an error, whatever was saved; never a wrong number."""
     calls: list[int] = []
@@ -211,6 +213,7 @@ def test_a_loss_inside_a_checkpoint() -> None:
     assert_equal(go(WAYS["checkpoint"]), go(plain))
 
 
+@needs_recent
 def test_selective_checkpointing_is_refused() -> None:
     """PyTorch allows one pass through it, and finding the samples takes two more."""
     contexts = pytest.importorskip("torch.utils.checkpoint").create_selective_checkpoint_contexts

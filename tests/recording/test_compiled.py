@@ -14,6 +14,7 @@ from packprop import extensions
 from packprop.recording import compiled
 from tests.references.per_sample import batch, network, rows_by_loop
 from tests.references.running import assert_near
+from tests.versions import needs_recent
 
 Made = tuple[nn.Module, nn.Module]
 BACKENDS = ("eager", "aot_eager")
@@ -112,6 +113,7 @@ def test_more_than_the_gradient_is_refused(make: Callable[[str], Made], backend:
     assert "torch.compile" in str(error.value)
 
 
+@needs_recent
 @pytest.mark.filterwarnings("ignore:packprop does not record")
 def test_a_backend_that_calls_torch_functions_is_recorded() -> None:
     """As ``backend="eager"`` does, where a recording is under way around the compiled part."""

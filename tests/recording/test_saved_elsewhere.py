@@ -20,6 +20,7 @@ from packprop.engine import chunks
 from packprop.recording.marks import USE, marks_of, nodes_above
 from tests.recording.saving import REFERENCE, WAYS, Net, assert_equal, plain, run
 from tests.references.running import ROWS, Row
+from tests.versions import needs_hooks
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -36,7 +37,7 @@ def test_each_extension_alone(way: str, row: Row) -> None:
 SMALL = Size(samples=256, width=128, blocks=6, layers=4)
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("way", [pytest.param("checkpoint", marks=needs_hooks), "reentrant checkpoint"])
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_peak_is_that_of_checkpointing(way: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 10 % above plain training with checkpointing plus the results, in tracked bytes."""
@@ -55,6 +56,7 @@ def uses_of(loss: Tensor) -> Iterator[Any]:
         yield from (use for use, *_ in marks_of(node).get(USE, ()))
 
 
+@needs_hooks
 def test_nothing_is_held_and_nothing_is_left() -> None:
     """Inside a checkpoint a use holds no input; after the pass nothing of it is alive, without a collection."""
     seen: list[weakref.ref[Tensor]] = []

@@ -232,11 +232,11 @@ class Oracle:
     def kfac(self) -> dict[str, list[Tensor]]:
         """Expected Kronecker factors of linear and convolution layers that are called once at most.
 
-        Weight ``[B, A]``, bias ``[B]``, with ``A = 1/N sum_n sum_s x x^T`` and
+        Weight ``[B, A]``, bias ``[B]``, with ``A = 1/(N G) sum_n sum_s sum_g x x^T`` for G groups and
         ``B = sum_n E[(sum_s g)(sum_s g)^T]``; the expected outer product of the gradient of a
         sampled loss is the loss Hessian, so ``B = sum_n G_n^T H_n G_n`` with ``G_n [c, o]`` the
         derivative of the loss input with respect to the layer's output, summed over positions.
-        Layers with groups, or with a weight that is not trained, are left out.
+        Layers with a weight that is not trained are left out.
         """
         calls: dict[nn.Module, list[Tensor]] = {}
 
@@ -272,7 +272,7 @@ class Oracle:
     def _factors(
         self, layer: nn.Module, z: Tensor, output: Tensor, hessian: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """One sample's ``G^T H G [o, o]`` and ``sum_s x x^T [i, i]``.
+        """One sample's ``G^T H G [g*o, g*o]`` and ``1/G sum_s sum_g x x^T [i, i]``.
 
         Nothing where the weight is also used elsewhere: what the layer's own call explains,
         ``sum_s g x^T``, is not all of its gradient then.
@@ -284,25 +284,28 @@ class Oracle:
                 torch.autograd.grad(entry, z, **keep)[0].movedim(channel, 0).flatten(1)
                 for entry in output.flatten()
             ]
-        )  # [c, o, s]
-        # The derivative of one entry of output channel 0 with respect to that channel's weights is
-        # the layer's (unfolded) input at that position, whatever padding or stride made it.
+        )  # [c, g*o, s]
+        # The derivative of one entry of a group's first output channel with respect to that channel's weights
+        # is the layer's (unfolded) input at that position, whatever padding or stride made it.
+        groups = getattr(layer, "groups", 1)
+        firsts = range(0, signals.shape[1], signals.shape[1] // groups)
         patches = [
-            torch.autograd.grad(entry, layer.weight, **keep)[0][0].flatten()
-            for entry in z.movedim(channel, 0)[0].flatten()
+            torch.autograd.grad(entry, layer.weight, **keep)[0][first].flatten()
+            for first in firsts
+            for entry in z.movedim(channel, 0)[first].flatten()
         ]
-        x = torch.stack(patches) if patches else layer.weight.detach()[:0].flatten(1)  # [s, i]
-        explained = torch.einsum("cos,si->coi", signals, x)
+        x = torch.stack(patches) if patches else layer.weight.detach()[:0].flatten(1)  # [g*s, i]
+        by_group = signals.unflatten(1, (groups, -1)), x.unflatten(0, (groups, -1))
+        explained = torch.einsum("cgos,gsi->cgoi", *by_group)
         whole = torch.stack([torch.autograd.grad(entry, layer.weight, **keep)[0] for entry in output.flatten()])
         if not torch.allclose(explained, whole.view_as(explained)):
             return None
         signal = signals.sum(2)
-        return signal.T @ hessian @ signal, x.T @ x
+        return signal.T @ hessian @ signal, x.T @ x / groups
 
 
 def _has_kronecker_factors(module: nn.Module) -> bool:
     # Exact types and a plain weight: a subclass or a parametrised weight is not this layer.
     plain = type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     weight = module._parameters.get("weight")
-    trained = weight is not None and weight.requires_grad
-    return plain and trained and getattr(module, "groups", 1) == 1
+    return plain and weight is not None and weight.requires_grad

@@ -12,7 +12,7 @@ from torch import nn
 from packprop import Profile
 from packprop.reports.profile.assembly import TOTAL
 from packprop.reports.profile.layers import Layer, Spectrum
-from packprop.reports.profile.table import _number
+from packprop.reports.profile.table import number_text
 from tests.reports.profiled import network, quiet
 
 
@@ -82,10 +82,10 @@ def test_the_table_fits_and_loses_nothing(seed: int) -> None:
     for layer in layers:
         assert layer.name in names
         for spectrum in layer.factors.values():
-            assert _number(spectrum.condition) in table
+            assert number_text(spectrum.condition) in table
             assert f"{spectrum.rank}/{spectrum.size}" in table
         assert f"{layer.parameters:,}" in table
-        assert all(_number(value) in table for value in dataclasses.astuple(layer)[3:9])
+        assert all(number_text(value) in table for value in dataclasses.astuple(layer)[3:9])
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_the_table_fits_and_loses_nothing(seed: int) -> None:
     ],
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
-    assert _number(value) == text
+    assert number_text(value) == text

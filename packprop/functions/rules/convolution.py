@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.algebra.algorithms import choose_algorithm
-from packprop.algebra.kernels import grouped_gradients
+from packprop.algebra.kernels import grouped_gradients, second_moment
 from packprop.algebra.order import Fold, fold_swapped, fold_to
-from packprop.algebra.patches import as_tuple, patch_moment, patches, transposed_patches
+from packprop.algebra.patches import as_tuple, patch_moment, patches, shift_moment, transposed_patches
 from packprop.algebra.structures import LazyTensor, Outer, Structure
 from packprop.functions.building import rowwise, scaled
 from packprop.functions.entry import Call, Entry, Fans, Scratch, name_of
@@ -62,12 +61,14 @@ class Geometry(ABC):
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
         """Per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
 
-    def moment(self) -> Callable[[Tensor], Tensor] | None:
-        """A function from images to products of their unfolded entries, summed over all but these, ``[i, i]``.
+    @property
+    def has_shifts(self) -> bool:
+        """Whether products of inputs can be computed from shifts of the images, and with gain."""
+        return False
 
-        It unfolds nothing; ``None`` where there is no such function, or where it would gain nothing.
-        """
-        return None
+    def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
+        """Products of what output positions see, summed over images, positions and groups ``[i, i]``."""
+        return second_moment(self.unfold(images).flatten(0, 2))
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,16 @@ class PlainGeometry(Geometry):
             images, cotangent, self.weight_shape, self.stride, padding, self.dilation, self.groups
         )
 
-    def moment(self) -> Callable[[Tensor], Tensor] | None:
-        """From shifts of the images, for kernels of more than one entry and unit stride."""
-        if math.prod(self.kernel) == 1 or set(self.stride) != {1}:
-            return None
-        return lambda images: patch_moment(images, self.kernel, self.dilation, self.padding, self.groups)
+    @property
+    def has_shifts(self) -> bool:
+        """For kernels of more than one entry and unit stride."""
+        return math.prod(self.kernel) > 1 and set(self.stride) == {1}
+
+    def moment(self, images: Tensor, by_shifts: bool) -> Tensor:
+        """From shifts of the images, or from patches of the padded ones."""
+        if by_shifts:
+            return shift_moment(images, self.kernel, self.dilation, self.padding, self.groups)
+        return patch_moment(self._pad(images), self.kernel, self.stride, self.dilation, self.groups)
 
     def _pad(self, images: Tensor) -> Tensor:
         widths = [width for sides in reversed(self.padding) for width in sides]
@@ -151,8 +157,9 @@ def _convolution(
     groups = geometry.groups
     fan_in, fan_out = weight.numel() // channels, channels // groups
     image_entries = x.shape[-space - 1 :].numel()
-    many_channels = x.shape[-space - 1] // groups >= MANY_CHANNELS
-    fold, moment = geometry.fold(), geometry.moment()
+    image_channels = x.shape[-space - 1] // groups
+    fastest = "shifts" if image_channels >= MANY_CHANNELS and geometry.has_shifts else "patches"
+    fold = geometry.fold()
 
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
@@ -165,14 +172,14 @@ def _convolution(
             cotangent = cotangent.flatten(-space).transpose(-1, -2)
             cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, fan_out)
         unfolded = LazyTensor(shape, lambda: geometry.unfold(images).reshape(shape))
-        algorithm = choose_algorithm("factors", "shifts" if many_channels else "patches", {}, None)
-        shifted = functools.partial(moment, images) if moment is not None and algorithm == "shifts" else None
-        return Outer(unfolded, cotangent, fold, shifted, direct=direct)
+        by_shifts = geometry.has_shifts and choose_algorithm("factors", fastest, {}, None) == "shifts"
+        moment = functools.partial(geometry.moment, images, by_shifts)
+        return Outer(unfolded, cotangent, fold, moment, direct=direct, channels=image_channels)
 
     scratch = Scratch(
         per_column=weight.numel() + positions * (groups * fan_in + channels),
         without_unfolding=weight.numel() + positions * channels + image_entries,
-        inputs_only=groups * positions * fan_in if moment is None or not many_channels else 3 * image_entries,
+        inputs_only=3 * image_entries if fastest == "shifts" else groups * positions * fan_in + image_entries,
     )
     entry = Entry(
         weight,
@@ -180,7 +187,7 @@ def _convolution(
         rowwise(build, name_of(call.function), x),
         admits=lambda axis: axis == 0,
         scratch=scratch,
-        fans=Fans(groups, fan_in, fan_out, unfolds=True),
+        fans=Fans(groups, fan_in, fan_out, image_channels),
         linear=True,
     )
     if bias is None:

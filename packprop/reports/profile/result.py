@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
-from torch import Tensor
 
-from packprop.reports.profile.files import check_folder, json_ready, layer_from, replace_file
-from packprop.reports.profile.layers import Layer
+from packprop.reports.page.fragment import fragment_of
+from packprop.reports.page.libraries import can_fill_templates
+from packprop.reports.page.render import page_of
+from packprop.reports.profile.files import (
+    check_folder,
+    layer_from,
+    read_files,
+    replace_file,
+    write_page,
+)
+from packprop.reports.profile.memory_use import MemoryUse
+from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.table import WIDTH, footer, profile_table
+from packprop.reports.profile.values import ProfileValues
 
 
 @dataclass(frozen=True)
-class Profile:
-    """What ``profile`` returns: prints as a table, converts to a dictionary, saves and loads.
+class Profile(ProfileValues):
+    """What ``profile`` returns: prints as a table, shows itself in a notebook, draws a page, saves and loads.
 
-    Args:
-        layers: One row for each module that owns trainable parameters, in the model's order.
-        total: One row for all parameters together.
-        loss: The mean loss over the data set.
-        samples: Number of samples.
-        batches: Number of batches that they came in.
-        settings: Model, loss function, device, precision, mode, seed, draws, versions.
-        seconds: Wall time of the pass over the data.
-        tensors: ``gradient/<parameter>`` and ``gradient_variance/<parameter>`` (of single samples'
-            gradients) ``[*p]``; ``sample_gradient_norm/<layer>`` and ``sample_ggn_trace/<layer>``
-            (exact, if it was computed) ``[n]``, of each sample's own loss; for each Kronecker
-            factor ``kfac/<parameter>/A`` (or ``B``) ``[i, i]``, and ``kfac_eigenvalues/...`` of the
-            same name ``[i]``, ascending.
+    Its values are those of ``ProfileValues``; what they are is in NOTE [Profile quantities].
     """
-
-    layers: list[Layer]
-    total: Layer
-    loss: float
-    samples: int
-    batches: int
-    settings: dict[str, Any]
-    seconds: float
-    tensors: dict[str, Tensor] = field(repr=False, compare=False, default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the tensors, as plain numbers, strings, lists and dictionaries."""
-        plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
-        del plain["tensors"]
-        return plain
-
-    def to_json(self) -> str:
-        """``to_dict`` as text; ``null`` stands for what was not computed, is infinite or NaN."""
-        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> tuple[Path, Path]:
         """Write ``profile.json`` and ``profile.safetensors``, over older ones; return their paths.
@@ -74,11 +52,39 @@ class Profile:
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Read what ``save`` wrote."""
-        saved = json.loads((Path(folder) / "profile.json").read_text(encoding="utf-8"))
-        tensors = safetensors.torch.load_file(Path(folder) / "profile.safetensors")
-        layers = [layer_from(row) for row in saved["layers"]]
-        return cls(**{**saved, "layers": layers, "total": layer_from(saved["total"])}, tensors=tensors)
+        """Read what ``save`` wrote.
+
+        Raises:
+            BadInput: If there is no profile, or one that another version of packprop wrote.
+        """
+        saved, tensors = read_files(folder)
+        memory = None if saved["memory"] is None else MemoryUse.read(saved["memory"])
+        rows = {"layers": [layer_from(row) for row in saved["layers"]], "total": layer_from(saved["total"])}
+        outlying = [OutlyingSample(**each) for each in saved["outlying"]]
+        loss = math.nan if saved["loss"] is None else saved["loss"]
+        return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
+
+    def to_html(self) -> str:
+        """The page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
+        return page_of(self)
+
+    def save_page(self, path: str | Path) -> Path:
+        """Write the page to a file, over an older one; returns its path.
+
+        Raises:
+            BadInput: If the file cannot be written.
+            PackpropError: If the libraries that draw the page are not installed.
+        """
+        return write_page(path, self.to_html())
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows; where the template engine is missing, the table in plain text."""
+        plain = {"text/plain": str(self)}
+        return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
 
     def __str__(self) -> str:
         out = io.StringIO()

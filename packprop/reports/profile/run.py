@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packprop.dataset.batches import Batches, Data, described
+from packprop.dataset.batches import Data, described, explanation
 from packprop.dataset.compute import compute
+from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.identity import packprop_version
+from packprop.engine.chunks import default_chunk_sizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
-from packprop.reports.profile.assembly import assemble
+from packprop.reports.profile.assembly import TOTAL, assemble
+from packprop.reports.profile.memory_use import memory_use
+from packprop.reports.profile.outlying import (
+    SHOWN,
+    Decode,
+    NotFoundAgain,
+    ReadableBatches,
+    check_decode,
+    outlying_samples,
+)
 from packprop.reports.profile.quantities import (
     EXACT_OUTPUTS,
     LARGEST_FACTOR,
@@ -50,6 +62,9 @@ def profile(
     checkpoint: str | Path | None = None,
     every: int | str = "30s",
     compiled: bool = True,
+    outliers: int = SHOWN,
+    decode: Decode | None = None,
+    timeline: bool = False,
 ) -> Profile:
     """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
@@ -78,6 +93,14 @@ def profile(
         every: How often it is written, as for ``compute``.
         compiled: Whether graphs may take the place of passes where that pays, as for ``compute``; what they
             brought is in the settings then.
+        outliers: How many of the samples with the largest gradients are kept, to be looked at. A data set is
+            asked for them by index; batches that come as they are, from a loader, are read again up to the
+            last of them. With 0 neither is done.
+        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis: its text, or an
+            image ``[height, width]`` or ``[3, height, width]``. Without it images show themselves, and of
+            anything else the first numbers are shown.
+        timeline: Whether to plan the pass over the first batch, run it once more, and note the memory that
+            each operation leaves alive.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or
@@ -85,50 +108,110 @@ def profile(
         PackpropError: For a model or a loss for which the quantities cannot be computed.
     """
     _check(model, loss, batch_size, mc_samples, largest_factor, seed)
-    batches = Batches(ASKED, data, batch_size, whole=loss is None)
+    _check_outliers(outliers, decode)
+    batches = ReadableBatches(ASKED, data, batch_size, whole=loss is None)
     started = time.perf_counter()
     device = next(p for p in model.parameters() if p.requires_grad).device
-    generator = torch.Generator(device=device).manual_seed(seed)
     with _evaluating(model, evaluation):
         with batches.explained():
-            outputs = _outputs_of_a_sample(model, loss, batches.first(), device)
+            first = batches.first()
+            if outliers and first is not None:
+                check_decode(decode, first)
+            outputs = _outputs_of_a_sample(model, loss, first, device)
         if exact is None:
             exact = outputs is not None and outputs <= EXACT_OUTPUTS
-        extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
-        if curvature:
-            kfac = BoundedKFAC(mc_samples, generator=generator, largest=largest_factor)
-            extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
-        if curvature and exact:
-            extensions["exact"] = SampleGGNTrace(EXACT)
+
+        def extensions() -> dict[str, Extension]:
+            generator = torch.Generator(device=device).manual_seed(seed)
+            return _extensions(curvature, bool(exact), mc_samples, largest_factor, generator)
+
+        asked_for = extensions()
         with _naming_the_option():
             result = compute(
                 model,
                 loss,
                 batches,
-                list(extensions.values()),
+                list(asked_for.values()),
                 progress=progress,
                 memory=memory,
                 checkpoint=checkpoint,
                 every=every,
                 compiled=compiled,
             )
-    settings = {
-        "model": type(model).__name__,
-        "loss": _name_of(loss),
-        "device": str(device),
-        "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
-        "mode": _mode_of(model) if not evaluation else "evaluation",
-        "monte_carlo_samples": mc_samples if curvature else None,
-        "outputs_of_a_sample": outputs,
-        "largest_factor": largest_factor if curvature else None,
-        "seed": seed,
-        "packprop": packprop_version(),
-        "torch": torch.__version__,
-    }
-    if result.replays is not None:
-        settings["graphs"] = result.replays
-    tables = {key: result[extension] for key, extension in extensions.items()}
-    return assemble(model, result, tables, batches.count, settings, started)
+        settings = {
+            "model": type(model).__name__,
+            "loss": _name_of(loss),
+            "device": str(device),
+            "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
+            "mode": _mode_of(model) if not evaluation else "evaluation",
+            "monte_carlo_samples": mc_samples if curvature else None,
+            "outputs_of_a_sample": outputs,
+            "largest_factor": largest_factor if curvature else None,
+            "seed": seed,
+            "data": batches.stamp,
+            "packprop": packprop_version(),
+            "torch": torch.__version__,
+        }
+        if result.replays is not None:
+            settings["graphs"] = result.replays
+        tables = {key: result[extension] for key, extension in asked_for.items()}
+        found = assemble(model, result, tables, batches.count, settings, started)
+        if timeline and first is not None:
+            sizes = result.chunk_sizes or default_chunk_sizes(device)
+            with _kept_without(found, "memory"):
+                used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
+                found = dataclasses.replace(found, memory=used)
+        else:
+            found.missing["memory"] = "not asked for: packprop.profile(..., timeline=True)"
+        return _with_outliers(found, model, loss, batches, outliers, decode, device)
+
+
+def _extensions(
+    curvature: bool, exact: bool, draws: int, largest_factor: int, generator: torch.Generator
+) -> dict[str, Extension]:
+    """What is asked for, by short names."""
+    extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
+    if curvature:
+        kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
+        extensions |= {"monte_carlo": SampleGGNTrace(kfac.rows[0].seed), "kfac": kfac}
+    if curvature and exact:
+        extensions["exact"] = SampleGGNTrace(EXACT)
+    return extensions
+
+
+def _with_outliers(
+    found: Profile,
+    model: nn.Module,
+    loss: LossFunction | None,
+    batches: ReadableBatches,
+    count: int,
+    decode: Decode | None,
+    device: torch.device,
+) -> Profile:
+    """The profile with its outlying samples, or why they are missing."""
+    norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
+    if not count:
+        found.missing["outlying"] = "not asked for: packprop.profile(..., outliers=0)"
+    elif norms is None:
+        found.missing["outlying"] = "the loss depends on no parameter"
+    else:
+        with _kept_without(found, "outlying"):
+            rows, pictures = outlying_samples(model, loss, batches, norms, count, decode, device)
+            return dataclasses.replace(found, outlying=rows, tensors={**found.tensors, **pictures})
+    return found
+
+
+@contextlib.contextmanager
+def _kept_without(found: Profile, what: str) -> Iterator[None]:
+    """Note why something is missing, whatever goes wrong inside: what was computed is not lost for it."""
+    try:
+        yield
+    except NotFoundAgain as error:
+        found.missing[what] = f"{error.why}; to see them, {error.instead}"
+    except PackpropError as error:
+        found.missing[what] = f"{error.where}: {error.why}"
+    except Exception as error:
+        found.missing[what] = explanation(error)
 
 
 @contextlib.contextmanager
@@ -149,22 +232,7 @@ def _naming_the_option() -> Iterator[None]:
 
 
 def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_factor: Any, seed: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise BadInput(ASKED, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadInput(
-            ASKED,
-            f"model, {described(model)}",
-            "none of its parameters requires gradients",
-            "set requires_grad=True on those that shall be profiled",
-        )
-    if loss is not None and (not callable(loss) or isinstance(loss, type)):
-        raise BadInput(
-            ASKED,
-            f"loss, {described(loss)}",
-            "it is not a function of outputs and targets",
-            _instance_of(loss),
-        )
+    require_model_and_loss(ASKED, model, loss, "profiled")
     numbers = {
         "batch_size": 1 if batch_size is None else batch_size,
         "mc_samples": mc_samples,
@@ -177,10 +245,12 @@ def _check(model: Any, loss: Any, batch_size: Any, mc_samples: Any, largest_fact
         raise BadInput(ASKED, f"seed={seed!r}", "it is not a whole number", "give 0, for example")
 
 
-def _instance_of(value: Any) -> str:
-    if isinstance(value, type):
-        return f"give an instance, {value.__name__}(...)"
-    return "give a module such as torch.nn.Linear(3, 2) or torch.nn.CrossEntropyLoss()"
+def _check_outliers(outliers: Any, decode: Any) -> None:
+    if not isinstance(outliers, int) or isinstance(outliers, bool) or outliers < 0:
+        raise BadInput(ASKED, f"outliers={outliers!r}", "it is a number of samples", "give 0 or more")
+    if decode is not None and not callable(decode):
+        instead = "give a function of the inputs and targets of one sample"
+        raise BadInput(ASKED, f"decode, {described(decode)}", "it cannot be called", instead)
 
 
 def _outputs_of_a_sample(

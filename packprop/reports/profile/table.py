@@ -63,8 +63,8 @@ def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) ->
     """What the numbers were computed from, and what the titles stand for."""
     draws = settings["monte_carlo_samples"]
     facts = [
-        f"{settings['model']}: {settings['loss']} {_number(loss)}",
-        f"{_counted(samples, 'sample')} in {_counted(batches, 'batch')}",
+        f"{settings['model']}: {settings['loss']} {number_text(loss)}",
+        f"{counted(samples, 'sample')} in {counted(batches, 'batch')}",
         f"{settings['mode']} mode",
         f"{settings['precision']} on {settings['device']}",
     ]
@@ -74,7 +74,7 @@ def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) ->
     ]
     if draws is not None:
         lines.append(
-            f"GGN tr: exact, Monte Carlo ({_counted(draws, 'draw')}); "
+            f"GGN tr: exact, Monte Carlo ({counted(draws, 'draw')}); "
             "KFAC cond: largest/smallest eigenvalue, rank/size if singular"
         )
     return [Text(line) for line in lines]
@@ -84,12 +84,12 @@ def _cells(layer: Layer, name: str) -> list[str]:
     return [
         name,
         f"{layer.parameters:,}",
-        _number(layer.gradient_norm),
-        _number(layer.sample_gradient_norm_median),
-        _number(layer.sample_gradient_norm_95),
-        _number(layer.signal_to_noise),
-        _number(layer.ggn_trace_exact),
-        _number(layer.ggn_trace_monte_carlo),
+        number_text(layer.gradient_norm),
+        number_text(layer.sample_gradient_norm_median),
+        number_text(layer.sample_gradient_norm_95),
+        number_text(layer.signal_to_noise),
+        number_text(layer.ggn_trace_exact),
+        number_text(layer.ggn_trace_monte_carlo),
         _condition(layer, "A"),
         _condition(layer, "B"),
     ]
@@ -105,14 +105,14 @@ def _condition(layer: Layer, side: str) -> str:
         return f"{spectrum.size} wide"
     if spectrum.rank is None:
         return "nan"
-    condition = _number(spectrum.condition)
+    condition = number_text(spectrum.condition)
     if spectrum.rank == spectrum.size:
         return condition
     rank = f"{spectrum.rank}/{spectrum.size}"
     return f"{condition} {rank}" if len(condition + rank) <= 10 else f"{condition}\n{rank}"
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Three digits in at most six characters."""
     if value is None:
         return "-"
@@ -124,6 +124,7 @@ def _number(value: float | None) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number of things, with the plural of their noun."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"

@@ -1,0 +1,135 @@
+"""``with clipped_gradients(...):`` around ``backward()``: gradients of samples are clipped, then summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from packprop.context import Backpack
+from packprop.engine.clipping import ASKED, ClippedNorms, Clipping, Per, Reduction
+from packprop.engine.saving import Hook, factor_of
+from packprop.errors import BadInput
+from packprop.types import Extension
+
+
+def clipped_gradients(
+    *extensions: Extension,
+    max_norm: float | Tensor | Mapping[str, float],
+    per: Per = "all",
+    reduction: Reduction | None = None,
+    loss_scale: float | Tensor = 1.0,
+    extension_hook: Hook | None = None,
+) -> ClippedGradients:
+    """Clip the gradient of each sample in every backward pass inside the context, before they are summed.
+
+    What is added to ``.grad`` is what a plain pass would add, with each sample's part of it multiplied by
+    ``min(1, max_norm / norm)``. The norm is that of the gradient of the sample's own loss: of N times its part
+    of a loss that is a mean, of its part of one that is a sum. So a step is that of Abadi et al. (2016), up to
+    noise, which is left to the caller. A penalty that no sample enters is added as it is.
+
+    There is one backward pass, and gradients of samples are formed only where they take no more memory than
+    what they are made of. Until all norms are known, gradients at the outputs of all functions with parameters
+    are kept, and their inputs, which autograd would free along the way. See NOTE [Clipping]
+    (``packprop/engine/clipping.py``).
+
+    Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
+    samples; a sum does not. Each process clips its own samples. There is no budget of memory, and there are no
+    probes here: ``backpack`` has them.
+
+    Args:
+        extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were
+            before clipping.
+        max_norm: The largest norm; with ``per="module"`` or ``"parameter"`` also one for each of them by name.
+            A tensor of one entry is not waited for: gradients are NaN if it is not positive.
+        per: What a norm is taken over: ``"all"`` parameters, those of each ``"module"`` by themselves, or each
+            ``"parameter"`` by itself.
+        reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the losses of its samples; needed only
+            where it is not a loss function of torch that says so.
+        loss_scale: What the loss that is meant was multiplied by before ``backward()``, by a gradient scaler or
+            for gradient accumulation. Norms are those of the loss that is meant; ``.grad`` has the factor.
+        extension_hook: As in ``backpack``.
+
+    Returns:
+        The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
+
+    Raises:
+        BadInput: For arguments that are none of these; in the backward pass for a loss of which it is not known
+            whether it is a mean, or for a name without bound.
+        PackpropError: In the backward pass, before any work: where samples are mixed, and for hooks inside the
+            model, reentrant checkpoints, sharded or complex parameters, ``create_graph`` and ``inputs``.
+
+    >>> import packprop
+    >>> _ = torch.manual_seed(0)
+    >>> model, loss = torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss()
+    >>> _ = packprop.extend(model), packprop.extend(loss)
+    >>> with packprop.clipped_gradients(max_norm=0.5) as clipped:
+    ...     loss(model(torch.randn(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
+    >>> clipped.norms.shape, bool(model.weight.grad.norm() <= 0.5)
+    (torch.Size([4]), True)
+    """
+    return ClippedGradients(extensions, max_norm, per, reduction, loss_scale, extension_hook)
+
+
+class ClippedGradients(Backpack):
+    """The context that ``clipped_gradients`` returns, and what its last pass has found out."""
+
+    call = "clipped_gradients"
+
+    def __init__(
+        self,
+        extensions: Sequence[Extension],
+        max_norm: float | Tensor | Mapping[str, float],
+        per: Per,
+        reduction: Reduction | None,
+        loss_scale: float | Tensor,
+        hook: Hook | None,
+    ) -> None:
+        scale = factor_of(self.call, loss_scale)
+        clipping = Clipping(max_norm, per, reduction, scale, self._note)
+        super().__init__(extensions, hook, None, False, loss_scale, clipping=clipping)
+        self._per = per
+        self._clipped: ClippedNorms | None = None
+
+    @property
+    def norms(self) -> Tensor:
+        """Norms of the gradients of samples' own losses in all parameters, before clipping, ``[n]``."""
+        norms = self._last.norms
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
+
+    @property
+    def layer_norms(self) -> dict[str, Tensor]:
+        """The same for each module or parameter by name, ``[n]`` each; empty with ``per="all"``."""
+        last = self._last
+        pairs = zip(last.groups, last.norms, strict=True)
+        return {} if self._per == "all" else {group.name: norms for group, norms in pairs}
+
+    @property
+    def fraction(self) -> Tensor:
+        """The share of samples whose gradient was clipped ``[]``; the mean over modules or parameters."""
+        return (self._last.factors < 1).to(self._last.norms.dtype).mean()
+
+    @property
+    def bound(self) -> Tensor:
+        """The largest norm that one sample's clipped gradient may have in all parameters ``[]``.
+
+        Noise is scaled by it: it is ``max_norm`` itself, or the root of the sum of squares over modules or
+        parameters.
+        """
+        bound: Tensor = torch.linalg.vector_norm(self._last.bounds)
+        return bound
+
+    @property
+    def _last(self) -> ClippedNorms:
+        if self._clipped is None:
+            raise BadInput(
+                ASKED,
+                "what was found out about samples",
+                "no backward pass was seen inside of the context",
+                "call loss.backward() inside `with packprop.clipped_gradients(...) as clipped:` before",
+            )
+        return self._clipped
+
+    def _note(self, clipped: ClippedNorms) -> None:
+        self._clipped = clipped

@@ -1,0 +1,90 @@
+"""The progress of a run on a terminal: batches, rate, time left, memory beside the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from packprop.memory.bytes import byte_text, resident_now
+from packprop.tensors.device import allocated_bytes
+
+Advance = Callable[[int], None]
+"""Called after each batch, with the samples so far."""
+
+
+@contextlib.contextmanager
+def progress_bar(
+    said: str, done: int, left: int, budget: int | None, device: torch.device, shown: bool
+) -> Iterator[Advance]:
+    """A bar on standard error, if that is a terminal; it is gone afterwards, whatever happens inside.
+
+    Args:
+        said: What goes on.
+        done: Batches that were done before.
+        left: Batches that are to come; 0 if that is not known.
+        budget: The most bytes that tensors may take; ``None`` without a budget.
+        device: Where they are.
+        shown: Whether to show it at all.
+    """
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda samples: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("batches{task.fields[rate]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[memory]}"),
+    )
+    meter = Meter(budget, device)
+    with Progress(*columns, console=console, transient=True) as progress:
+        total = done + left if left else None
+        task = progress.add_task(said, total=total, completed=done, rate="", memory=meter.memory())
+
+        def advance(samples: int) -> None:
+            progress.update(task, advance=1, rate=meter.rate(samples), memory=meter.memory())
+
+        yield advance
+
+
+class Meter:
+    """How fast a run goes, and how much memory it takes.
+
+    Args:
+        budget: The most bytes that tensors may take; ``None`` without a budget.
+        device: Where they are. On a processor it is the process that is measured: what it has grown by since
+            the run began, or, without a budget, all of it.
+    """
+
+    def __init__(self, budget: int | None, device: torch.device) -> None:
+        self._budget, self._device = budget, device
+        self._begin, self._before = time.perf_counter(), resident_now() or 0
+        self._first: int | None = None
+
+    def rate(self, samples: int) -> str:
+        """Samples in a second since the first batch, which takes longer than others."""
+        if self._first is None:
+            self._first, self._begin = samples, time.perf_counter()
+            return ""
+        passed = time.perf_counter() - self._begin
+        return f", {(samples - self._first) / passed:,.0f} samples/s" if passed > 0 else ""
+
+    def memory(self) -> str:
+        """Bytes that are taken now, of those in the budget."""
+        taken = allocated_bytes(self._device)
+        if taken is None:
+            resident = resident_now()
+            if resident is None:
+                return ""
+            taken = resident if self._budget is None else max(0, resident - self._before)
+        if self._budget is None:
+            return f"memory {byte_text(taken)}"
+        grown = "" if allocated_bytes(self._device) is not None else "+"
+        return f"memory {grown}{byte_text(taken)} of {byte_text(self._budget)}"

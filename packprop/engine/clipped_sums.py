@@ -1,0 +1,121 @@
+"""What a sweep keeps until all norms of samples are known, and the clipped sums that are made of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from packprop.algebra.choices import norms_by_products
+from packprop.algebra.monoid import CAT
+from packprop.algebra.partial import ONE
+from packprop.algebra.statistics import per_sample_grad, sq_norm
+from packprop.engine.accumulator import Accumulator
+from packprop.engine.clipping import Clip, ClippedNorms, clip_factors
+from packprop.engine.contributions import Contribution, extents_of, weighted
+from packprop.engine.request import TOTAL, Request, Task
+from packprop.graph.graph import ReachedUse
+from packprop.graph.site import Site
+from packprop.types import GRADIENT, Extension, Row
+
+
+class _Norms(Extension):
+    """Squared norms of the gradients of samples."""
+
+    savefield = "clipping_norms"
+    rows = (Row(GRADIENT, sq_norm, over_n=CAT[0], degree=2),)
+
+
+class _Kept(Extension):
+    """Gradients of samples, where these take no more than what they are made of."""
+
+    savefield = "clipping_rows"
+    rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
+
+
+_NORMS, _KEPT = _Norms(), _Kept()
+NORMS, KEPT = Task(_NORMS, 0, _NORMS.rows[0]), Task(_KEPT, 0, _KEPT.rows[0])
+
+
+class ClippedSums:
+    """Norms and structures of one sweep, and then the sums; see NOTE [Clipping].
+
+    Args:
+        request: What the pass is asked for.
+        clip: The bounds.
+        results: What statistics are merged into.
+    """
+
+    def __init__(self, request: Request, clip: Clip, results: Accumulator) -> None:
+        self._graph, self._clip, self._results = request.graph, clip, results
+        self._contributions: dict[int, list[Contribution]] = {}
+        self._by_rows = _leaves_kept_by_rows(request)
+        self.tasks = {
+            id(leaf): [NORMS, KEPT] if id(leaf) in self._by_rows else [NORMS] for leaf in self._graph.leaves()
+        }
+        """What is asked of each leaf, by identity."""
+
+    def keep(self, leaf: Tensor, contributions: list[Contribution]) -> None:
+        """Keep what a leaf's gradient is computed from, unless its gradients of samples are kept."""
+        if id(leaf) not in self._by_rows:
+            self._contributions[id(leaf)] = contributions
+
+    def take(self) -> tuple[ClippedNorms, list[tuple[Tensor, Tensor]]]:
+        """Norms of samples, and each leaf that was reached with its clipped gradient ``[*p]``."""
+        squares = {id(leaf): self._squares(leaf) for leaf in self._graph.leaves()}
+        like = next(each for each in squares.values() if each is not None)
+        totals = []
+        for group in self._clip.groups:
+            own = [squares[id(leaf)] for leaf in group.leaves]
+            reached = [each.to(like.device) for each in own if each is not None]
+            totals.append(sum(reached, like.new_zeros(self._graph.samples)))
+        found = clip_factors(self._clip, totals)
+        gradients = [
+            (leaf, self._clipped_sum(leaf, factors.to(leaf.device)))
+            for group, factors in zip(self._clip.groups, found.factors, strict=True)
+            for leaf in group.leaves
+            if squares[id(leaf)] is not None
+        ]
+        return found, gradients
+
+    def _squares(self, leaf: Tensor) -> Tensor | None:
+        """Squared norms of a leaf's gradients ``[n]``; ``None`` if the sweep did not reach it."""
+        values = self._results.take(leaf, _NORMS)
+        if values is None:
+            return None
+        self._results.finite_check.note(leaf, values)
+        squares: Tensor = values[0]
+        return squares
+
+    def _clipped_sum(self, leaf: Tensor, factors: Tensor) -> Tensor:
+        """The sum of a leaf's gradients, each times the factor of its sample; what was kept for it is freed."""
+        if id(leaf) in self._by_rows:
+            values = self._results.take(leaf, _KEPT)
+            assert values is not None
+            rows = values.pop()[0]
+            gradient: Tensor = (factors.to(rows.dtype) @ rows.reshape(len(rows), leaf.numel())).view(leaf.shape)
+            return gradient.to(leaf.dtype)
+        contributions = self._contributions.pop(id(leaf))
+        self._results.add_contributions(leaf, contributions, [TOTAL], ONE, weighted(factors))
+        values = self._results.take(leaf, TOTAL.extension)
+        assert values is not None
+        total: Tensor = values[0]
+        return total.to(leaf.dtype)
+
+
+def _leaves_kept_by_rows(request: Request) -> set[int]:
+    """Leaves of which gradients of all samples take no more than the inputs and cotangents they are made of."""
+    graph, made_of = request.graph, dict[int, int]()
+    for use in graph.uses:
+        outputs = sum(shape.numel() for shape in use.recorded.shapes)
+        for site in use.sites:
+            inputs = _input_entries(use, site, request)
+            made_of[id(site.leaf)] = made_of.get(id(site.leaf), 0) + outputs + inputs
+    return {id(leaf) for leaf in graph.leaves() if leaf.numel() * graph.samples <= made_of[id(leaf)]}
+
+
+def _input_entries(use: ReachedUse, site: Site, request: Request) -> int:
+    """Entries of the inputs of an affine use, whose norms form gradients of samples; 0 for any other use."""
+    samples, held = request.graph.samples, request.chunk_sizes.held
+    extents = extents_of(use, site, samples, held)
+    if extents is None or norms_by_products(extents):
+        return 0
+    return samples * extents.positions * extents.groups * (extents.channels or extents.fan_in)

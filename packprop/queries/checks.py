@@ -1,0 +1,63 @@
+"""What a store and a model must have in common, so that gradients of both can be multiplied."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from packprop.errors import BadInput
+from packprop.extensions import BatchGrad, Projected
+from packprop.store.describing import described_model
+from packprop.store.reading import Store
+
+GRADIENTS = (BatchGrad.savefield, Projected.savefield)
+"""Quantities that are gradients of samples, or stand for them."""
+
+
+def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
+    """Which of a store's quantities are gradients: the one that is named, or the first that is there.
+
+    Raises:
+        BadInput: If the store has none, or not the one that is named.
+    """
+    known = [name for name in GRADIENTS if store.arrays(name)]
+    if quantity is None and known:
+        return known[0]
+    if quantity is not None and quantity in known:
+        return quantity
+    raise BadInput(
+        asked,
+        f"the store {str(store.folder)!r}" + (f", quantity {quantity!r}" if quantity else ""),
+        f"it has {', '.join(store) or 'no rows'}, and no gradients of samples"
+        if not known
+        else f"the gradients in it are {', '.join(known)}",
+        "write it with BatchGrad() or Projected(BatchGrad(), d)" if not known else "choose from these",
+    )
+
+
+def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
+    """Refuse a model whose trained parameters are not those that the store was written for.
+
+    Their values are not known to the store.
+
+    Raises:
+        BadInput: With the first difference.
+    """
+    described = described_model(model)
+    ours = {name: shape for name, (shape, _, trained) in described.items() if trained}
+    known = store.headers[0].model.items()
+    theirs = {name: shape for name, (shape, _, trained) in known if trained}
+    for name in [*theirs, *ours]:
+        if ours.get(name) == theirs.get(name):
+            continue
+        if name not in ours:
+            why = "the model has no such parameter, or does not train it (requires_grad=False)"
+        elif name not in theirs:
+            why = "the store was written for a model without it, or in which it was not trained"
+        else:
+            why = f"it is {ours[name]} in the model, and {theirs[name]} in the store"
+        raise BadInput(
+            asked,
+            f"parameter {name!r}, with the store {str(store.folder)!r}",
+            why,
+            "give the model that the store was written with, as it was then",
+        )

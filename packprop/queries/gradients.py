@@ -1,0 +1,159 @@
+"""Gradients of queries, as a store has those of its samples: of a loss that is summed, perhaps projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.algebra.monoid import KEEP
+from packprop.algebra.projecting import projected
+from packprop.algebra.projections import Projection
+from packprop.algebra.structures import Dense, entry_order_of
+from packprop.dataset.batch_pass import FOUND, BatchPass, Found
+from packprop.dataset.parts import readings_of
+from packprop.dataset.state import MergedResults
+from packprop.dataset.stored import of_summed_loss
+from packprop.dataset.stream import is_empty
+from packprop.errors import PackpropError
+from packprop.extensions import BatchGrad, Projected
+from packprop.memory.planning import chunk_sizes_over_data
+from packprop.queries.preconditioning import Preconditioner
+from packprop.store.reading import StoredArray
+from packprop.tensors.calling import LossFunction
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.precision import accumulation_dtype
+from packprop.types import GRADIENT, Extension, Row
+
+
+class EntryOrders(Extension):
+    """Where each parameter keeps the entries of the matrix that it stands for."""
+
+    savefield = "entry_order"
+    rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
+
+
+class QueryGradients:
+    """Gradients of batches of queries, preconditioned, then projected as those in the store.
+
+    A preconditioned gradient ``h = F^-1 g`` is projected after that: inner products with projected rows are
+    those of ``h`` with the rows then, in expectation. (The inverse of a projected F would be another matrix.)
+
+    Args:
+        asked: What the user asked for, for messages.
+        model: The model, which is extended meanwhile.
+        loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
+        arrays: Stored rows by parameter; of all together by ``""``.
+        preconditioner: What gradients are multiplied by, if by anything.
+        device: Where batches are moved to.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        model: nn.Module,
+        loss: LossFunction | None,
+        arrays: Mapping[str, StoredArray],
+        preconditioner: Preconditioner | None,
+        device: torch.device | str,
+    ) -> None:
+        self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
+        self._shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        options = arrays[""].header.projection if "" in arrays else None
+        self._projection = None if options is None else Projection(**options)
+        self._extension: Extension = BatchGrad()
+        if self._projection is not None and preconditioner is None:
+            dimension, kind = self._projection.dimension, self._projection.kind
+            self._extension = Projected(BatchGrad(), dimension, kind=kind, seed=self._projection.seed)
+        self._extensions: list[Extension] = [self._extension]
+        if preconditioner is not None and preconditioner.as_factors:
+            self._extensions.append(EntryOrders())
+        self._step = BatchPass(asked, model, loss, MergedResults([]), self._extensions, None)
+        self._step.parts = readings_of(self._extensions)[0]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are called."""
+        return self._step.modules
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a query that is ready for the search."""
+        width = max(accumulation_dtype(array.dtype).itemsize for array in self._arrays.values())
+        width = max(width, *(accumulation_dtype(dtype).itemsize for dtype in self._dtypes.values()))
+        return width * sum(max(1, array.shape[1:].numel()) for array in self._arrays.values())
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of gradients of a query that are there until it is ready, beside those of the model itself."""
+        sizes = {name: shape.numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        if self._extension.savefield == Projected.savefield:
+            return 2 * len(sizes) * self._projection_bytes
+        wide = {
+            name: shape.numel() * accumulation_dtype(self._dtypes[name]).itemsize
+            for name, shape in self._shapes.items()
+        }
+        copies = 0 if self._preconditioner is None else 4 * max(wide.values(), default=0)
+        return 2 * sum(sizes.values()) + copies + self._projection_bytes
+
+    @property
+    def _projection_bytes(self) -> int:
+        return 8 * self._projection.dimension if self._projection is not None else 0
+
+    def of(self, batch: tuple[Any, Any]) -> tuple[int, dict[str, Tensor]]:
+        """How many queries are in a batch, and their rows ``[q, ...]``, on the processor, by array.
+
+        Raises:
+            PackpropError: For a gradient that is not finite.
+        """
+        if is_empty(batch):
+            return 0, {}
+        inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        step, device = self._step, self._device
+        step.batch = batch
+        step.chunk_sizes = chunk_sizes_over_data(step.model, step.loss, batch, step.extensions, None, device)
+        found: Found = step.run_apart((), inputs, targets).results[FOUND]
+        rows: dict[str, Tensor] = {}
+        for name in list(found.rows):
+            dtype, results = found.rows.pop(name)
+            by_extension = {part.whole: values for part, values in results.items()}
+            gradients = of_summed_loss(
+                self._extension, by_extension[self._extension], dtype, found.samples, float(found.terms)
+            )
+            del results
+            order = by_extension[self._extensions[1]][0] if len(self._extensions) > 1 else None
+            by_extension.clear()
+            self._require_finite(name, gradients)
+            self._put(rows, name, gradients, order)
+        for name, array in self._arrays.items():  # the batch does not use the parameter
+            if name not in rows:
+                rows[name] = torch.zeros(found.samples, *array.shape[1:], dtype=array.dtype)
+        return found.samples, rows
+
+    def _put(self, rows: dict[str, Tensor], name: str, gradients: Tensor, order: Any) -> None:
+        """Put what becomes of a parameter's gradients among the rows of a batch."""
+        if self._projection is None and name not in self._arrays:
+            return  # no sample of the store depends on it: rows are zero there
+        if self._preconditioner is not None:
+            wide = gradients.to(accumulation_dtype(gradients.dtype))
+            gradients = self._preconditioner(self._asked, name, wide, order)
+            self._require_finite(name, gradients)
+        if self._projection is None:
+            rows[name] = gradients.cpu()
+            return
+        if self._preconditioner is not None:
+            gradients = projected(Dense(gradients[None]), self._projection, name, gradients.shape[1:])
+        part = gradients.cpu()
+        rows[""] = part if "" not in rows else rows[""] + part
+
+    def _require_finite(self, name: str, gradients: Tensor) -> None:
+        if not gradients.isfinite().all():
+            raise PackpropError(
+                self._asked,
+                f"parameter {name!r}",
+                "the gradient of a query is not finite there",
+                "look at the loss of each query, and leave out those that are not finite",
+            )

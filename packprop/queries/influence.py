@@ -1,0 +1,264 @@
+"""Inner products of stored gradients with those of queries: a budget of memory, one reading for each group."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.dataset.batches import BATCH_SIZE, Batches, Data
+from packprop.dataset.compute import require_whole_parameters
+from packprop.dataset.given import require_model_and_loss
+from packprop.dataset.result import Result
+from packprop.dataset.sources import Samples
+from packprop.errors import BadInput, PackpropError
+from packprop.memory.bytes import byte_text
+from packprop.memory.search import budget_of
+from packprop.queries.checks import gradients_in, require_same_model
+from packprop.queries.gradients import QueryGradients
+from packprop.queries.preconditioning import Preconditioner, preconditioner_of
+from packprop.queries.result import Influence
+from packprop.recording.switch import extended
+from packprop.store.reading import BITE, Store
+from packprop.store.search import Found, bytes_of_a_row, require_number
+from packprop.tensors.calling import LossFunction
+
+ASKED = "influence(...) was called."
+
+CURVATURES = (
+    "ekfac",
+    "kfac",
+    "kflr",
+    "kfra",
+    "hbp",
+    "diag_ggn_exact",
+    "diag_ggn_mc",
+    "diag_h",
+    "diag_h_mc",
+)
+"""What in a ``Result`` is curvature that has an inverse."""
+
+
+def influence(
+    store: Store | str | Path,
+    model: nn.Module,
+    loss: LossFunction | None,
+    queries: Data,
+    *,
+    curvature: Result | Mapping[str, Any] | str | Path | None = None,
+    damping: float | None = None,
+    factored: bool = False,
+    k: int = 10,
+    quantity: str | None = None,
+    memory: int | str | None = "500MiB",
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> Influence:
+    """The stored samples whose gradients have the largest, and the smallest, inner products with each query's.
+
+    For a stored sample z and a query q these are ``<g_z, g_q>``, or ``<g_z, (F + damping I)^-1 g_q>`` with
+    ``curvature`` (influence functions: Koh and Liang 2017; with EKFAC: Grosse et al. 2023). All g are gradients
+    of losses that are **summed** over their terms: under cross entropy, of each sample's own loss. F has the
+    scale of the loss that it was computed for. If that is a mean over the N samples of the store,
+    ``product / N`` (``product / store.terms``, where samples have several terms) is to first order what the
+    loss of q grows by when the model is trained again without z; if it is a sum, the product itself is. So
+    samples with large products help the query, and those with negative ones harm it.
+
+    A store does not know the values of the model's parameters: give the model as it was when the store was
+    written. Nothing of it is changed. Every process searches for itself.
+
+    Args:
+        store: A store of ``BatchGrad`` or ``Projected(BatchGrad(), d)``, or its folder. Queries of a projected
+            store are preconditioned first and then projected, so that inner products are right in expectation.
+        model: The model, in the mode (train or eval) that it shall be used in; need not be extended.
+        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` where the model computes it.
+        queries: Data of any form that ``compute`` takes: a pair of tensors, a ``Dataset``, batches.
+        curvature: What gradients of queries are preconditioned with: a ``Result`` of ``compute`` that holds one
+            curvature, the file of one, or what a ``Result`` holds, ``result["ekfac"]``: a block for each
+            parameter, which is a diagonal ``[*p]``, a list of Kronecker factors or a ``kronecker.Eigen``.
+        damping: What is added to each block, in units of the curvature; required with ``curvature``. Inverses
+            are exact: see NOTE [Which inverse] (``packprop/queries/preconditioning.py``).
+        factored: Two factors share the damping instead, as in Martens and Grosse (2015), 6.3.
+        k: How many samples at each end; fewer if there are no more.
+        quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
+            the first by default.
+        memory: Bytes that stored rows in hand and gradients of queries may take; ``None``: any number. Where
+            they do not fit together, queries are taken in groups, and the store is read once for each. The
+            model, its activations and the curvature with its inverse are not counted, nor is the block of a
+            random matrix in hand, of about 20 MiB, where rows are projected.
+        batch_size: Queries in a batch; by default 128, or what fits. Not for data that come in batches.
+        device: Where batches are moved to; by default where the model's parameters are.
+
+    Raises:
+        BadInput: For a store without gradients or of another model, curvature that lacks a parameter, does not
+            fit or is not positive, damping that is missing, a budget that is too small.
+        PackpropError: For gradients that are not finite.
+    """
+    require_number(ASKED, k)
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise BadInput(
+            ASKED,
+            f"batch_size={batch_size!r}",
+            "it is no number of queries",
+            "give a whole number of at least 1, or leave it out",
+        )
+    require_model_and_loss(ASKED, model, loss, "multiplied")
+    require_whole_parameters(ASKED, model)
+    opened = store if isinstance(store, Store) else Store(store)
+    name = gradients_in(ASKED, opened, quantity)
+    arrays = opened.arrays(name)
+    require_same_model(ASKED, opened, model)
+    _require_real(arrays)
+    preconditioner = _preconditioner(curvature, damping, factored, model, None if "" in arrays else [*arrays])
+    place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place)
+    budget = budget_of(memory) or sys.maxsize
+    most = _most_queries(gradients, arrays, budget)
+    batches = Batches(ASKED, queries, batch_size, whole=loss is None)
+    if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
+        batches = Batches(ASKED, queries, most, whole=loss is None)
+    found: list[tuple[Found, ...]] = []
+    with contextlib.ExitStack() as stack:
+        for module in gradients.modules:
+            stack.enter_context(extended(module))
+        with batches.explained():
+            for group in _groups(batches, gradients, most):
+                bite = min(BITE // 2, budget // 2)
+                found.append(opened.extremes(name, group, k, memory=bite))
+    if not found:
+        raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+    largest, smallest = (
+        Found(*(torch.cat(parts) for parts in zip(*side, strict=True))) for side in zip(*found, strict=True)
+    )
+    return Influence(
+        largest,
+        smallest,
+        samples=opened.samples,
+        terms=opened.terms,
+        quantity=name,
+        curvature=None if preconditioner is None else preconditioner.name,
+        damping=None if preconditioner is None else preconditioner.damping,
+        readings=len(found),
+    )
+
+
+def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
+    """Rows of queries ``[q, ...]`` by array, of as many batches as fit."""
+    waiting: list[dict[str, Tensor]] = []
+    number = 0
+    for batch in batches:
+        count, rows = gradients.of(batch)
+        if count > most:
+            what = f"a batch of {count} queries"
+            raise _too_small(what, f"{most} fit at once", f"give more, or batches of at most {most}")
+        if number and number + count > most:
+            yield _joined(waiting)
+            waiting, number = [], 0
+        if count:
+            waiting.append(rows)
+            number += count
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All batches in one, array by array; nothing is left of them."""
+    return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
+
+
+def _most_queries(gradients: QueryGradients, arrays: Mapping[str, Any], budget: int) -> int:
+    """How many queries fit into a quarter of the budget, while they are made into another quarter.
+
+    The second quarter is for joining them. The other half is for rows of the store.
+
+    Raises:
+        BadInput: If it is none, or no row fits.
+    """
+    row = bytes_of_a_row(arrays, 1)
+    if row > budget // 2:
+        raise _too_small(
+            "a row of the store",
+            f"it takes {byte_text(row)}, which is more than half of it",
+            f"give at least {byte_text(2 * row)}",
+        )
+    query = max(gradients.kept_bytes, gradients.passing_bytes)
+    if query > budget // 4:
+        raise _too_small(
+            "the gradient of one query",
+            f"while it is made it takes {byte_text(query)}, which is more than a quarter of it",
+            f"give at least {byte_text(4 * query)}",
+        )
+    return budget // 4 // query
+
+
+def _too_small(where: str, why: str, instead: str) -> PackpropError:
+    return BadInput(ASKED, f"the budget of memory, and {where}", why, instead)
+
+
+def _require_real(arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
+        if array.dtype.is_complex:
+            raise BadInput(
+                ASKED,
+                f"parameter {name!r}, whose rows are {array.dtype}",
+                "inner products of complex rows have no order",
+                "give a model with real parameters",
+            )
+
+
+def _preconditioner(
+    curvature: Result | Mapping[str, Any] | str | Path | None,
+    damping: float | None,
+    factored: bool,
+    model: nn.Module,
+    names: list[str] | None,
+) -> Preconditioner | None:
+    """What gradients are preconditioned with, if with anything."""
+    if curvature is None:
+        if damping is not None or factored:
+            raise BadInput(
+                ASKED,
+                f"damping={damping!r}, factored={factored!r} without curvature",
+                "there is nothing that it would be added to",
+                "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
+            )
+        return None
+    found = Result.load(curvature) if isinstance(curvature, (str, Path)) else curvature
+    name, blocks = _blocks(found)
+    shapes = {
+        each: p.shape
+        for each, p in model.named_parameters()
+        if p.requires_grad and (names is None or each in names)
+    }
+    return preconditioner_of(ASKED, name, blocks, damping, factored, shapes)
+
+
+def _blocks(curvature: Result | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The one curvature of a result, or blocks by parameter as they are given, and what to call them.
+
+    Raises:
+        BadInput: For a result that holds none, or several.
+    """
+    if not isinstance(curvature, Result):
+        if isinstance(curvature, Mapping):
+            return "the given curvature", curvature
+        raise BadInput(
+            ASKED,
+            f"curvature of type {type(curvature).__name__}",
+            "it is no Result, nor does it hold a block for each parameter",
+            "give what packprop.compute returned, the path of its file, or one of its entries",
+        )
+    known = [name for name in CURVATURES if name in curvature]
+    if len(known) == 1:
+        return known[0], curvature[known[0]]
+    raise BadInput(
+        ASKED,
+        f"the curvature, a Result of {', '.join(curvature) or 'nothing'}",
+        f"{', '.join(known)} are curvature, and one of them must be chosen" if known else "none is curvature",
+        f"give result[{known[0]!r}]" if known else f"compute one of {', '.join(CURVATURES)}",
+    )

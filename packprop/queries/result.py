@@ -1,0 +1,103 @@
+"""What queries have found, as a value: it prints, and converts to plain numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from packprop.store.search import Found
+
+WIDTH = 100
+"""Columns of a terminal that printed tables have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """What ``influence`` returns: for each query the samples at both ends.
+
+    Args:
+        largest: Samples with the largest inner products, ``products``, ``identifiers`` and ``rows``, each
+            ``[q, k]``, largest first: those that help the query most.
+        smallest: Those with the smallest, smallest first: where products are negative, they harm the query.
+        samples: Samples in the store.
+        terms: What their losses were divided by, added up.
+        quantity: Attribute of the gradients in the store.
+        curvature: What gradients of queries were preconditioned with; ``None`` if with nothing.
+        damping: What was added to it.
+        readings: How often the store was read.
+    """
+
+    largest: Found
+    smallest: Found
+    samples: int
+    terms: float
+    quantity: str
+    curvature: str | None = None
+    damping: float | None = None
+    readings: int = 1
+
+    def __len__(self) -> int:
+        """How many queries there were."""
+        return len(self.largest.products)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain numbers, texts, lists and dictionaries."""
+        return {
+            "samples": self.samples,
+            "terms": self.terms,
+            "quantity": self.quantity,
+            "curvature": self.curvature,
+            "damping": self.damping,
+            "readings": self.readings,
+            "queries": [
+                {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
+                for query in range(len(self))
+            ],
+        }
+
+    def to_json(self) -> str:
+        """``to_dict`` as text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for query in range(len(self)):
+            yield Text(f"query {query}")
+            yield _table(_rows(self.largest, query), _rows(self.smallest, query))
+            yield Text()
+        yield Text(
+            f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
+        )
+        if self.curvature is not None:
+            yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")
+
+
+def _rows(found: Found, query: int) -> list[dict[str, Any]]:
+    """The samples of a query: identifier, row and product."""
+    columns = zip(*(column[query].tolist() for column in found), strict=True)
+    return [{"identifier": each, "row": row, "product": product} for product, each, row in columns]
+
+
+def _table(largest: list[dict[str, Any]], smallest: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("", "largest", "sample", "row", "smallest", "sample", "row"):
+        table.add_column(title, justify="right")
+    for place, (most, least) in enumerate(zip(largest, smallest, strict=True), 1):
+        sides = [
+            cell
+            for each in (most, least)
+            for cell in (f"{each['product']:.4g}", str(each["identifier"]), str(each["row"]))
+        ]
+        table.add_row(str(place), *sides)
+    return table

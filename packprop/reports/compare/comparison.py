@@ -1,0 +1,111 @@
+"""``compare``: two profiles of one model as one value, which prints, converts to JSON and draws a page."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from packprop.errors import BadInput
+from packprop.reports.compare.differences import differences_of
+from packprop.reports.compare.page import comparison_page
+from packprop.reports.compare.table import comparison_table, notes
+from packprop.reports.compare.values import ComparisonValues
+from packprop.reports.profile.files import write_page
+from packprop.reports.profile.result import Profile
+from packprop.reports.profile.table import WIDTH
+
+ASKED = "Two profiles were to be compared."
+
+
+@dataclass(frozen=True)
+class Comparison(ComparisonValues):
+    """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
+
+    def to_html(self) -> str:
+        """The page: one HTML file with figures, which needs no network.
+
+        Raises:
+            PackpropError: If the libraries that draw it are not installed.
+        """
+        return comparison_page(self)
+
+    def save_page(self, path: str | Path) -> Path:
+        """Write the page to a file, over an older one; returns its path.
+
+        Raises:
+            BadInput: If the file cannot be written.
+            PackpropError: If the libraries that draw the page are not installed.
+        """
+        return write_page(path, self.to_html())
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield comparison_table(self.layers, self.total)
+        yield ""
+        yield from notes(self.names, self.paired, self.samples, self.losses, self.settings)
+
+
+def compare(first: Profile, second: Profile, first_name: str = "A", second_name: str = "B") -> Comparison:
+    """Two profiles of one model, quantity by quantity, with the uncertainty of their differences.
+
+    Args:
+        first: The one that is compared with.
+        second: The other one; differences are what it has more.
+        first_name: What the first one is called.
+        second_name: What the second one is called.
+
+    Raises:
+        BadInput: If they are of models with other layers, or of other losses.
+    """
+    for name, profile in (("first", first), ("second", second)):
+        if not isinstance(profile, Profile):
+            instead = "give what packprop.profile(...) or Profile.load(...) returned"
+            raise BadInput(ASKED, f"{name}, {type(profile).__name__}", "it is no profile", instead)
+    _require_same_model(first, second)
+    known = first.settings.get("data")
+    paired = known is not None and known == second.settings.get("data") and first.samples == second.samples
+    names = dict.fromkeys([*first.settings, *second.settings])
+    settings = {
+        name: (first.settings.get(name), second.settings.get(name))
+        for name in names
+        if first.settings.get(name) != second.settings.get(name) and name not in ("data", "graphs")
+    }
+    return Comparison(
+        names=(first_name, second_name),
+        paired=paired,
+        samples=(first.samples, second.samples),
+        losses=(first.loss, second.loss),
+        settings=settings,
+        layers={
+            one.name: differences_of(first, second, (one, other), paired)
+            for one, other in zip(first.layers, second.layers, strict=True)
+        },
+        total=differences_of(first, second, (first.total, second.total), paired),
+    )
+
+
+def _require_same_model(first: Profile, second: Profile) -> None:
+    """Refuse profiles whose layers, or losses, are not the same.
+
+    Raises:
+        BadInput: With the first difference.
+    """
+    instead = "compare profiles of one model, with one loss; parameters, data and settings may differ"
+    losses = first.settings.get("loss"), second.settings.get("loss")
+    if losses[0] != losses[1]:
+        raise BadInput(ASKED, "their losses", f"{losses[0]} in the first, {losses[1]} in the second", instead)
+    for one, other in zip(first.layers, second.layers, strict=False):
+        own, others = (f"{layer.name}, {layer.kind} of {layer.parameters:,}" for layer in (one, other))
+        if own != others:
+            why = f"{own} parameters in the first; {others} in the second"
+            raise BadInput(ASKED, f"layer {one.name!r}", why, instead)
+    if len(first.layers) != len(second.layers):
+        why = f"{len(first.layers)} in the first, {len(second.layers)} in the second"
+        raise BadInput(ASKED, "the number of layers", why, instead)

@@ -1,0 +1,62 @@
+"""A comparison as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from packprop.reports.compare.differences import QUANTITIES, Difference
+from packprop.reports.profile.table import NAME_WIDTH, number_text
+
+Differences = Mapping[str, Difference]
+
+
+def comparison_table(layers: Mapping[str, Differences], total: Differences) -> Table:
+    """Two lines for each layer: both values, and how they differ."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, pad_edge=False)
+    table.add_column("layer", "total", min_width=NAME_WIDTH, overflow="fold")
+    for quantity in QUANTITIES:
+        table.add_column(quantity, _cell(total[quantity]), justify="right", no_wrap=True)
+    for name, differences in layers.items():
+        table.add_row(name, *(_cell(differences[quantity]) for quantity in QUANTITIES))
+    return table
+
+
+def notes(
+    names: tuple[str, str],
+    paired: bool,
+    samples: tuple[int, int],
+    losses: tuple[float, float],
+    settings: Mapping[str, tuple[Any, Any]],
+) -> list[Text]:
+    """What was compared, and what the marks stand for."""
+    both = zip(names, samples, losses, strict=True)
+    lines = [
+        "; ".join(f"{name}: {count:,} samples, loss {number_text(loss)}" for name, count, loss in both),
+        f"{names[0]} -> {names[1]}, below it the difference +- its standard error; *: more than two of these",
+        "the same samples, compared one by one" if paired else "other samples: errors of both are combined",
+    ]
+    lines += [f"{name}: {first} -> {second}" for name, (first, second) in settings.items()]
+    return [Text(line) for line in lines]
+
+
+def change_text(difference: Difference) -> str:
+    """A difference with its error, and a star if it is clear; nothing where it is not known."""
+    if difference.change is None:
+        return ""
+    error = "" if difference.error is None else f" +- {number_text(difference.error)}"
+    sign = "+" if difference.change > 0 else ""
+    return f"{sign}{number_text(difference.change)}{error}{'*' if difference.is_clear else ''}"
+
+
+def _cell(difference: Difference) -> Text:
+    values = f"{number_text(difference.first)} -> {number_text(difference.second)}"
+    cell = Text(values if difference.first is not None or difference.second is not None else "-")
+    change = change_text(difference)
+    if change:
+        cell.append(f"\n{change}", style="bold" if difference.is_clear else "dim")
+    return cell

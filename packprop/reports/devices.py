@@ -1,0 +1,24 @@
+"""The device that the command line names."""
+
+from __future__ import annotations
+
+import torch
+
+from packprop.errors import BadInput
+
+
+def device_named(asked: str, name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        BadInput: If there is none that this torch can use.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BadInput(
+            asked, f"--device {name}", reason, "name a device that this torch can use, such as cpu"
+        ) from error
+    return device

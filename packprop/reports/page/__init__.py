@@ -1,0 +1,1 @@
+"""The page of a profile: one HTML file with figures, which needs no network."""

@@ -1,0 +1,145 @@
+"""What a profile says, in sentences: the ones that a reader should see before any figure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from packprop.memory.bytes import byte_text
+from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.table import counted, number_text
+from packprop.reports.profile.values import ProfileValues
+
+TAIL = 0.05
+"""The part of the samples whose share of the gradients is told."""
+
+FAR = 1.1
+"""A measured peak of so many times the planned one is told as a surprise."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence, and what it rests on.
+
+    Args:
+        says: The sentence.
+        because: Where it comes from, and how far it goes.
+    """
+
+    says: str
+    because: str
+
+
+def findings_of(values: ProfileValues) -> list[Finding]:
+    """What is worth saying, the most general first."""
+    said = [_noise(values), _tail(values), _curvature(values), _singular(values), _memory(values)]
+    return [finding for finding in said if finding is not None]
+
+
+def noise_scale(values: ProfileValues) -> float | None:
+    """The batch size at which noise is as large as signal; ``None`` where it is not known."""
+    ratio = values.total.signal_to_noise
+    return None if not ratio or not math.isfinite(ratio) else 1 / ratio
+
+
+def trace_of(layer: Layer) -> float | None:
+    """The layer's trace of the GGN: the exact one, if it was computed."""
+    return layer.ggn_trace_monte_carlo if layer.ggn_trace_exact is None else layer.ggn_trace_exact
+
+
+def _noise(values: ProfileValues) -> Finding | None:
+    scale = noise_scale(values)
+    if scale is None:
+        return None
+    if scale >= values.samples:
+        return Finding(
+            "The gradient cannot be told from noise.",
+            f"Noise equals signal at a batch of {number_text(scale)}, and there were only "
+            f"{counted(values.samples, 'sample')}.",
+        )
+    batch = f"{scale:,.0f}" if scale >= 10 else f"{scale:.1f}"
+    return Finding(
+        f"At a batch of {batch}, noise is as large as signal.",
+        "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
+        "sample (the simple noise scale of McCandlish et al., 2018).",
+    )
+
+
+def _tail(values: ProfileValues) -> Finding | None:
+    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    if norms is None or len(norms) < 20 or not bool(norms.isfinite().all()) or not float(norms.max()):
+        return None
+    squares = norms.double().square().sort(descending=True).values
+    few = max(1, round(TAIL * len(squares)))
+    share = float(squares[:few].sum() / squares.sum())
+    median = float(norms.median())
+    most = f"{number_text(float(norms.max()) / median)} times the median" if median else "the others have none"
+    says = (
+        f"{counted(few, 'sample')} of {values.samples:,} hold {share:.0%} of the gradients."
+        if share >= 0.25
+        else f"No small group stands out: the largest {TAIL:.0%} hold {share:.0%} of the gradients."
+    )
+    return Finding(
+        says,
+        f"Share of the {TAIL:.0%} with the largest gradients in the sum of squared norms; the largest norm is "
+        f"{number_text(float(norms.max()))}, {most}.",
+    )
+
+
+def _curvature(values: ProfileValues) -> Finding | None:
+    traces = {layer.name: trace for layer in values.layers if (trace := trace_of(layer)) is not None}
+    total = sum(traces.values())
+    if len(traces) < 2 or not math.isfinite(total) or total <= 0:
+        return None
+    top = max(traces, key=lambda name: traces[name])
+    layer = next(layer for layer in values.layers if layer.name == top)
+    return Finding(
+        f"{top} has {traces[top] / total:.0%} of the curvature.",
+        f"Its share of the trace of the GGN, with {layer.parameters / values.total.parameters:.0%} of the "
+        "parameters: where steps of one length for all are first too long.",
+    )
+
+
+def _singular(values: ProfileValues) -> Finding | None:
+    factors = [(layer, spectrum) for layer in values.layers for spectrum in layer.factors.values()]
+    built = [(layer, spectrum) for layer, spectrum in factors if spectrum.rank is not None]
+    singular = [(layer, spectrum) for layer, spectrum in built if spectrum.rank != spectrum.size]
+    if not built:
+        return None
+    if not singular:
+        worst = max(built, key=lambda pair: pair[1].condition or 0.0)
+        return Finding(
+            "Every Kronecker factor has full rank.",
+            f"The worst condition is {number_text(worst[1].condition)}, in {worst[0].name}.",
+        )
+    layer, spectrum = max(singular, key=lambda pair: pair[1].size - (pair[1].rank or 0))
+    are = "is" if len(singular) == 1 else "are"
+    return Finding(
+        f"{len(singular)} of {counted(len(built), 'Kronecker factor')} {are} singular.",
+        f"{layer.name} has rank {spectrum.rank} of {spectrum.size}: inverses need damping.",
+    )
+
+
+def _memory(values: ProfileValues) -> Finding | None:
+    use = values.memory
+    if use is None:
+        return None
+    what = f"a batch of {use.samples:,}"
+    if use.planned is None:
+        return Finding(f"The pass over {what} took {byte_text(use.peak)}.", f"There is no plan: {use.why_not}.")
+    if use.budget is not None and use.peak > use.budget:
+        says = f"The pass over {what} took more than its budget: {byte_text(use.peak)}."
+    elif use.peak > FAR * use.planned:
+        says = f"The pass over {what} took {byte_text(use.peak)}, more than was planned."
+    else:
+        says = f"The pass over {what} took {byte_text(use.peak)}, as planned."
+    budget = "there is no budget" if use.budget is None else f"the budget is {byte_text(use.budget)}"
+    return Finding(says, f"The plan said {byte_text(use.planned)}; {budget}.")
+
+
+def sample_share(norms: torch.Tensor, norm: float) -> str:
+    """How many times the median a norm is."""
+    median = float(norms.median())
+    return f"{number_text(norm / median)} times median" if median else ""

@@ -1,0 +1,161 @@
+"""From a profile to its page."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from typing import Any
+
+from torch import Tensor
+
+from packprop.memory.bytes import byte_text
+from packprop.reports.page.findings import findings_of, noise_scale, sample_share, trace_of
+from packprop.reports.page.libraries import require_libraries
+from packprop.reports.page.templating import template
+from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.table import counted, number_text
+from packprop.reports.profile.values import ProfileValues
+
+Cell = tuple[str, float | str | None]
+"""What a cell of the table of layers shows, and what it is sorted by."""
+
+COLUMNS = (
+    ("layer", "name of the module, in the order in which the model has them"),
+    ("kind", "class of the module"),
+    ("parameters", "number of trainable ones"),
+    ("gradient norm", "of the mean loss"),
+    ("sample median", "median of the norms of single samples' gradients"),
+    ("sample 95%", "their 95th percentile"),
+    ("signal to noise", "squared gradient norm over the trace of the samples' covariance"),
+    ("GGN trace", "exact where it was computed, else the Monte Carlo estimate"),
+    (
+        "condition A",
+        "of the Kronecker factor of the inputs: largest over smallest eigenvalue; rank/size if singular",
+    ),
+    ("condition B", "of the Kronecker factor of what comes back"),
+)
+"""Titles of the table of layers, and what they mean."""
+
+
+def page_of(values: ProfileValues) -> str:
+    """The page of a profile, as text.
+
+    Raises:
+        PackpropError: If the libraries that make it are not installed.
+    """
+    require_libraries()
+    from packprop.reports.page import curvature, gradients, memory
+
+    figures = {
+        "signal": gradients.signal_to_noise(values),
+        "norms": gradients.norm_histogram(values),
+        "by_layer": gradients.norms_by_layer(values),
+        "traces": curvature.traces(values),
+        "spectra": curvature.spectra(values),
+        "memory": memory.timeline(values.memory),
+    }
+    return template("page.html").render(
+        **shared_parts(values),
+        figures=figures,
+        samples=samples_of(values),
+        columns=COLUMNS,
+        **table_of(values),
+        choices=[] if values.memory is None else values.memory.choices,
+        planned_parts={} if values.memory is None else values.memory.parts,
+        reasons=memory.reasons_of(values.memory),
+        byte_text=byte_text,
+        script=drawing_script(),
+    )
+
+
+def shared_parts(values: ProfileValues) -> dict[str, Any]:
+    """What the page and its short form in a notebook both show."""
+    scale = noise_scale(values)
+    key_numbers = [
+        ("loss", number_text(values.loss)),
+        ("samples", f"{values.samples:,}"),
+        ("parameters", f"{values.total.parameters:,}"),
+        ("gradient norm", number_text(values.total.gradient_norm)),
+        ("noise scale", "-" if scale is None else f"{number_text(scale)}"),
+    ]
+    if values.memory is not None:
+        key_numbers.append(("peak memory", byte_text(values.memory.peak)))
+    settings = values.settings
+    return {
+        "values": values,
+        "title": f"{settings['model']} on {counted(values.samples, 'sample')}",
+        "facts": "{loss}, {mode} mode, {precision} on {device}".format_map(settings),
+        "findings": findings_of(values),
+        "key_numbers": key_numbers,
+        "number_text": number_text,
+    }
+
+
+def table_of(values: ProfileValues) -> dict[str, Any]:
+    """The table of layers."""
+    return {"rows": [_cells(layer) for layer in values.layers], "total": _cells(values.total)}
+
+
+def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
+    """The outlying samples, with their pictures as data."""
+    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    found = []
+    for each in values.outlying:
+        picture = None if each.picture is None else picture_url(values.tensors[each.picture])
+        share = "" if norms is None else sample_share(norms, each.norm)
+        what = "picture" if picture else "text"
+        alternative = f"{what.capitalize()} of sample {each.place}" + (
+            f", a {each.target}" if each.target else ""
+        )
+        found.append({"sample": each, "picture": picture, "share": share, "alternative": alternative})
+    return found
+
+
+def picture_url(picture: Tensor) -> str:
+    """An image as a URL that holds it; bytes ``[height, width]`` or ``[height, width, 3]``."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(picture.numpy()).save(out, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+@functools.cache
+def drawing_script() -> str:
+    """The library that draws figures in a browser, as one script: about 0.9 MB."""
+    import altair
+    import vl_convert
+
+    version = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    known = [text.removeprefix("v") for text in vl_convert.get_vegalite_versions()]
+    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet, without which it gives everything
+    script: str = bundle(vl_version=version if version in known else None)
+    return script.replace("</script", "<\\/script")
+
+
+def _cells(layer: Layer) -> list[Cell]:
+    numbers = [
+        layer.gradient_norm,
+        layer.sample_gradient_norm_median,
+        layer.sample_gradient_norm_95,
+        layer.signal_to_noise,
+        trace_of(layer),
+    ]
+    return [
+        (layer.name, layer.name),
+        (layer.kind, layer.kind),
+        (f"{layer.parameters:,}", layer.parameters),
+        *((number_text(number), number) for number in numbers),
+        *(_condition(layer, side) for side in "AB"),
+    ]
+
+
+def _condition(layer: Layer, side: str) -> Cell:
+    """Condition of the layer's first factor of this side, with its rank if it is singular."""
+    spectrum = next((found for name, found in layer.factors.items() if name.endswith(f".{side}")), None)
+    if spectrum is None or spectrum.rank is None:
+        wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"
+        return wide, None
+    rank = "" if spectrum.rank == spectrum.size else f" ({spectrum.rank}/{spectrum.size})"
+    return f"{number_text(spectrum.condition)}{rank}", spectrum.condition

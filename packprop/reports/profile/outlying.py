@@ -1,0 +1,272 @@
+"""The samples whose gradients are largest: which they are, and what can be shown of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from packprop.dataset.batches import Batches, explanation
+from packprop.dataset.identity import spot_check
+from packprop.dataset.sources import Samples
+from packprop.errors import BadInput
+from packprop.recording.switch import disable
+from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.random import random_numbers_from, random_states
+
+ASKED = "The samples with the largest gradients were to be shown."
+
+SHOWN = 12
+"""How many samples are kept by default."""
+
+TOKENS = 64
+"""How many entries of a sample without a picture are written down."""
+
+SIDE = 96
+"""Side of the largest picture that is kept, in pixels; larger ones are averaged down."""
+
+Decode = Callable[[Any, Any], "str | Tensor"]
+"""From the inputs and targets of one sample, without their leading axis, to text or to an image."""
+
+
+@dataclass(frozen=True)
+class OutlyingSample:
+    """One of the samples with the largest gradients.
+
+    Args:
+        place: Its place in the data, in the order in which they were read.
+        norm: Norm of the gradient of its own loss, in all parameters together.
+        loss: Its own loss; ``None`` if the model could not be run on it alone.
+        target: What it should be, in words; ``None`` if that is more than one number.
+        output: What the model says, in words; ``None`` where outputs are no classes.
+        text: What it is, where there is no picture of it.
+        picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
+            ``[height, width, 3]``.
+    """
+
+    place: int
+    norm: float
+    loss: float | None = None
+    target: str | None = None
+    output: str | None = None
+    text: str | None = None
+    picture: str | None = None
+
+
+class NotFoundAgain(BadInput):
+    """The data were read, but single samples of them cannot be found again."""
+
+
+class ReadableBatches(Batches):
+    """Batches that are noted as they are read, so that single samples can be found again."""
+
+    def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
+        super().__init__(asked, data, batch_size, whole)
+        self._sizes: list[int] = []
+        self._spots: list[str] = []
+        self._again = False
+
+    def _taken(self, batch: Any) -> None:
+        super()._taken(batch)
+        if self._again or isinstance(self.source, Samples):
+            return
+        self._sizes.append(_size_of(batch))
+        self._spots.append(spot_check([*tensors_in(batch)]))
+
+    @property
+    def stamp(self) -> str | None:
+        """A text that data with other samples, or another order of them, do not have; ``None`` if not known."""
+        if isinstance(self.source, Samples):
+            known: str | None = self.source.facts()["some values"]
+            return known
+        return hashlib.blake2b("".join(self._spots).encode(), digest_size=8).hexdigest()
+
+    def samples_at(self, places: list[int], samples: int) -> dict[int, tuple[Any, Any]]:
+        """Inputs and targets of some samples, each with a leading axis of one sample.
+
+        A data set is asked by index; other data are read a second time, up to the last of the samples.
+
+        Raises:
+            NotFoundAgain: If the data do not give them again.
+        """
+        if isinstance(self.source, Samples):
+            return {at: self._checked(default_collate([self.source.data[at]])) for at in places}
+        if self.is_read_once:
+            raise _not_found("they can be read once", "give a list of batches, a data loader or a Dataset")
+        if sum(self._sizes) != samples:
+            why = "how many samples each batch had is not known: batches were read elsewhere or before"
+            raise _not_found(why, "give a Dataset, or a pair of tensors")
+        self._again, found, begin = True, {}, 0
+        self.begin_again()
+        for number, batch in enumerate(self):
+            if number == len(self._spots) or spot_check([*tensors_in(self._current)]) != self._spots[number]:
+                why = "they are others each time that they are read"
+                raise _not_found(why, "give a Dataset, or a loader that gives the same batches again")
+            end = begin + self._sizes[number]
+            for place in places:
+                if begin <= place < end:
+                    found[place] = map_tensors(_row_of(place - begin, end - begin), batch)
+            begin = end
+            if begin > max(places):
+                break
+        return found
+
+
+def outlying_samples(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batches: ReadableBatches,
+    norms: Tensor,
+    count: int,
+    decode: Decode | None,
+    device: torch.device,
+) -> tuple[list[OutlyingSample], dict[str, Tensor]]:
+    """The samples with the largest gradients, largest first, and their pictures by name.
+
+    Args:
+        model: The model, in the mode that the norms are from.
+        loss: As for ``profile``.
+        batches: The data, which were read to their end.
+        norms: Norm of each sample's gradient ``[n]``.
+        count: How many samples.
+        decode: From inputs and targets of one sample to text or an image, in place of packprop's guess.
+        device: Where the model is.
+
+    Raises:
+        NotFoundAgain: If the data do not give them again.
+        BadInput: If ``decode`` fails on one.
+    """
+    places = norms.nan_to_num(nan=-1.0).topk(min(count, len(norms))).indices.tolist()
+    if not places:
+        return [], {}
+    found = batches.samples_at(places, len(norms))
+    rows, pictures = [], {}
+    for place in places:
+        inputs, targets = found[place]
+        text, picture = _shown(place, inputs, targets, decode)
+        name = None if picture is None else f"outlying_sample/{place}"
+        if name is not None and picture is not None:
+            pictures[name] = picture
+        own_loss, output = _said(model, loss, inputs, targets, device)
+        rows.append(
+            OutlyingSample(place, float(norms[place]), own_loss, _words(targets), output, text, name),
+        )
+    return rows, pictures
+
+
+def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
+    """Refuse a function that fails on the first sample, before any work is done.
+
+    Raises:
+        BadInput: With what it raised or returned.
+    """
+    size = _size_of(batch)
+    if decode is not None and size:
+        inputs, targets = map_tensors(_row_of(0, size), batch)
+        _shown(0, inputs, targets, decode)
+
+
+def _shown(place: int, inputs: Any, targets: Any, decode: Decode | None) -> tuple[str | None, Tensor | None]:
+    """Text of one sample, or its picture."""
+    if decode is None:
+        # of what Hugging Face's tokenizers give, the tokens
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        tensors = [*tensors_in(inputs if tokens is None else tokens)]
+        picture = picture_of(tensors[0][0]) if tensors else None
+        return (None, picture) if picture is not None else (text_of(tensors[0][0]), None)
+    try:
+        decoded = decode(*(map_tensors(lambda tensor: tensor[0], each) for each in (inputs, targets)))
+    except Exception as error:
+        instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
+        raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error
+    picture = picture_of(decoded) if isinstance(decoded, Tensor) else None
+    if picture is None and not isinstance(decoded, str):
+        instead = "return text, or an image [height, width], [1, height, width] or [3, height, width]"
+        what = f"a tensor {[*decoded.shape]}" if isinstance(decoded, Tensor) else type(decoded).__name__
+        raise BadInput(ASKED, f"decode, for sample {place}", f"it returned {what}", instead)
+    return (None, picture) if picture is not None else (str(decoded), None)
+
+
+def picture_of(sample: Tensor) -> Tensor | None:
+    """An image as bytes ``[height, width]`` or ``[height, width, 3]``; ``None`` for what is no image.
+
+    Floating-point values outside of 0 to 1 are stretched so that the smallest is black and the largest white.
+    """
+    image = sample[0] if sample.dim() == 3 and len(sample) == 1 else sample
+    coloured = image.dim() == 3 and len(image) == 3
+    whole_bytes = image.dtype == torch.uint8
+    if not (image.dim() == 2 or coloured) or min(image.shape[-2:]) < 4:
+        return None
+    if not (whole_bytes or image.is_floating_point()):
+        return None
+    values = image.detach().cpu().float() / (255 if whole_bytes else 1)
+    low, high = values.aminmax()
+    if not bool(values.isfinite().all()):
+        return None
+    if low < 0 or high > 1:
+        values = (values - low) / (high - low)
+    if max(values.shape[-2:]) > SIDE:
+        height, width = (max(1, round(size * SIDE / max(values.shape[-2:]))) for size in values.shape[-2:])
+        values = F.adaptive_avg_pool2d(values.view(1, -1, *values.shape[-2:]), (height, width))[0]
+        values = values if coloured else values[0]
+    picture = (values * 255).round().to(torch.uint8)
+    return picture.permute(1, 2, 0).contiguous() if coloured else picture
+
+
+def text_of(sample: Tensor) -> str:
+    """The first entries of a sample: of whole numbers, such as tokens, or others."""
+    entries = sample.detach().flatten()
+    first = entries[:TOKENS].tolist()
+    words = " ".join(f"{entry:.3g}" if entries.is_floating_point() else str(entry) for entry in first)
+    return words if len(entries) <= TOKENS else f"{words} ... ({len(entries):,} in all)"
+
+
+def _said(
+    model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any, device: torch.device
+) -> tuple[float | None, str | None]:
+    """The loss of one sample alone, and the class that the model gives it, if outputs are classes."""
+    inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
+    try:
+        with torch.no_grad(), disable(), random_numbers_from(random_states([device])):
+            outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
+    except Exception:  # a model may want more than one sample; then nothing is said of its outputs
+        return None, None
+    if not (isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1):
+        return float(value), None
+    if not (isinstance(targets, Tensor) and not targets.is_floating_point() and targets.dim() == 1):
+        return float(value), None
+    named = getattr(loss, "__name__", type(loss).__name__)
+    chance = outputs[0].float().softmax(0).max() if named in ("CrossEntropyLoss", "cross_entropy") else None
+    said = str(int(outputs[0].argmax()))
+    return float(value), said if chance is None else f"{said} ({float(chance):.0%})"
+
+
+def _words(targets: Any) -> str | None:
+    """The target of one sample, if it is one number."""
+    if not isinstance(targets, Tensor) or targets.numel() != 1:
+        return None
+    return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
+
+
+def _size_of(batch: Any) -> int:
+    """Samples in a batch, by the leading axis of its first tensor."""
+    first = next(tensors_in(batch), None)
+    return 0 if first is None or not first.dim() else len(first)
+
+
+def _row_of(index: int, size: int) -> Callable[[Tensor], Tensor]:
+    def row(tensor: Tensor) -> Tensor:
+        return tensor[index : index + 1] if tensor.dim() and len(tensor) == size else tensor
+
+    return row
+
+
+def _not_found(why: str, instead: str) -> NotFoundAgain:
+    return NotFoundAgain(ASKED, "the data, which come in batches", why, instead)

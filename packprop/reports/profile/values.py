@@ -1,0 +1,60 @@
+"""What a profile holds, apart from how it is printed, drawn and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from packprop.reports.profile.files import FORMAT, json_ready
+from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.memory_use import MemoryUse
+from packprop.reports.profile.outlying import OutlyingSample
+
+
+@dataclass(frozen=True)
+class ProfileValues:
+    """The values of a profile.
+
+    Args:
+        layers: One row for each module that owns trainable parameters, in the model's order.
+        total: One row for all parameters together.
+        loss: The mean loss over the data set.
+        samples: Number of samples.
+        batches: Number of batches that they came in.
+        settings: Model, loss function, device, precision, mode, seed, draws, versions.
+        seconds: Wall time of the pass over the data.
+        tensors: ``gradient/<parameter>`` and ``gradient_variance/<parameter>`` (of single samples'
+            gradients) ``[*p]``; ``sample_gradient_norm/<layer>`` and ``sample_ggn_trace/<layer>``
+            (exact, if it was computed) ``[n]``, of each sample's own loss; for each Kronecker
+            factor ``kfac/<parameter>/A`` (or ``B``) ``[i, i]``, and ``kfac_eigenvalues/...`` of the
+            same name ``[i]``, ascending; ``outlying_sample/<place>``, the pictures of ``outlying``.
+        outlying: The samples with the largest gradients, largest first.
+        memory: What the pass over the first batch took, if that was asked for.
+        missing: Why there is no ``"outlying"`` or no ``"memory"``, where there is none.
+    """
+
+    layers: list[Layer]
+    total: Layer
+    loss: float
+    samples: int
+    batches: int
+    settings: dict[str, Any]
+    seconds: float
+    tensors: dict[str, Tensor] = field(repr=False, compare=False, default_factory=dict)
+    outlying: list[OutlyingSample] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain numbers, strings, lists and dictionaries."""
+        plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
+        del plain["tensors"]
+        return {"format": FORMAT, **plain}
+
+    def to_json(self) -> str:
+        """``to_dict`` as text; ``null`` stands for what was not computed, is infinite or NaN."""
+        return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

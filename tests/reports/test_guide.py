@@ -1,0 +1,22 @@
+"""The guide to the page: its example runs, and says what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "report.md"
+
+
+def test_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, str(GUIDE), "exec"), {})
+    assert capsys.readouterr().out.split() == re.findall(r"print\(.*\)  # (.*)", code)[0].split()
+    assert (tmp_path / "profile.html").stat().st_size < 2_000_000

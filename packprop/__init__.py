@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # What type checkers and editors read; at run time a name is imported when it is first asked for.
-    from packprop import compat, distributed, errors, examples, extensions, store, testing, types
+    from packprop import compat, distributed, errors, examples, extensions, monitor, store, testing, types
     from packprop.algebra import kronecker
     from packprop.algebra.algorithms import algorithms
     from packprop.clipped import ClippedGradients, clipped_gradients
@@ -83,6 +83,7 @@ _MODULES = {
     "examples": "packprop.examples",
     "extensions": "packprop.extensions",
     "kronecker": "packprop.algebra.kronecker",
+    "monitor": "packprop.monitor",
     "operators": "packprop.curvature.operators",
     "products": "packprop.curvature.products",
     "store": "packprop.store",
@@ -123,6 +124,7 @@ __all__ = [
     "extensions",
     "influence",
     "kronecker",
+    "monitor",
     "operators",
     "plan",
     "products",

@@ -1,6 +1,8 @@
-"""Watching a training run: gradient noise, norms of samples' gradients, curvature, now and then."""
+"""Where ``packprop.Monitor`` logs to, beside functions and file names."""
 
 from packprop.monitor.logs import JsonLines, Printed, TensorBoard
-from packprop.monitor.monitor import QUANTITIES, Monitor
+from packprop.monitor.monitor import QUANTITIES as QUANTITIES
+from packprop.monitor.monitor import Monitor as Monitor
 
-__all__ = ["QUANTITIES", "JsonLines", "Monitor", "Printed", "TensorBoard"]
+# Monitor stands at the top; what it can be asked for is in its docstring.
+__all__ = ["JsonLines", "Printed", "TensorBoard"]

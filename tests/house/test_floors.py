@@ -277,7 +277,7 @@ FAULTS = [
     (
         upward,
         {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 19)",
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 20)",
     ),
     (
         upward,

@@ -38,6 +38,7 @@ PAGES = (
     "private_training",
     "mislabelled",
     "laplace_approximation",
+    "noise_scale",
 )
 INDEX = """# Gallery
 

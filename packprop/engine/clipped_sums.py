@@ -61,7 +61,8 @@ class ClippedSums:
     def take(self) -> tuple[ClippedNorms, list[tuple[Tensor, Tensor]]]:
         """Norms of samples, and each leaf that was reached with its clipped gradient ``[*p]``."""
         squares = {id(leaf): self._squares(leaf) for leaf in self._graph.leaves()}
-        like = next(each for each in squares.values() if each is not None)
+        known = [each for each in squares.values() if each is not None]
+        like = known[0] if known else self._graph.leaves()[0].new_zeros(())
         totals = []
         for group in self._clip.groups:
             own = [squares[id(leaf)] for leaf in group.leaves]

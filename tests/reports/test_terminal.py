@@ -34,7 +34,7 @@ class Batches:
     def __iter__(self):
         source = torch.Generator().manual_seed(0)
         for number in range(60):
-            time.sleep(SLEEP)
+            time.sleep(SLEEP)  # there is a long one, so that an interrupt comes in time
             yield torch.randn(5, 4, generator=source), torch.randint(2, (5,), generator=source)
 
 
@@ -128,7 +128,7 @@ class Terminal:
 
 def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a run; the same command goes on, to the result of a run that was left alone."""
-    (tmp_path / "slow.py").write_text(SLOW.replace("SLEEP", "0.05"))
+    (tmp_path / "slow.py").write_text(SLOW.replace("SLEEP", "60 if number == 20 else 0.05"))
     options = ("slow:factory", "--checkpoint", "kept", "--every", "1", "--memory", "64MiB")
     terminal = Terminal(tmp_path, *options, NO_COLOR="1")
     terminal.read(until=r"\d+/60 batches, \d+ samples/s")

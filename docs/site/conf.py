@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(Any|Callable|Iterable|Iterator|Literal|Mapping|Path|Self|Sequence|Tensor|Unpack|nn\..*)"),
     # classes of inner parts and aliases of types, which signatures name
     ("py:class", r"packprop\.(context\.|\w+\.\w+\.).*"),
-    ("py:class", r"P|Per|Otherwise|Approximation|Columns|EntryOrder|Fisher|Precision"),
+    ("py:class", r"Difference|P|Per|Otherwise|Approximation|Columns|EntryOrder|Fisher|Precision"),
 ]
 
 # Looks

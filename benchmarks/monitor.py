@@ -1,9 +1,10 @@
 """``python -m benchmarks.monitor``: what ``packprop.Monitor`` costs; writes ``results/monitor.json``.
 
-A plain training step beside loops that look at every 1st, 10th and 100th step, and at none, with the quantities
-that are asked for by default. Steps that are monitored and steps that are not are timed by themselves, in turns with
-plain steps. What a monitored step takes beyond a plain one, over n, is the price for looking at every n-th step: what
-one that is not monitored takes beyond it is below what can be told from noise, and is reported apart.
+A plain training step beside loops that look at every 1st, 10th and 100th step, with the quantities that are
+asked for by default. Steps that are monitored and steps that are not are timed by themselves, in turns with
+plain ones. What a monitored step takes beyond a plain one, over n, is the price for looking at every n-th
+step. What a step that is not monitored takes beyond a plain one is below what can be told from noise, and is
+reported apart.
 """
 
 from __future__ import annotations

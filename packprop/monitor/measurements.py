@@ -21,6 +21,7 @@ from torch import Tensor
 
 from packprop.monitor.noise import GradientNoise, gradient_noise
 from packprop.monitor.passes import PassValues
+from packprop.reports.profile.layers import ROOT, owner_of
 
 TOTAL = ""
 """The layer that stands for all of them."""
@@ -71,11 +72,6 @@ class StepValues:
     own: list[range] = field(default_factory=list)
 
 
-def owner_of(parameter: str) -> str:
-    """The layer of a parameter: the module that owns it."""
-    return parameter.rpartition(".")[0] or "(model)"
-
-
 def measured(
     passes: Sequence[PassValues],
     gradients: Mapping[str, Tensor],
@@ -93,7 +89,7 @@ def measured(
     square = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
     layers = {TOTAL: list(gradients)}
     for name in gradients:
-        layers.setdefault(owner_of(name), []).append(name)
+        layers.setdefault(owner_of(name) or ROOT, []).append(name)
     values = {}
     for layer, parts in layers.items():
         mean_square = sum(square[name] for name in parts)

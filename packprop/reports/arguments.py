@@ -123,7 +123,6 @@ def _add_profile(commands: Commands) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(command="profile")
     add = command.add_argument
     add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
     add(

@@ -63,7 +63,6 @@ def add_query(commands: Any, positive: Callable[[str], int]) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(command="query")
     add = command.add_argument
     add("store", metavar="STORE", help="folder of the store")
     add("--factory", metavar="FACTORY", required=True, help="package.module:function")

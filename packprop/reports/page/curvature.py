@@ -22,7 +22,7 @@ from packprop.reports.page.figure import (
     specification,
 )
 from packprop.reports.page.findings import trace_of
-from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.layers import ROOT, Layer
 from packprop.reports.profile.table import number_text
 from packprop.reports.profile.values import ProfileValues
 
@@ -173,7 +173,7 @@ def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, lis
     found: dict[str, tuple[str, str, list[float]]] = {}
     for name, spectrum in layer.factors.items():
         parameter, _, side = name.rpartition(".")
-        full = parameter if layer.name == "(model)" else f"{layer.name}.{parameter}"
+        full = parameter if layer.name == ROOT else f"{layer.name}.{parameter}"
         eigenvalues = values.tensors.get(f"kfac_eigenvalues/{full}/{side}")
         if side in found or eigenvalues is None or not spectrum.rank or not spectrum.largest:
             continue

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from packprop.dataset.result import Result
-from packprop.reports.profile.layers import Layer, Spectrum, spectrum_of
+from packprop.reports.profile.layers import ROOT, Layer, Spectrum, owner_of, spectrum_of
 from packprop.reports.profile.result import Profile
 
-ROOT, TOTAL = "(model)", "(total)"
-"""Names of two rows: the parameters that the model itself owns, and all parameters."""
+TOTAL = "(total)"
+"""The name of the row of all parameters."""
 
 Tables = dict[str, dict[str, Any]]
 """Short name of an extension -> parameter name -> value."""
@@ -57,8 +57,8 @@ def assemble(
 
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layers = []
-    for owner in dict.fromkeys(_owner_of(name) for name in trainable):
-        owned = {name: p for name, p in trainable.items() if _owner_of(name) == owner}
+    for owner in dict.fromkeys(owner_of(name) for name in trainable):
+        owned = {name: p for name, p in trainable.items() if owner_of(name) == owner}
         layers.append(row(owner or ROOT, type(model.get_submodule(owner)).__name__, owned))
     # the factors of single layers say nothing about the whole model
     total = dataclasses.replace(row(TOTAL, type(model).__name__, trainable), factors={})
@@ -163,8 +163,3 @@ def _measured(
             for side, spectrum in values.factors.items()
         },
     )
-
-
-def _owner_of(parameter: str) -> str:
-    """The name of the module that owns a parameter."""
-    return parameter.rpartition(".")[0]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+ROOT = "(model)"
+"""What the layer of the parameters that the model itself owns is called."""
+
 
 @dataclass(frozen=True)
 class Spectrum:
@@ -76,3 +79,8 @@ def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
         return Spectrum(size, rank=0), eigenvalues
     smallest = float(above_error[0])
     return Spectrum(size, True, len(above_error), largest, smallest, largest / smallest), eigenvalues
+
+
+def owner_of(parameter: str) -> str:
+    """The name of the module that owns a parameter; empty for the model itself."""
+    return parameter.rpartition(".")[0]

@@ -67,7 +67,7 @@ def by_hand(task: Task) -> Step:
         loss = task.loss(task.model(task.inputs), task.targets)
         with packprop.backpack(BatchGrad()):
             loss.backward()
-        rows: list[Tensor] = [parameter.grad_batch for parameter in task.model.parameters()]  # type: ignore[attr-defined]
+        rows: list[Tensor] = [parameter.grad_batch for parameter in task.model.parameters()]  # type: ignore[attr-defined]  # saved
         squares = sum(row.flatten(1).square().sum(1) for row in rows)
         factors = (MAX_NORM / (len(task.inputs) * torch.as_tensor(squares).sqrt())).clamp(max=1)
         for parameter, row in zip(task.model.parameters(), rows, strict=True):

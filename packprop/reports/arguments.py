@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TypeAlias
 
 from packprop.dataset.batches import BATCH_SIZE
 from packprop.dataset.identity import packprop_version
+from packprop.reports.commands import Commands, new_command
 from packprop.reports.profile.outlying import SHOWN
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.reports.profile.table import WIDTH
 from packprop.reports.query import add_query
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 OUTPUT = "profile"
 """The default of ``--output``."""
@@ -116,12 +114,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_profile(commands: Commands) -> None:
-    command = commands.add_parser(
-        "profile",
-        help="gradients and curvature of a network, layer by layer",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    command = new_command(
+        commands, "profile", "gradients and curvature of a network, layer by layer", DESCRIPTION, EXAMPLES
     )
     add = command.add_argument
     add("factory", nargs="?", metavar="FACTORY", help="package.module:function")
@@ -240,13 +234,7 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _add_compare(commands: Commands) -> None:
-    command = commands.add_parser(
-        "compare",
-        help="two profiles side by side",
-        description=COMPARE,
-        epilog=EXIT_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    command = new_command(commands, "compare", "two profiles side by side", COMPARE, EXIT_STATUS)
     command.add_argument("first", metavar="A", help="folder of a profile")
     command.add_argument("second", metavar="B", help="folder of another one")
     command.add_argument("--html", metavar="FILE", help="write a page, too; needs packprop[report]")
@@ -254,13 +242,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def _add_page(commands: Commands) -> None:
-    command = commands.add_parser(
-        "page",
-        help="the page of a profile that was made before",
-        description=PAGE,
-        epilog=EXIT_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    command = new_command(commands, "page", "the page of a profile that was made before", PAGE, EXIT_STATUS)
     command.add_argument("folder", metavar="DIR", help="folder of a profile")
     command.add_argument("--output", metavar="FILE", help="where the page goes (default: DIR/profile.html)")
     command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")

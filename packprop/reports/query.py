@@ -16,6 +16,7 @@ from packprop.dataset.result import Result
 from packprop.errors import BadInput
 from packprop.queries.influence import influence
 from packprop.queries.result import WIDTH
+from packprop.reports.commands import Commands, new_command
 from packprop.reports.devices import device_named
 from packprop.reports.factory import call_factory, load_factory
 from packprop.store.reading import Store
@@ -54,14 +55,10 @@ The same from Python:
 """
 
 
-def add_query(commands: Any, positive: Callable[[str], int]) -> None:
+def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
     """Add the arguments of the command; ``positive`` reads a number of at least 1."""
-    command = commands.add_parser(
-        "query",
-        help="which stored samples help, and harm, some queries",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    command = new_command(
+        commands, "query", "which stored samples help, and harm, some queries", DESCRIPTION, EXAMPLES
     )
     add = command.add_argument
     add("store", metavar="STORE", help="folder of the store")

@@ -34,6 +34,12 @@ LONG = 256
 LARGE_IMAGE = 100
 """Pixels from which on gradients of filters for single channels are computed sample by sample."""
 
+FULL = 16
+"""Numbers of single precision by which MKL fills a row of a result fastest: it takes a multiple of them at once."""
+
+SMALL_ROW = 2**14
+"""Entries below which a row is squared and added up together with others: calls cost more than what they read."""
+
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
@@ -41,8 +47,10 @@ SHORT = 32
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if that is given."""
     products = products_one_by_one(left, right)
+    if products is None and out is None:
+        return torch.bmm(right, left.mT).mT if _is_faster_swapped(left, right) else torch.bmm(left, right.mT)
     if products is None:
-        return torch.bmm(left, right.mT) if out is None else torch.bmm(left, right.mT, out=out)
+        return torch.bmm(left, right.mT, out=out)
     if out is None:
         out = left.new_empty(left.shape[0], left.shape[1], right.shape[1])
     for row, product in zip(out, products, strict=True):
@@ -109,8 +117,10 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
     """Squares of entries, or of their deviations from ``centre``, summed over the leading axis."""
     differentiated = torch.is_grad_enabled() and rows.requires_grad
-    if rows.is_complex() or differentiated or not 0 < len(rows) <= 64 or is_traced():
+    if rows.is_complex() or differentiated or is_traced():
         return (rows if centre is None else rows - centre).square().sum(0)
+    if not 0 < len(rows) <= 64 or rows[0].numel() < SMALL_ROW:
+        return (rows.square() if centre is None else (rows - centre).square_()).sum(0)
     total = torch.zeros_like(rows[0])
     for row in rows:  # each is read once, and nothing as large as all of them is written
         deviation = row if centre is None else row - centre
@@ -234,6 +244,12 @@ def _kernel_for(
         return None
     is_swapped = not by_rows and left.stride(2) != 1 and right.shape[1] < left.shape[1]
     return (lambda a, b: product(b, a).mT) if is_swapped else product
+
+
+def _is_faster_swapped(left: Tensor, right: Tensor) -> bool:
+    """Whether MKL forms the products ``[b, o, i]`` faster as ``[b, i, o]``: filters of three channels, say."""
+    fits = left.dtype == torch.float32 and device_kind(left) == "cpu" and not is_traced()
+    return fits and left.shape[1] % FULL == 0 and right.shape[1] % FULL != 0
 
 
 def _plain(matrices: Tensor) -> Tensor:

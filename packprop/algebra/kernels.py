@@ -35,10 +35,10 @@ LARGE_IMAGE = 100
 """Pixels from which on gradients of filters for single channels are computed sample by sample."""
 
 FULL = 16
-"""Numbers of single precision by which MKL fills a row of a result fastest: it takes a multiple of them at once."""
+"""A row of so many numbers in single precision, or a multiple of it, is what MKL fills fastest."""
 
 SMALL_ROW = 2**14
-"""Entries below which a row is squared and added up together with others: calls cost more than what they read."""
+"""Entries of a row below which all rows are squared at once: calls would cost more than what they read."""
 
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from packprop.dataset.batches import Batches
 from packprop.dataset.checkpoint import ASKED, Checkpoint
 from packprop.dataset.chunks import ChunkSizesByBatch
+from packprop.dataset.interrupts import interrupts_kept
 from packprop.dataset.parts import Part, generators_of, readings_of
 from packprop.dataset.progress import progress_bar
 from packprop.dataset.ranks import Ranks
@@ -140,8 +141,8 @@ class Run:
             PackpropError: Of any kind; it says what is kept.
         """
         try:
-            with self._batches.explained():
-                return self._work()
+            with interrupts_kept() as raise_lost_interrupt, self._batches.explained():
+                return self._work(raise_lost_interrupt)
         except BaseException as error:
             self._ranks.tell(error)
             alone = self._ranks.world == 1 and self._checkpoint is not None
@@ -153,7 +154,7 @@ class Run:
                 raise _with(error, kept) from error.__cause__
             raise
 
-    def _work(self) -> Result:
+    def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
             first = self._batches.first()
             if first is not None:
@@ -161,13 +162,13 @@ class Run:
             if self._keeps and self._stream.step.stored is not None and self._moment is None:
                 self._note_moment()  # a store without a checkpoint would be one of something else
                 self._keep()
-            self._read()
+            self._read(raise_lost_interrupt)
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
                 asked, instead = self._batches.asked, "give at least one sample"
                 raise BadInput(asked, "data", "no samples were in any batch", instead)
             if len(self._readings) > 1 and self._reading == 0:
                 self._turn_over()
-                self._read()
+                self._read(raise_lost_interrupt)
             self._is_complete = True
             if self._keeps:
                 self._note_moment()
@@ -189,7 +190,7 @@ class Run:
             self._note_moment()
             self._keep()
 
-    def _read(self) -> None:
+    def _read(self, raise_lost_interrupt: Callable[[], None]) -> None:
         """Read to the end of the current reading; see NOTE [In step]."""
         parts, second = self._readings[self._reading], self._reading == 1
         said = "packprop, second reading" if second else "packprop"
@@ -200,6 +201,7 @@ class Run:
             for batch in self._with_the_others(self._batches):
                 self._take(batch, parts, second)
                 advance(int(self._results.again[0]) if second else self._results.samples)
+                raise_lost_interrupt()
         self._ranks.in_step = False
 
     def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:

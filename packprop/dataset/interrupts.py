@@ -1,0 +1,43 @@
+"""Ctrl-C during long work: it ends the work, wherever Python was when it came."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[Callable[[], None]]:
+    """Inside, an interrupt is raised at once as ever; the given function raises it again if it was lost.
+
+    Python prints and drops what is raised in a destructor, or in the callback of a weak reference: a
+    ``KeyboardInterrupt`` that comes there ends nothing. A handler of the user's own is left alone, and so are
+    other threads, which get no signals.
+
+    Raises:
+        KeyboardInterrupt: By the function, if an interrupt has come.
+    """
+    has_come = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.default_int_handler(number, frame)
+
+    def raise_again() -> None:
+        if has_come:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield raise_again
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_again
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -34,7 +34,6 @@ PRIVATE = {
     "_fsdp_param_groups": {"tensors/sharding.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},
-    "_unsafe_view": {"compiled/graphs.py"},
     "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
     "_grouped_mm": {"functions/rules/grouped.py"},

@@ -74,6 +74,11 @@ def is_operation(target: Any) -> bool:
     return isinstance(target, type(torch.ops.aten.alias.default))  # the class has no public name
 
 
+def takes_size_alone(target: Any) -> bool:
+    """Whether an operation takes a tensor and the size of its result, and nothing else, as ``view`` does."""
+    return is_operation(target) and [each.name for each in _schema_of(target).arguments] == ["self", "size"]
+
+
 def is_repeatable(target: Any) -> bool:
     """Whether an operation gives the same whenever it is called on the same."""
     if not is_operation(target):

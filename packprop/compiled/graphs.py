@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from packprop.compiled.aliases import Aliases, is_operation, is_repeatable
+from packprop.compiled.aliases import Aliases, is_operation, is_repeatable, takes_size_alone
 
 _ATEN = torch.ops.aten
 
@@ -26,8 +26,6 @@ IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default})
 
 VIEWS = frozenset(
     {
-        _ATEN.view.default,
-        _ATEN._unsafe_view.default,
         _ATEN.t.default,
         _ATEN.permute.default,
         _ATEN.transpose.int,
@@ -38,7 +36,7 @@ VIEWS = frozenset(
         _ATEN.unsqueeze.default,
     }
 )
-"""Views that begin where their inputs do."""
+"""Views that begin where their inputs do, beside those that take a size alone."""
 
 
 def tidy(graph: GraphModule) -> GraphModule:
@@ -88,17 +86,31 @@ def _leave_out_views(graph: Graph) -> None:
     """Leave out views of views that are laid out like a tensor before them."""
     for node in graph.nodes:
         above = node
-        while above.op == "call_function" and above.target in VIEWS:
+        while above.op == "call_function" and _begins_where_its_input_does(above):
             above = above.args[0]
             if (laid_out := _layout_of(above)) is not None and laid_out == _layout_of(node):
                 node.replace_all_uses_with(above)
                 break
 
 
+def _begins_where_its_input_does(node: Node) -> bool:
+    """Whether a node is a view of ``VIEWS``, or lays the same entries out in another size.
+
+    Matrix products with more than two axes end in a view that declares nothing of what it shares, so operations
+    of this second kind are told by what they take; those that repeat or sum entries, by how many they return.
+    """
+    if node.target in VIEWS:
+        return True
+    if not takes_size_alone(node.target):
+        return False
+    made, given = _layout_of(node), _layout_of(node.args[0])
+    return made is not None and given is not None and made[0].numel() == given[0].numel()
+
+
 def _layout_of(node: Node) -> tuple[Any, ...] | None:
     """Shape, strides and precision of what a node made; ``None`` where that is not known."""
     made = node.meta.get("tensor_meta")
-    return None if made is None else (tuple(made.shape), tuple(made.stride), made.dtype)
+    return None if made is None else (torch.Size(made.shape), tuple(made.stride), made.dtype)
 
 
 def _join_equal(graph: Graph) -> None:

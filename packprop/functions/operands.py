@@ -138,7 +138,7 @@ def saved_constants(node: Node) -> Iterator[Tensor]:
 def saved_tensors(node: Node) -> Iterator[Tensor]:
     """Tensors that a node saved.
 
-    Autograd shows them under private names alone, one for each operand.
+    Autograd shows them under names of its own, one for each operand, as PyTorch's notes on it say.
     """
     for name in dir(node):
         if not name.startswith("_saved_"):

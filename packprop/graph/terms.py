@@ -85,8 +85,10 @@ class _Terms:
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
         self._owned = {id(tensor) for tensor in own}
-        self._known = {_place_of(tensor) for tensor in own}
         inputs = [tensor for call in graph.forwards for ref in call.inputs if (tensor := ref()) is not None]
+        if is_dry_run():  # nothing has an address, and no constants are looked at
+            own, inputs = [], []
+        self._known = {_place_of(tensor) for tensor in own}
         self._data_storages = {_storage_of(tensor) for tensor in inputs} - {
             _storage_of(tensor) for tensor in own
         }

@@ -12,8 +12,8 @@ from torch import Tensor
 def version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; 0 if PyTorch does not count that.
 
-    ``Tensor._version`` is private, and used here alone. Nothing public tells whether a tensor still has the
-    values that it was recorded with, and results from other values would be wrong without any sign of it.
+    ``Tensor._version`` is used here alone. Nothing else tells whether a tensor still has the values that it was
+    recorded with, and results from other values would be wrong without any sign of it.
     """
     return 0 if tensor.is_inference() else tensor._version
 

@@ -56,11 +56,28 @@ def numbers_of_other_types(x: Tensor) -> Tensor:
     return (x.long() * 1).sum() + (x.long() * 1.0).sum()
 
 
+def product_and_back(x: Tensor) -> Tensor:
+    """A product of three axes ends in a view that does not say that it is one."""
+    return (x.view(3, 2, 2) @ torch.ones(2, 4)).view(6, 4) * 2
+
+
+def summed_to_size(x: Tensor) -> Tensor:
+    """It takes a size alone, too, and is no view."""
+    return (x.sum(0, keepdim=True).expand(3, 4) * 1).sum_to_size(1, 4)
+
+
+def reordered_unsafely(x: Tensor) -> Tensor:
+    return torch.ops.aten._unsafe_index(x, [torch.tensor([2, 0, 1])])
+
+
 @pytest.mark.parametrize(
     ("function", "operations"),
     [
         (twice, 2),
         (there_and_back, 1),
+        (product_and_back, 5),
+        (summed_to_size, None),
+        (reordered_unsafely, None),
         (written_between, None),
         (view_written_between, None),
         (written_to_one, None),

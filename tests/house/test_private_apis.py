@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from tests.house.test_floors import FLOORS
+from tests.versions import needs_recent
 
 PACKAGE = Path(__file__).resolve().parents[2] / "packprop"
 
@@ -18,31 +21,39 @@ PRIVATE = {
     "_sequence_nr": {"eager/reach.py"},
     "_backward_hooks": {"recording/switch.py", "tensors/hooks.py"},
     "_global_backward_hooks": {"recording/switch.py"},
-    "_saved_training": {"functions/nodes.py"},
-    "_saved_weight": {"functions/nodes.py"},
     "_forward_cls": {"functions/nodes.py"},
     "_top_saved_tensors_default_hooks": {"recording/saved_hooks.py"},
     "_get_current_function_mode_stack": {"recording/aside.py"},
     "_dynamo_marked_constant": {"recording/compiled.py"},
-    "_version": {"tensors/state.py"},
     "_base": {"recording/recorder.py"},
     "_use_count": {"tensors/state.py"},
     "_storage_Use_Count": {"tensors/state.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
-    "_inductor": {"compiled/compiler.py"},
     "_get_fsdp_state": {"tensors/sharding.py"},
     "_fsdp_param_groups": {"tensors/sharding.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},
-    "_unsafe_view": {"compiled/graphs.py"},
     "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
     "_grouped_mm": {"functions/rules/grouped.py"},
     "_functorch": {"recording/transforms.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
-    "_subclasses": {"memory/dry_run.py"},
-    "_python_dispatch": {"memory/live.py"},
 }
+# Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.
+DOCUMENTED = {
+    "_saved_training": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
+    "_saved_weight": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
+    "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
+    "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),
+    "_python_dispatch": ({"memory/live.py"}, "library.html#torch.library.register_torch_dispatch"),
+    "_inductor": ({"compiled/compiler.py"}, "generated/torch.compile.html"),
+    "_dynamo": (
+        {"compiled/compiler.py"},
+        "user_guide/torch_compiler/torch.compiler_custom_backends.html#composable-backends",
+    ),
+}
+DOCUMENTATION = "https://docs.pytorch.org/docs/stable/"
+USED = PRIVATE | {name: files for name, (files, _) in DOCUMENTED.items()}
 # The modules on the way to them, and two names of Python's own.
 ON_THE_WAY = {"_C", "_autograd", "_getframe", "_fields"}
 
@@ -75,7 +86,7 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 def private_of_others(sources: dict[str, str]) -> dict[str, set[str]]:
     """Private names that the files use but do not give, and which files do."""
     trees = {name: ast.parse(text) for name, text in sources.items()}
-    own = {name for tree in trees.values() for name in own_names(tree)} - PRIVATE.keys()
+    own = {name for tree in trees.values() for name in own_names(tree)} - USED.keys()
     found: dict[str, set[str]] = {}
     for file, tree in trees.items():
         for name in spellings(tree):
@@ -89,10 +100,23 @@ def test_private_names_stand_where_the_table_says() -> None:
     sources = {
         path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")
     }
-    assert private_of_others(sources) == PRIVATE, (
+    assert private_of_others(sources) == USED, (
         "a private name of another library came, went or moved: find a public one, or give it a row in "
-        "PRIVATE, a reason beside its one use, and a test below"
+        "PRIVATE, a reason beside its one use, and a test in test_private_behaviour.py"
     )
+
+
+@needs_recent
+def test_the_documentation_shows_what_counts_as_documented() -> None:
+    """As far as it is written in docstrings, which its pages are made of; the others are pages of their own."""
+    shown = {
+        "_version": torch.inference_mode,
+        "_subclasses": torch.library.register_fake,
+        "_python_dispatch": torch.library.register_torch_dispatch,
+        "_inductor": torch.compile,
+    }
+    for name, documented in shown.items():
+        assert name in str(documented.__doc__), name
 
 
 def test_the_search_finds_private_names() -> None:
@@ -111,7 +135,17 @@ def test_the_design_page_lists_private_names() -> None:
         match[1].rpartition(".")[2]: set(re.findall(r"`([\w/]+\.py)`", match[2]))
         for match in re.finditer(r"^\| `([\w.]+)` \| ([^|]*) \|", DESIGN, re.MULTILINE)
     }
-    assert {name: files for name, files in rows.items() if name in PRIVATE} == PRIVATE
+    assert {name: files for name, files in rows.items() if name in USED} == USED
+
+
+def test_the_design_page_says_where_names_are_documented() -> None:
+    """Names with an underscore that PyTorch documents stand in a table of their own, with the page."""
+    parts = DESIGN.partition("Names with an underscore that PyTorch documents")
+    for name, (_, page) in DOCUMENTED.items():
+        assert re.search(
+            rf"^\| `[\w.]*{name}` \|.*\]\({DOCUMENTATION}{re.escape(page)}\)", parts[2], re.MULTILINE
+        )
+    assert not [name for name in PRIVATE if f"{name}`" in parts[2]]
 
 
 def test_the_design_page_lists_notes() -> None:

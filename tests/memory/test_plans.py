@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
@@ -53,6 +54,24 @@ def test_on_a_gpu_the_allocator_stays_inside_the_budget(share: float) -> None:
         for parameter, extension in itertools.product(model.parameters(), asked):
             delattr(parameter, extension.savefield)
     assert torch.cuda.max_memory_allocated() == pytest.approx(plan.peak, rel=0.15)
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_a_plan_asks_for_no_address_of_tensors_without_data() -> None:
+    """PyTorch warns once of a process, and will raise an error: a penalty is recognised without addresses."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    class Penalised(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    batch = torch.randn(4, 3), torch.randn(4, 2)
+    once, _ = torch.is_warn_always_enabled(), torch.set_warn_always(True)
+    try:
+        plan = packprop.plan(model, Penalised(), batch, [extensions.BatchGrad()])
+    finally:
+        torch.set_warn_always(once)
+    assert {line.parameter for line in plan.lines} == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_uses_of_tied_parameters_are_swept_together() -> None:

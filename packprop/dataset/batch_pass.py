@@ -1,4 +1,11 @@
-"""The pass over one batch of a data set, which a graph may take the place of."""
+"""The pass over one batch of a data set, which a graph may take the place of.
+
+# NOTE [Sharded passes]
+Where ``fully_shard`` has sharded the model, all ranks go through every pass together: parameters are put
+together by all or by none. After the forward pass they tell each other whether all can go on. A rank without a
+batch goes through one that was read before, and drops what comes out. How far sweeps differ between ranks does
+not matter: see NOTE [Rounds].
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,10 @@ from torch import Tensor, nn
 from packprop.compiled.passes import Outcome
 from packprop.curvature.sample_losses import sample_losses
 from packprop.dataset.parts import Part, drawn_as_before
+from packprop.dataset.ranks import Ranks
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import StoredResults
+from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.loss_terms import reduction_and_divisor
@@ -26,6 +35,7 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.recording.switch import record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.tensors.sharding import reshard
 from packprop.tensors.traced import is_traced
 from packprop.types import Extension
 
@@ -65,6 +75,7 @@ class BatchPass:
         chunk_sizes: How much of the batch is taken at once.
         batch: The batch as the data gave it.
         number: That of the batch among those of all ranks.
+        sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
     """
 
     asked: str
@@ -78,6 +89,7 @@ class BatchPass:
     chunk_sizes: ChunkSizes | None = None
     batch: Any = None
     number: int = 0
+    sharded: Ranks | None = None
 
     def __post_init__(self) -> None:
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -94,21 +106,34 @@ class BatchPass:
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
         """Run the pass, and merge the results of each parameter as they come; returns the loss."""
-        loss, graph = self._forward(inputs, targets)
-        reduction, divisor = _loss_terms(graph)
-        terms = float(divisor)
+        loss, graph = self._recorded(inputs, targets)
+        with self._put_together(graph):
+            self._settle(graph)
+            reduction, divisor = _loss_terms(graph)
+            terms = float(divisor)
 
-        def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
-            self._merge(self._name_of(graph, leaf), leaf.dtype, graph.samples, terms, self._kept(found))
+            def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+                name, dtype = self._name_of(graph, leaf), graph.home(leaf).dtype
+                self._merge(name, dtype, graph.samples, terms, self._kept(found))
 
-        with _quiet_without(terms):
-            self._backward(graph, done)
+            with _quiet_without(terms):
+                self._backward(graph, done)
         self._count(graph.samples, reduction, terms, loss)
         return loss
 
+    def take_part(self, inputs: Any, targets: Any) -> None:
+        """Run the pass because other ranks need this one in it, and merge nothing."""
+        _, graph = self._recorded(inputs, targets)
+        with self._put_together(graph):
+            settle_loss_inputs(graph, self.parts)
+            check_graph(graph)
+            with _quiet_without(float(_loss_terms(graph)[1])):
+                self._backward(graph, _dropped)
+
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
         """Run the pass, and merge nothing."""
-        loss, graph = self._forward(inputs, targets)
+        loss, graph = self._recorded(inputs, targets)
+        self._settle(graph)
         reduction, terms = _loss_terms(graph)
         rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
 
@@ -132,19 +157,39 @@ class BatchPass:
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
         """Nothing is left on parameters."""
 
-    def _forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+    def _recorded(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
+        """The forward pass: its loss, and its graph."""
         with torch.enable_grad(), record():
             _, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
-        graph = walk([value], [None], None)
-        if is_traced():
-            graph.hooks.require_none()
+
+        def checked() -> tuple[Tensor, Graph]:
+            graph = walk([value], [None], None, unshards=self.sharded is not None)
+            if self.sharded is not None:
+                require_sharded(graph, self.parts, self.sharded.all, create_graph=False, planned=False)
+            if is_traced():
+                graph.hooks.require_none()
+            return value.detach(), graph
+
+        return checked() if self.sharded is None else self.sharded.attempt(checked)
+
+    def _settle(self, graph: Graph) -> None:
+        """Find the samples, and give their losses to the store if it takes them."""
         losses = self.stored is not None and self.stored.losses and not self.second
         settle_loss_inputs(graph, self.parts, kept=losses)
         check_graph(graph)
         if losses and self.stored is not None:
             self.stored.take_losses(sample_losses(graph))
             settle_loss_inputs(graph, self.parts)
-        return value.detach(), graph
+
+    @contextlib.contextmanager
+    def _put_together(self, graph: Graph) -> Iterator[None]:
+        """Inside, sharded parameters are there where sweeps need them, on all ranks alike."""
+        if self.sharded is None:
+            yield
+            return
+        with swept(graph, self.parts, self.sharded.all):
+            yield
+        reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
 
     def _backward(self, graph: Graph, done: Any) -> None:
         def known(leaf: Tensor, extension: Extension) -> list[Any]:
@@ -182,6 +227,10 @@ class BatchPass:
         if self.stored is not None:
             self.stored.end_batch(self.batch, samples, terms)
         self.merged.count(self.number, samples, terms, loss, reduction)
+
+
+def _dropped(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
+    """What comes out counts for nothing."""
 
 
 @contextlib.contextmanager

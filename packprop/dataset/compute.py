@@ -22,6 +22,7 @@ from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
+from packprop.dataset.sharded import is_sharded_over
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
@@ -34,7 +35,6 @@ from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
-from packprop.tensors.sharding import is_distributed
 from packprop.types import Extension
 
 ASKED = "compute(...) was called."
@@ -115,20 +115,20 @@ def compute(
     group.arrive()
     with contextlib.ExitStack() as stack:
 
-        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None]:
+        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None, bool]:
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
-            require_whole_parameters(ASKED, model)
+            sharded = is_sharded_over(ASKED, model, group, memory)
             batches = data
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
             _require_rereadable(chosen, batches, data)
             if checkpoint is None and group.world == 1:
-                return chosen, batches, None
+                return chosen, batches, None, sharded
             _require_shards(batches, group)
             options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
-            return chosen, batches, identity_of(model, loss, chosen, **options)
+            return chosen, batches, identity_of(model, loss, chosen, **options), sharded
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
             if checkpoint is None or identity is None or group.rank:
@@ -142,10 +142,11 @@ def compute(
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
             step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
-            replays = compiled and checkpoint is None and memory is None and not losses
+            step.sharded = group if sharded else None
+            replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
             return BatchStream(step, place, batches.left if replays else None)
 
-        chosen, batches, identity = group.attempt(checked)
+        chosen, batches, identity, sharded = group.attempt(checked)
         _require_same(group.each(identity))
         kept, own_state, pieces = group.attempt(loaded)
         state = group.each(own_state)[0]
@@ -164,23 +165,6 @@ def compute(
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result
-
-
-def require_whole_parameters(asked: str, model: nn.Module) -> None:
-    """Refuse a model whose parameters are divided between processes.
-
-    Raises:
-        BadInput: With the first such parameter.
-    """
-    for name, parameter in model.named_parameters():
-        if is_distributed(parameter):
-            raise BadInput(
-                asked,
-                f"parameter {name!r}, which fully_shard (FSDP2), or the like, has sharded between processes",
-                "parameters are put together for packprop's sweeps inside `with packprop.backpack(...)` alone",
-                "use `with packprop.backpack(..., ranks='all')` around backward() in a loop over the data; or "
-                "give a model that each process has as a whole",
-            )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

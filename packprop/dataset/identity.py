@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.tensors.sharding import class_before_sharding, whole_tensor
 from packprop.types import Extension
 
 Identity = dict[str, Any]
@@ -46,7 +47,7 @@ def identity_of(model: nn.Module, loss: Any, extensions: Sequence[Extension], **
     return {
         "extensions": [_described(extension) for extension in extensions],
         "model": {
-            "class": _name_of(type(model)),
+            "class": _name_of(class_before_sharding(model)),
             "tensors": {name: _kind_of(tensor) for name, tensor in tensors.items()},
             "in training mode": [name for name, module in model.named_modules() if module.training],
         },
@@ -69,9 +70,12 @@ def difference(saved: Identity, asked: Identity) -> tuple[str, str] | None:
 
 
 def digest(tensor: Tensor) -> str:
-    """A short text that another tensor does not have, whatever device it is on."""
+    """A short text that another tensor does not have, whatever device it is on.
+
+    Of a ``DTensor`` all ranks must ask at once, and get the same.
+    """
     found = hashlib.blake2b(digest_size=8)
-    flat = tensor.detach().contiguous().view(-1)
+    flat = whole_tensor(tensor.detach()).contiguous().view(-1)
     step = max(1, PIECE // max(1, flat.element_size()))
     for start in range(0, len(flat), step):
         found.update(_bytes_of(flat[start : start + step]))
@@ -89,7 +93,9 @@ def spot_check(tensors: Sequence[Tensor]) -> str:
 
 
 def _bytes_of(flat: Tensor) -> Any:
-    return flat.contiguous().cpu().view(torch.uint8).numpy() if len(flat) else b""
+    # a copy: memory that numpy has seen is never resized again, as fully_shard does with that of parameters
+    own = flat.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return own.view(torch.uint8).numpy() if len(flat) else b""
 
 
 def _kind_of(tensor: Tensor) -> str:

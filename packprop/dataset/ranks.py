@@ -41,7 +41,7 @@ class Ranks:
     """
 
     def __init__(self, all_ranks: AllRanks | None = None) -> None:
-        self._all = all_ranks
+        self.all = all_ranks
         self.rank, self.world = 0, 1
         if all_ranks is not None:
             self.rank = torch.distributed.get_rank(all_ranks.group)
@@ -55,18 +55,18 @@ class Ranks:
         Raises:
             PackpropError: If some do not come in time; gloo names them.
         """
-        if self.world == 1 or self._all is None:
+        if self.world == 1 or self.all is None:
             return
-        if torch.distributed.get_backend(self._all.group) != "gloo":
+        if torch.distributed.get_backend(self.all.group) != "gloo":
             return
-        limit = timedelta(seconds=self._all.timeout)
+        limit = timedelta(seconds=self.all.timeout)
         try:
-            torch.distributed.monitored_barrier(self._all.group, limit, wait_all_ranks=True)
+            torch.distributed.monitored_barrier(self.all.group, limit, wait_all_ranks=True)
         except RuntimeError as error:
             raise PackpropError(
                 ASKED,
                 f"rank {self.rank}",
-                f"not all ranks came within {self._all.timeout:g} s ({str(error).splitlines()[0]})",
+                f"not all ranks came within {self.all.timeout:g} s ({str(error).splitlines()[0]})",
                 "call compute(...) on all ranks; or, on some of them alone, with ranks='own'",
             ) from error
 
@@ -108,17 +108,26 @@ class Ranks:
 
     def each(self, value: Value) -> list[Value]:
         """The values of all ranks, in their order."""
-        if self.world == 1 or self._all is None:
+        if self.world == 1 or self.all is None:
             return [value]
         with self._noticing():
-            return exchanged(value, self._all.group)
+            return exchanged(value, self.all.group)
+
+    def given_to_all(self, value: Value | None) -> Value | None:
+        """The value, or on a rank that has none that of the first rank that has one."""
+        lacking = self.each(value is None)
+        if not any(lacking) or all(lacking):
+            return value
+        giver = lacking.index(False)
+        given = self.each(value if self.rank == giver else None)[giver]
+        return given if value is None else value
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
         """Partial results of all ranks, merged; those that grow are lists with one piece for each rank."""
-        if self.world == 1 or self._all is None:
+        if self.world == 1 or self.all is None:
             return dict(partial)
         with self._noticing():
-            return merge_over_ranks(partial, monoid_of, group=self._all.group)
+            return merge_over_ranks(partial, monoid_of, group=self.all.group)
 
     def derived(self, state: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """A state for the generator of this rank, whose draws are others than those of the first one."""
@@ -129,11 +138,11 @@ class Ranks:
         return torch.Generator(device=device).manual_seed(seed).get_state()
 
     def _round(self, flags: list[bool]) -> list[bool]:
-        assert self._all is not None
-        on_gpu = torch.distributed.get_backend(self._all.group) == "nccl"
+        assert self.all is not None
+        on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
         message = torch.tensor(flags, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
         with self._noticing():
-            torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self._all.group)
+            torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self.all.group)
         return [bool(flag) for flag in message.tolist()]
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from packprop.dataset.progress import progress_bar
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result
 from packprop.dataset.sources import Samples, set_states, states_of
-from packprop.dataset.stream import BatchStream
+from packprop.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.random import random_states, set_random_states
@@ -77,6 +77,7 @@ class Run:
         self._reading, self._is_complete = 0, False
         self._number, self._steps, self._written = 0, 0, 0
         self._moment: Moment | None = None
+        self._stand_in: Any = None  # a batch for passes that other ranks need this one in
         batches.share(ranks)
         batches.watched = keeps
         if ranks.world > 1:
@@ -206,8 +207,10 @@ class Run:
 
     def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
         """Add one batch, or none where only other ranks have one; write a checkpoint if it is due."""
-        if batch is not None:
-            number = self._number + self._ranks.rank
+        number = self._number + self._ranks.rank
+        if self._is_sharded:
+            self._take_together(batch, parts, second, number)
+        elif batch is not None:
             self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
         self._steps += 1
         self._number += self._ranks.world
@@ -221,6 +224,23 @@ class Run:
             self._ranks.in_step = False
             self._keep()
             self._ranks.in_step = True
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether all ranks go through every pass together; see NOTE [Sharded passes]."""
+        return self._stream.step.sharded is not None
+
+    def _take_together(self, batch: Any, parts: Sequence[Part], second: bool, number: int) -> None:
+        """Go through a pass if any rank has samples for it."""
+        has_any = batch is not None and not is_empty(batch)
+        if not self._ranks.step(has_any, False)[0]:
+            return
+        if self._stand_in is None:  # on all ranks alike: before the first samples of any
+            self._stand_in = self._ranks.given_to_all(batch if has_any else None)
+        batch = batch if has_any else self._stand_in
+        self._ranks.in_step = False  # in a pass ranks wait for each other in other places
+        self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
+        self._ranks.in_step = True
 
     def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
         """The batches of this rank, then ``None`` as long as others have some."""

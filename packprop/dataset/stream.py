@@ -37,10 +37,17 @@ class BatchStream:
         parts: Sequence[Part],
         second: bool,
         number: int,
+        counts: bool = True,
     ) -> None:
         """Add the results of one batch: of the parts that the first or ``second`` reading asks for.
 
-        ``number``: that of the batch among those of all ranks.
+        Args:
+            batch: Inputs and targets.
+            chunk_sizes: How much of it is taken at once.
+            parts: What the reading asks for.
+            second: Whether it is the second reading.
+            number: That of the batch among those of all ranks.
+            counts: Whether results are added; else other ranks need this one in the pass.
         """
         if is_empty(batch):
             return
@@ -48,7 +55,9 @@ class BatchStream:
         step = self.step
         step.batch, step.number, step.chunk_sizes = batch, number, chunk_sizes
         step.parts, step.second = parts, second
-        if second or self._replayer is None:  # what a second reading is given belongs to no batch
+        if not counts:
+            step.take_part(inputs, targets)
+        elif second or self._replayer is None:  # what a second reading is given belongs to no batch
             step.run(inputs, targets)
         else:
             self._replayer(inputs, targets)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from packprop.dataset.batches import BATCH_SIZE, Batches, Data
-from packprop.dataset.compute import require_whole_parameters
 from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.result import Result
+from packprop.dataset.sharded import require_whole_parameters
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text

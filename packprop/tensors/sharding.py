@@ -88,6 +88,23 @@ def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
     return states
 
 
+def has_sharded_units(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the model or a module inside it."""
+    return bool(_states([model]))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what units of a model have put together: the outermost one, after a forward pass."""
+    for unit in _states([model]).values():
+        unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
+
+
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or the one that it had before ``fully_shard`` derived another from it."""
+    kind = getattr(_sharding(), "FSDPModule", ())
+    return next(each for each in type(module).__mro__ if not (kind and issubclass(each, kind)))
+
+
 def shards_by_whole(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """By the identity of each whole parameter, the shard that the module holds."""
     return {id(whole): shard for unit in sharded_units(modules) for whole, shard in unit.pairs}
@@ -128,6 +145,12 @@ def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``, of which this process holds a part."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor as it is; a ``DTensor`` put together, which all ranks must do at once."""
+    whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
+    return whole
 
 
 def placed_like(value: Tensor, shard: Tensor) -> Tensor:

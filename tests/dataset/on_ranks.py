@@ -125,7 +125,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     return said
 
 
-def interrupted(rank: int, folder: Path, steps: int, world: int, form: str) -> str:
+def interrupted(rank: int, folder: Path, steps: int, world: int, form: str, **options: Any) -> str:
     """A run that fails on the last rank, after some steps; a checkpoint is written after each."""
     x, y = samples()
     data: Any = Failing(x, y, steps, rank == world - 1) if form == "samples" else batches_of(rank, world, False)
@@ -133,7 +133,7 @@ def interrupted(rank: int, folder: Path, steps: int, world: int, form: str) -> s
         data = failing(data, steps)
     size = {"batch_size": SIZE} if form == "samples" else {}
     try:
-        computed(data, checkpoint=folder, every=1, **size)
+        computed(data, checkpoint=folder, every=1, **size, **options)
     except PackpropError as error:
         return str(error)
     return "it came to its end"
@@ -162,13 +162,13 @@ class Failing(Pairs):
         return super().__getitem__(index)
 
 
-def continued(rank: int, folder: Path, world: int, form: str) -> Any:
+def continued(rank: int, folder: Path, world: int, form: str, **options: Any) -> Any:
     """The rest of such a run."""
     x, y = samples()
     if form == "samples":
-        return computed(Pairs(x, y), checkpoint=folder, every=1, batch_size=SIZE)
+        return computed(Pairs(x, y), checkpoint=folder, every=1, batch_size=SIZE, **options)
     try:
-        return computed(batches_of(rank, world, False), checkpoint=folder, every=1)
+        return computed(batches_of(rank, world, False), checkpoint=folder, every=1, **options)
     except PackpropError as error:
         return str(error)
 

@@ -275,6 +275,13 @@ def test_a_digest_is_of_every_bit() -> None:
     assert digest(torch.empty(0)) == digest(torch.empty(0))
 
 
+def test_a_digest_leaves_memory_as_it_is() -> None:
+    """What numpy has seen is never resized again, as ``fully_shard`` resizes the memory of parameters."""
+    tensor = torch.ones(3)
+    digest(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 def test_options_of_one_extension_are_told_apart() -> None:
     model, _ = small_one()
 

@@ -40,6 +40,7 @@ from packprop.reports.profile.quantities import (
 from packprop.reports.profile.result import Profile
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.sharding import class_before_sharding, has_sharded_units
 from packprop.types import EXACT, Extension
 
 ASKED = "packprop.profile(...) was called."
@@ -139,7 +140,7 @@ def profile(
                 compiled=compiled,
             )
         settings = {
-            "model": type(model).__name__,
+            "model": class_before_sharding(model).__name__,
             "loss": _name_of(loss),
             "device": str(device),
             "precision": ", ".join(sorted({_precision(p.dtype) for p in model.parameters()})),
@@ -156,7 +157,11 @@ def profile(
             settings["graphs"] = result.replays
         tables = {key: result[extension] for key, extension in asked_for.items()}
         found = assemble(model, result, tables, batches.count, settings, started)
-        if timeline and first is not None:
+        if timeline and has_sharded_units(model):
+            found.missing["memory"] = (
+                "fully_shard has sharded the model: packprop.plan(..., mesh_shape=...) says what a pass takes"
+            )
+        elif timeline and first is not None:
             sizes = result.chunk_sizes or default_chunk_sizes(device)
             with _kept_without(found, "memory"):
                 used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)

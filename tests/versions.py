@@ -29,6 +29,12 @@ def _instance_norm_writes() -> bool:
 INSTANCE_NORM_WRITES = _instance_norm_writes()
 """Whether instance normalisation writes to running statistics that it only reads."""
 
+needs_unwrapping = pytest.mark.skipif(
+    not hasattr(torch.func, "debug_unwrap"),
+    reason="PyTorch 2.6 does not tell what tensors inside vmap stand for",
+)
+"""For refusals of what ran inside transforms of ``torch.func``."""
+
 needs_every_case = pytest.mark.skipif(
     saved_hooks._top is None or INSTANCE_NORM_WRITES, reason="older versions of PyTorch have fewer cases"
 )

@@ -35,7 +35,6 @@ PRIVATE = {
     "_unsharded_param": {"tensors/sharding.py"},
     "_cdata": {"tensors/state.py"},
     "_pytree": {"eager/pieces.py"},
-    "_functorch": {"recording/transforms.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
 }
 # Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.

@@ -26,7 +26,7 @@ from packprop.recording.transforms import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import is_sole, version
 from tests.cases.models.functions import Cube
-from tests.versions import needs_hooks
+from tests.versions import needs_hooks, needs_unwrapping
 
 
 def kept(**options: Any) -> list[bool]:
@@ -452,6 +452,7 @@ def test_the_stack_of_modes_names_the_outermost_first() -> None:
     assert not torch.overrides.has_torch_function((tensor,))
 
 
+@needs_unwrapping
 def test_a_transform_tells_what_its_tensors_stand_for() -> None:
     seen: list[Any] = []
 

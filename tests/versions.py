@@ -31,7 +31,7 @@ INSTANCE_NORM_WRITES = _instance_norm_writes()
 
 needs_counting = pytest.mark.skipif(
     torch.__version__ < (2, 13),
-    reason="storages of PyTorch 2.6 do not say that C++ holds them; others were not tried",
+    reason="storages of PyTorch 2.13 tell what holds them; others were not tried",
 )
 """For tests of results that are written over."""
 

@@ -44,7 +44,7 @@ def _references(holder: list[UntypedStorage]) -> int:
 
 @functools.cache
 def _storages_count() -> bool:
-    """Whether PyTorch does so: 2.6 does not."""
+    """Whether this version of PyTorch does so."""
     tensor = torch.empty(0, device="cpu")
     storages = [tensor.untyped_storage()]
     held = _references(storages)

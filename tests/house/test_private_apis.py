@@ -27,8 +27,6 @@ PRIVATE = {
     "_dynamo_marked_constant": {"recording/compiled.py"},
     "_base": {"recording/recorder.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
-    "_get_fsdp_state": {"tensors/sharding.py"},
-    "_fsdp_param_groups": {"tensors/sharding.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},
     "_pytree": {"eager/pieces.py"},

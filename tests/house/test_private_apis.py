@@ -29,7 +29,6 @@ PRIVATE = {
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},
-    "_pytree": {"eager/pieces.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
 }
 # Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.

@@ -345,15 +345,6 @@ def test_modules_say_whether_they_have_backward_hooks() -> None:
     assert not _global_backward_hooks
 
 
-def test_containers_are_taken_apart_and_put_together() -> None:
-    from torch.utils import _pytree
-
-    leaves, spec = _pytree.tree_flatten({"a": (1, [2])})
-    assert leaves == [1, 2]
-    assert _pytree.tree_unflatten(leaves, spec) == {"a": (1, [2])}
-    assert spec.num_leaves == 2
-
-
 def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
     """`Node.metadata` is public, and says nothing of how long it lives."""
 

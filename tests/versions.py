@@ -29,6 +29,18 @@ def _instance_norm_writes() -> bool:
 INSTANCE_NORM_WRITES = _instance_norm_writes()
 """Whether instance normalisation writes to running statistics that it only reads."""
 
+needs_counting = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="storages of PyTorch 2.13 tell what holds them; others were not tried",
+)
+"""For tests of results that are written over."""
+
+needs_unwrapping = pytest.mark.skipif(
+    not hasattr(torch.func, "debug_unwrap"),
+    reason="PyTorch 2.6 does not tell what tensors inside vmap stand for",
+)
+"""For refusals of what ran inside transforms of ``torch.func``."""
+
 needs_every_case = pytest.mark.skipif(
     saved_hooks._top is None or INSTANCE_NORM_WRITES, reason="older versions of PyTorch have fewer cases"
 )

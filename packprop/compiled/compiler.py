@@ -144,5 +144,6 @@ def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, m
     options: dict[str, Any] = {"fallback_random": True}
     if mode is not None:
         options |= torch._inductor.list_mode_options(mode)
-    run = torch._dynamo.lookup_backend(backend)(graph, [*tensors], config_patches=options)
+    inductor: Any = torch._dynamo.lookup_backend(backend)
+    run = inductor(graph, [*tensors], config_patches=options)
     return run

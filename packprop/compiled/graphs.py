@@ -103,7 +103,7 @@ def _begins_where_its_input_does(node: Node) -> bool:
         return True
     if not takes_size_alone(node.target):
         return False
-    made, given = _layout_of(node), _layout_of(node.args[0])
+    made, given = _layout_of(node), _layout_of(node.all_input_nodes[0])
     return made is not None and given is not None and made[0].numel() == given[0].numel()
 
 

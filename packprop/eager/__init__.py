@@ -54,8 +54,8 @@ def eager_backward(
     Args:
         fn: Returns a scalar, or one value per sample `[n]`: what arrives for a sample then scales
             its rows of the inputs' gradients. It must not change its inputs.
-        *inputs: Tensors, or tuples, lists and dicts of them; anything else is passed on. Without
-            inputs the result is a function: `@eager_backward`, `@eager_backward(chunks=4)`.
+        *inputs: Tensors, or tuples, lists, dicts and dataclasses of them; anything else is passed
+            on. Without inputs the result is a function: `@eager_backward(chunks=4)`.
         chunks: Evaluate that many pieces of the inputs, one after the other. Scalars add up;
             values per sample are joined if `axes` is 0, and add up otherwise.
         axes: The axis along which inputs are split: one number for all, or one entry per input,

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
-from torch.utils import _pytree
 
 from packprop.eager.choices import Choices, bad
 from packprop.errors import BadInput
 from packprop.recording.saved_hooks import hooks_in_force
+from packprop.tensors.nesting import map_instances, map_tensors
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.state import version
 
@@ -30,7 +30,7 @@ class Job:
 
     fn: Callable[..., Tensor]
     choices: Choices
-    specs: list[Any]  # per argument: how it is put together; None for a bare tensor
+    specs: list[Any]  # per argument: itself, with gaps where its tensors were
     axes: list[int | None]  # per leaf: the axis to cut; None for what is passed whole
     spans: list[tuple[int, int]]  # per piece: where it starts, how long it is
     autocast: Autocast
@@ -199,21 +199,29 @@ def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
     return None
 
 
-def take_apart(argument: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of an argument."""
-    # torch.utils._pytree is private, and the only register of users' own containers.
-    return ([argument], None) if isinstance(argument, Tensor) else _pytree.tree_flatten(argument)
+class _Gap:
+    """What stands in an argument where a tensor was."""
+
+
+_GAP = _Gap()
+
+
+def take_apart(argument: Any) -> tuple[list[Tensor], Any]:
+    """Tensors of an argument, and the rest of it."""
+    leaves: list[Tensor] = []
+
+    def taken_out(tensor: Tensor) -> _Gap:
+        leaves.append(tensor)
+        return _GAP
+
+    rest = map_tensors(taken_out, argument)
+    return leaves, rest
 
 
 def put_together(leaves: list[Any], specs: list[Any]) -> list[Any]:
-    """The arguments again, from the leaves of all of them."""
+    """The arguments again, from the tensors of all of them."""
     rest = iter(leaves)
-    return [
-        next(rest)
-        if spec is None
-        else _pytree.tree_unflatten([next(rest) for _ in range(spec.num_leaves)], spec)
-        for spec in specs
-    ]
+    return [map_instances(_Gap, lambda _: next(rest), spec) for spec in specs]
 
 
 def freed(tensor: Tensor) -> bool:

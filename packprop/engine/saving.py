@@ -18,7 +18,7 @@ from packprop.graph.graph import Graph
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.precision import wider_dtype
 from packprop.tensors.sharding import placed_like
-from packprop.tensors.state import is_sole
+from packprop.tensors.state import taken_over
 from packprop.types import Extension
 
 Hook = Callable[[nn.Module], Any]
@@ -54,8 +54,10 @@ class ResultSaver:
             grows = not all(row.sums for row in extension.rows)
             for leaf in self._graph.leaves():
                 holder = [vars(self._graph.home(leaf)).pop(extension.savefield, None)]
-                if reuse and grows and _can_be_overwritten(holder):
-                    spare[extension, id(leaf)] = holder.pop()
+                if reuse and grows and _may_be_overwritten(holder[0]):
+                    old = taken_over(holder)
+                    if old is not None:
+                        spare[extension, id(leaf)] = old
         return spare
 
     def save(
@@ -117,15 +119,11 @@ def _is_of_parameter(extension: Extension, value: Any, leaf: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == leaf.shape and summed
 
 
-def _can_be_overwritten(holder: list[Any]) -> bool:
-    """Whether a list's one item is a tensor on a processor that nobody else holds."""
-    old = holder[0]
+def _may_be_overwritten(old: Any) -> bool:
+    """Whether a result of an earlier pass is a tensor on a processor that may be written to."""
     if type(old) is not Tensor or old.device.type != "cpu" or old.layout is not torch.strided:
         return False
-    if old.requires_grad or old.is_inference():
-        return False
-    del old
-    return is_sole(holder)
+    return not (old.requires_grad or old.is_inference())
 
 
 def _saved(value: Tensor, dtype: torch.dtype) -> Tensor:

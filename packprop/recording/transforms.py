@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd.graph import Node
 
 from packprop.errors import PackpropError
@@ -12,13 +12,16 @@ from packprop.errors import PackpropError
 def node_under_transforms(tensor: Tensor) -> Node | None:
     """The node of the graph outside of all transforms that made what a tensor inside of some stands for.
 
-    Nothing public tells what a transform wraps, and its tensors say of themselves that they need no gradient.
+    Its tensors say of themselves that they need no gradient. PyTorch 2.6 has no name for what they stand
+    for: there a pass finds no use, and warns of that.
     """
-    if not _functorch.is_functorch_wrapped_tensor(tensor):
+    if _unwrap is None:
         return None
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor.grad_fn
+    stands_for: Tensor = _unwrap(tensor)
+    return None if stands_for is tensor else stands_for.grad_fn
+
+
+_unwrap = getattr(torch.func, "debug_unwrap", None)
 
 
 def refused(what: str) -> PackpropError:

@@ -27,14 +27,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif isinstance(item, dict):
             stack.extend(reversed(item.values()))
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            named = vars(item) if hasattr(item, "__dict__") else _slots_of(item)
-            stack.append(named)
+            stack.append(_fields_of(item))
         elif isinstance(item, Mapping):
             stack.extend(reversed([*item.values()]))
 
 
-def _slots_of(item: Any) -> dict[str, Any]:
-    """What a dataclass without a dictionary holds."""
+def _fields_of(item: Any) -> dict[str, Any]:
+    """What a dataclass holds."""
+    if hasattr(item, "__dict__"):
+        fields: dict[str, Any] = vars(item)
+        return fields
     names = [field.name for field in dataclasses.fields(item)]
     return {name: getattr(item, name) for name in names if hasattr(item, name)}
 
@@ -59,7 +61,9 @@ def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any
     """The same nesting with ``function`` applied to every instance of ``kind``."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, dict):
+    if type(value) in PLAIN:
+        return value
+    if type(value) is dict:
         return {key: map_instances(kind, function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         items = [map_instances(kind, function, item) for item in value]
@@ -69,4 +73,18 @@ def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any
         for key, item in value.items():
             made[key] = map_instances(kind, function, item)
         return made
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_mapped_fields(kind, function, value)
     return value
+
+
+def _with_mapped_fields(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """A dataclass with its fields mapped; itself, if that changes none of them."""
+    fields = _fields_of(value)
+    mapped = {name: map_instances(kind, function, item) for name, item in fields.items()}
+    if all(mapped[name] is item for name, item in fields.items()):
+        return value
+    made = copy.copy(value)
+    for name, item in mapped.items():
+        object.__setattr__(made, name, item)  # it may be frozen
+    return made

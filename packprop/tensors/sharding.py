@@ -2,8 +2,8 @@
 
 ``fully_shard`` leaves a ``DTensor`` on the module, and puts a whole tensor in its place while the module runs.
 The graph knows the whole one alone. What the two have to do with each other is told by nothing public, so this
-file looks at what ``fully_shard`` keeps: ``FSDPModule._get_fsdp_state``, in its ``_fsdp_param_groups`` (older
-versions: one ``_fsdp_param_group``) each ``_unsharded_param`` with its ``sharded_param``.
+file looks at what ``fully_shard.state`` keeps: in its ``_fsdp_param_group`` each ``_unsharded_param`` with its
+``sharded_param``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from packprop.errors import PackpropError
 
 FSDP = "torch.distributed.fsdp"
 """The Python module of PyTorch that shards parameters."""
@@ -58,33 +60,49 @@ def _sharding() -> Any:
 
 
 def sharded_units(modules: Iterable[nn.Module]) -> list[ShardedUnit]:
-    """All units inside some modules, in the order of the modules."""
+    """All units inside some modules, in the order of the modules.
+
+    Raises:
+        PackpropError: If the parameters of a unit are on several meshes.
+    """
     units = []
     for state, child in _states(modules).items():
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        pairs = [
-            (parameter._unsharded_param, parameter.sharded_param)
-            for group in groups
-            for parameter in group.fsdp_params
-            if hasattr(parameter, "_unsharded_param")
-        ]
+        pairs = _pairs_of(state)
+        if pairs is None:
+            raise PackpropError(
+                "A quantity beyond the gradient was asked for.",
+                f"parameters of {type(child).__name__}, which one call of fully_shard puts on several meshes",
+                "a unit of parameters that are put together at once has one mesh",
+                "shard all parameters over one mesh, without a shard_placement_fn that names others",
+            )
         if pairs:
             units.append(ShardedUnit(child, pairs))
     return units
 
 
+def _pairs_of(state: Any) -> list[tuple[Tensor, nn.Parameter]] | None:
+    """Whole parameters and shards of one call of ``fully_shard``; ``None`` if it was given several meshes."""
+    try:
+        group = state._fsdp_param_group
+    except AssertionError:  # there is not one group, but one for each mesh
+        return None
+    parameters = () if group is None else group.fsdp_params
+    return [
+        (each._unsharded_param, each.sharded_param) for each in parameters if hasattr(each, "_unsharded_param")
+    ]
+
+
 def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
     """What ``fully_shard`` keeps of each of its calls in some modules, with the first module of the call."""
-    kind = getattr(_sharding(), "FSDPModule", ())
+    sharding = _sharding()
+    kind = getattr(sharding, "FSDPModule", ())
     if not kind:
         return {}
     children = {id(child): child for module in modules for child in module.modules()}.values()
     states: dict[Any, nn.Module] = {}
     for child in children:
-        if isinstance(child, kind):
-            states.setdefault(child._get_fsdp_state(), child)
+        if isinstance(child, kind) and (state := sharding.fully_shard.state(child)) is not None:
+            states.setdefault(state, child)
     return states
 
 
@@ -106,16 +124,16 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module]:
 
 
 def shards_by_whole(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """By the identity of each whole parameter, the shard that the module holds."""
-    return {id(whole): shard for unit in sharded_units(modules) for whole, shard in unit.pairs}
+    """By the identity of each whole parameter, the shard that the module holds, where these are on one mesh."""
+    return {id(whole): shard for state in _states(modules) for whole, shard in _pairs_of(state) or ()}
 
 
 def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by the names of their shards."""
-    units = sharded_units([module])
-    if units:
+    """Whole parameters by the names of their shards, where these are on one mesh."""
+    pairs = [pair for state in _states([module]) for pair in _pairs_of(state) or ()]
+    if pairs:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for whole, shard in (pair for unit in units for pair in unit.pairs):
+        for whole, shard in pairs:
             name = names.get(id(shard), names.get(id(whole)))
             if name is not None:
                 yield name, whole

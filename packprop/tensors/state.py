@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 def version(tensor: Tensor) -> int:
@@ -18,27 +19,34 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_sole(holder: list[Tensor]) -> bool:
-    """Whether nothing else refers to the one tensor in ``holder``, or to its storage.
+def taken_over(holder: list[Tensor]) -> Tensor | None:
+    """The one tensor of ``holder``, which it loses, as a new object; ``None`` if anything else refers to it.
 
-    Views, arrays and saved tensors share the storage or the tensor. References from Python are counted, too,
-    which is why the tensor comes in a list. The counts are compared with those of a tensor that was just made.
-    Memory that belongs to an array, or that is shared with other processes, cannot be resized.
-    ``Tensor._use_count`` and ``_storage_Use_Count`` are private, and used here alone: nothing public tells
-    whether memory would be free without a tensor.
+    That is: to the tensor or to its memory, from Python or from C++. Views, arrays and what autograd saved hold
+    the memory, and are seen when the tensor itself is gone, and with it what refers to the tensor alone. Memory
+    that belongs to an array, or that is shared with other processes, cannot be resized.
     """
-    storage = holder[0].untyped_storage()
-    own = storage.resizable() and not storage.is_shared() and weakref.getweakrefcount(holder[0]) == 0
-    del storage
-    return own and _reference_counts(holder) == _reference_counts([torch.empty(0, device=holder[0].device)])
+    tensor = holder.pop()
+    storages = [tensor.untyped_storage()]
+    is_own = storages[0].resizable() and not storages[0].is_shared() and weakref.getweakrefcount(tensor) == 0
+    place, like = (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.new_empty(0)
+    del tensor
+    alone = [torch.empty(0, device=like.device).untyped_storage()]
+    if not is_own or not _storages_count() or _references(storages) != _references(alone):
+        return None
+    return like.set_(storages[0], *place)
 
 
-def _reference_counts(holder: list[Tensor]) -> tuple[int, ...]:
-    """References to a tensor and to its storage, from Python and from C++."""
-    storage = holder[0].untyped_storage()
-    return (
-        sys.getrefcount(holder[0]),
-        holder[0]._use_count(),  # type: ignore[attr-defined]  # not in torch's stubs
-        sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
-    )
+def _references(holder: list[UntypedStorage]) -> int:
+    """References to a storage, to which PyTorch adds one if anything in C++ holds it."""
+    return sys.getrefcount(holder[0])
+
+
+@functools.cache
+def _storages_count() -> bool:
+    """Whether this version of PyTorch does so."""
+    tensor = torch.empty(0, device="cpu")
+    storages = [tensor.untyped_storage()]
+    held = _references(storages)
+    del tensor
+    return held > _references(storages)

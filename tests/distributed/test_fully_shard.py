@@ -282,6 +282,17 @@ def message_of(run: Callable[[], None]) -> str:
     return str(raised.value)
 
 
+def result_on_another_mesh() -> Any:
+    """What a ``shard_placement_fn`` may return; ``None`` in versions where it may not."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as parts
+
+    if not hasattr(parts, "ShardPlacementResult"):
+        return None
+    mesh = DeviceMesh.from_group(torch.distributed.new_group([0, 1]), "cpu", mesh_dim_names=("others",))
+    return parts.ShardPlacementResult(None, parts.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+
 def refusals(rank: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -320,6 +331,9 @@ def refusals(rank: int) -> dict[str, str]:
 
     fully_shard(again.blocks[1].inner)
     refused("checkpoint outside", packprop.extend(shard(again)), extensions.BatchGrad())
+    if (result := result_on_another_mesh()) is not None:
+        placed = fully_shard(made(Deep), shard_placement_fn=lambda p: result if p.ndim == 1 else None)
+        refused("several meshes", packprop.extend(placed), extensions.BatchGrad())
     mesh = init_device_mesh("cpu", (2,))
     columns_then_rows = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     even = made(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 3)))
@@ -343,6 +357,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         assert "extend the outermost module" in found["inner"]
         assert "torch.utils.checkpoint" in found["checkpoint outside"]
         assert "parallelize_module" in found["tensor parallel"]
+        assert "over one mesh" in found.get("several meshes", "over one mesh")
 
 
 class Mixing(nn.Module):

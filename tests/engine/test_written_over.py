@@ -16,6 +16,7 @@ from packprop import extensions
 from packprop.algebra.partial import Partial
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
+from tests.versions import needs_counting
 
 
 def wide() -> nn.Module:
@@ -51,6 +52,7 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@needs_counting
 @pytest.mark.usefixtures("small_chunks")
 def test_results_that_nobody_holds_are_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken = wide(), []

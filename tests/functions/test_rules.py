@@ -100,7 +100,7 @@ def test_no_rule_is_left_out() -> None:
     # What cat joins is a tensor made of parameters and samples alike: covered by whole models. Groups of rows
     # have no double precision on a processor: see test_grouped.py.
     # A head that is one function with its loss returns no samples: see test_fused_heads.py.
-    elsewhere = [torch.cat, *([torch._grouped_mm] if hasattr(torch, "_grouped_mm") else [])]
+    elsewhere = [torch.cat, *([torch._grouped_mm] if hasattr(F, "grouped_mm") else [])]
     elsewhere += [F.linear_cross_entropy] if hasattr(F, "linear_cross_entropy") else []
     checked = {RULES[function] for function in [*(function for function, _ in EXAMPLES), *elsewhere]}
     assert {rule.__name__ for rule in RULES.values() if rule not in checked} == set()

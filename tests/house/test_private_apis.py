@@ -26,17 +26,9 @@ PRIVATE = {
     "_get_current_function_mode_stack": {"recording/aside.py"},
     "_dynamo_marked_constant": {"recording/compiled.py"},
     "_base": {"recording/recorder.py"},
-    "_use_count": {"tensors/state.py"},
-    "_storage_Use_Count": {"tensors/state.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
-    "_get_fsdp_state": {"tensors/sharding.py"},
-    "_fsdp_param_groups": {"tensors/sharding.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},
-    "_cdata": {"tensors/state.py"},
-    "_pytree": {"eager/pieces.py"},
-    "_grouped_mm": {"functions/rules/grouped.py"},
-    "_functorch": {"recording/transforms.py"},
     "_linear_pointwise": {"algebra/kernels.py"},
 }
 # Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.

@@ -6,9 +6,11 @@ A failure here after an upgrade of torch names what has changed, before anything
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,9 @@ from packprop.recording.aside import OwnMode
 from packprop.recording.marks import RecordedUse
 from packprop.recording.transforms import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
-from packprop.tensors.state import is_sole, version
+from packprop.tensors.state import taken_over, version
 from tests.cases.models.functions import Cube
-from tests.versions import needs_hooks
+from tests.versions import needs_counting, needs_hooks, needs_unwrapping
 
 
 def kept(**options: Any) -> list[bool]:
@@ -152,20 +154,34 @@ def test_tensors_without_data_know_the_size_of_their_storage() -> None:
         assert gone
 
 
-def test_whether_a_tensor_is_held_elsewhere_is_seen() -> None:
-    """`Tensor._use_count` counts what autograd saves, `_storage_Use_Count` views and arrays."""
-    holder = [torch.zeros(4)]
-    assert is_sole(holder)
-    weight = torch.ones(4, requires_grad=True)
-    for hold in (lambda t: t, lambda t: t[:1], lambda t: t * weight, lambda t: t.data, weakref.ref):
-        held: Any = hold(holder[0])
-        assert not is_sole(holder), hold
-        del held
-        assert is_sole(holder)
-    array = holder[0].numpy()
-    assert not is_sole(holder)
-    assert not is_sole([torch.from_numpy(array.copy())])
-    assert not is_sole([torch.frombuffer(bytearray(16), dtype=torch.float32)])
+@needs_counting
+def test_storages_count_what_holds_them() -> None:
+    """Not private, and documented nowhere; without it results are not overwritten, and this says so."""
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    held = sys.getrefcount(storage)
+    del tensor
+    assert sys.getrefcount(storage) == held - 1
+
+
+@needs_counting
+def test_a_tensor_that_nobody_holds_is_taken_over() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    holder, address = [whole[1:, ::2]], whole[1:].data_ptr()
+    expected = holder[0].clone()
+    assert taken_over([whole[1:, ::2]]) is None
+    del whole
+    part = taken_over(holder)
+    assert part is not None
+    assert torch.equal(part, expected)
+    assert (part.data_ptr(), part.stride()) == (address, (4, 2))
+
+
+def test_memory_of_others_is_not_taken_over() -> None:
+    array = np.zeros(4)
+    assert taken_over([torch.from_numpy(array)]) is None
+    assert taken_over([torch.frombuffer(bytearray(16), dtype=torch.float32)]) is None
+    assert taken_over([torch.zeros(4).share_memory_()]) is None
 
 
 def test_versions_count_changes_in_place() -> None:
@@ -329,15 +345,6 @@ def test_modules_say_whether_they_have_backward_hooks() -> None:
     assert not _global_backward_hooks
 
 
-def test_containers_are_taken_apart_and_put_together() -> None:
-    from torch.utils import _pytree
-
-    leaves, spec = _pytree.tree_flatten({"a": (1, [2])})
-    assert leaves == [1, 2]
-    assert _pytree.tree_unflatten(leaves, spec) == {"a": (1, [2])}
-    assert spec.num_leaves == 2
-
-
 def test_marks_on_a_node_live_and_die_with_the_graph() -> None:
     """`Node.metadata` is public, and says nothing of how long it lives."""
 
@@ -452,6 +459,7 @@ def test_the_stack_of_modes_names_the_outermost_first() -> None:
     assert not torch.overrides.has_torch_function((tensor,))
 
 
+@needs_unwrapping
 def test_a_transform_tells_what_its_tensors_stand_for() -> None:
     seen: list[Any] = []
 

@@ -14,6 +14,7 @@ from packprop import extensions
 from packprop.errors import PackpropError
 from tests.references.refusals import batch, check, each_row, network, refused, untouched
 from tests.references.running import FIRST_ORDER, SECOND_ORDER, Row
+from tests.versions import needs_unwrapping
 
 
 def warned(loss: Tensor, row: Row, model: nn.Module) -> None:
@@ -131,6 +132,7 @@ def ensemble(model: nn.Module) -> tuple[dict[str, Tensor], Tensor]:
     return parameters, torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
 
 
+@needs_unwrapping
 @each_row
 def test_an_ensemble_by_vmap(row: Row) -> None:
     """An extended model inside a transform is refused by name, with gradients untouched."""

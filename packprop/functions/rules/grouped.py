@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from packprop.algebra.structures import Outer, Structure
 from packprop.functions.building import SavedTensor, select_samples
@@ -14,7 +17,7 @@ from packprop.functions.registry import register_use
 from packprop.tensors.layout import Layout, layout_of_rows
 
 
-def _grouped_mm(
+def _grouped_product(
     call: Call,
     input: Tensor,
     mat2: Tensor,
@@ -63,6 +66,22 @@ def _fan_in_before_fan_out(gradient: Tensor) -> Tensor:
     return gradient.mT
 
 
-# The public ``torch.nn.functional.grouped_mm`` calls a private function at once, which is what a mode sees.
-if hasattr(torch, "_grouped_mm"):
-    register_use(torch._grouped_mm)(_grouped_mm)
+class _First(TorchFunctionMode):
+    """Notes the first torch function that is called inside, in place of calling it."""
+
+    function: Callable[..., Any]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.function = func
+
+
+def called_first(function: Callable[..., Any], *tensors: Tensor) -> Callable[..., Any]:
+    """What a torch-function mode sees of a function that asks no mode itself, and calls another at once."""
+    seen = _First()
+    with seen:
+        function(*tensors)
+    return seen.function
+
+
+if hasattr(F, "grouped_mm"):
+    register_use(called_first(F.grouped_mm, torch.Tensor(), torch.Tensor()))(_grouped_product)

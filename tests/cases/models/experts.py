@@ -129,7 +129,7 @@ class GroupedInDouble(Grouped):
     product = staticmethod(_grouped_mm)
 
 
-if hasattr(torch, "_grouped_mm"):
+if hasattr(F, "grouped_mm"):
     register_use(_grouped_mm)(RULES[torch._grouped_mm])
 
 

@@ -3,10 +3,10 @@
 # NOTE [Where it pays]
 To trace a pass takes as long as 5 to 50 ordinary ones, and up to a few seconds. What a replay saves is the time
 between operations: half of a pass of a few milliseconds, next to nothing of a long one. So a kind of batches is
-traced if a hundred or more are expected, of long passes if there are hundreds. A graph is compiled if the time that this may save, a third of what the replays to come would take, is
-more than what it costs, which grows with the number of operations. And a graph that is no faster than a pass is
-given up. All of it goes by times that were measured, so that the last digits of values may differ from one run
-to the next.
+traced if a hundred or more are expected, of long passes if there are hundreds. A graph is compiled if the time
+that this may save, a third of what the replays to come would take, is more than what it costs, which grows with
+the number of operations. And a graph that is no faster than a pass is given up. All of it goes by times that were
+measured, so that the last digits of values may differ from one run to the next.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MANY = 100
 """Batches to come from which on a pass is traced."""
 
 PASSES_TO_TRACE, TRACE_SECONDS = 50, 4.0
-"""What tracing takes: so many passes, but no more than so long. ``benchmarks/results/compiled.json`` has 5 to 44
-passes, and 0.05 to 3.2 s."""
+"""What tracing takes: so many passes, but no more than so long. ``benchmarks/results/compiled.json`` has 5 to
+44 passes, and 0.05 to 3.2 s."""
 
 BETWEEN_SECONDS, BETWEEN_SHARE = 0.005, 0.03
 """What a replay of a long pass is expected to save: the time between operations, and a share of the rest."""

@@ -1,4 +1,6 @@
-"""Draw docs/images/report.png: the top of the page of the built-in example, in headless Chromium.
+"""Draw docs/images/report.png and report_text.png from the pages of two examples, in headless Chromium.
+
+The top of the page of the digits, and the samples on the page of the small language model.
 
 Needs ``pip install 'packprop[examples,report]' playwright`` and a Chromium of the system; then
 ``python docs/make_report_picture.py``.
@@ -15,26 +17,31 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 import packprop
-from packprop.examples import digits
+from packprop import Profile
+from packprop.examples import decode, digits, language_model
 
+IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1160, 1160
 
 
-def draw(page: Path, picture: Path) -> None:
-    """A picture of the top of a page."""
-    with sync_playwright() as started:
+def draw(profile: Profile, figures: int, picture: Path, element: str | None = None) -> None:
+    """A picture of the top of a profile's page, or of one element on it."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        page = profile.save_page(Path(folder) / "profile.html")
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         view.goto(page.as_uri())
-        view.wait_for_function("document.querySelectorAll('.chart svg').length == 6")
-        view.screenshot(path=picture)
+        view.wait_for_function(f"document.querySelectorAll('.chart svg').length == {figures}")
+        if element is None:
+            view.screenshot(path=picture)
+        else:
+            view.locator(element).screenshot(path=picture)
         browser.close()
     Image.open(picture).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = packprop.profile(*digits(), timeline=True)
-    with tempfile.TemporaryDirectory() as folder:
-        page = found.save_page(Path(folder) / "profile.html")
-        draw(page, Path(__file__).parent / "images" / "report.png")
+    draw(packprop.profile(*digits(), timeline=True), 6, IMAGES / "report.png")
+    text = packprop.profile(*language_model(), decode=decode, curvature=False)
+    draw(text, 3, IMAGES / "report_text.png", ".samples")

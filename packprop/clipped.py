@@ -34,6 +34,9 @@ def clipped_gradients(
     are kept, and their inputs, which autograd would free along the way. See NOTE [Clipping]
     (``packprop/engine/clipping.py``).
 
+    Tables that are looked up with ``sparse=True`` have a sparse gradient, as without clipping, of those rows
+    that are not zero; for a moment there is a dense one.
+
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
     samples; a sum does not. Each process clips its own samples. There is no budget of memory, and there are no
     probes here: ``backpack`` has them.

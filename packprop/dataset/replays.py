@@ -5,8 +5,8 @@ To trace a pass takes as long as 5 to 50 ordinary ones, and up to a few seconds.
 between operations: half of a pass of a few milliseconds, next to nothing of a long one. So a kind of batches is
 traced if a hundred or more are expected, of long passes if there are hundreds. A graph is compiled if the time
 that this may save, a third of what the replays to come would take, is more than what it costs, which grows with
-the number of operations. And a graph that is no faster than a pass is given up. All of it goes by times that were
-measured, so that the last digits of values may differ from one run to the next.
+the number of operations. And a graph that is no faster than a pass is given up. All of it goes by times that
+were measured, so that the last digits of values may differ from one run to the next.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class ClippedSums:
         self._graph, self._clip, self._results = request.graph, clip, results
         self._contributions: dict[int, list[Contribution]] = {}
         self._by_rows = _leaves_kept_by_rows(request)
+        self._sparse = _leaves_with_sparse_gradients(request)
         self.tasks = {
             id(leaf): [NORMS, KEPT] if id(leaf) in self._by_rows else [NORMS] for leaf in self._graph.leaves()
         }
@@ -70,12 +71,16 @@ class ClippedSums:
             totals.append(sum(reached, like.new_zeros(self._graph.samples)))
         found = clip_factors(self._clip, totals)
         gradients = [
-            (leaf, self._clipped_sum(leaf, factors.to(leaf.device)))
+            (leaf, self._as_torch_gives_it(leaf, self._clipped_sum(leaf, factors.to(leaf.device))))
             for group, factors in zip(self._clip.groups, found.factors, strict=True)
             for leaf in group.leaves
             if squares[id(leaf)] is not None
         ]
         return found, gradients
+
+    def _as_torch_gives_it(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of a table whose own gradient is sparse as the rows of it that are not zero."""
+        return gradient.to_sparse(1) if id(leaf) in self._sparse else gradient
 
     def _squares(self, leaf: Tensor) -> Tensor | None:
         """Squared norms of a leaf's gradients ``[n]``; ``None`` if the sweep did not reach it."""
@@ -100,6 +105,13 @@ class ClippedSums:
         assert values is not None
         total: Tensor = values[0]
         return total.to(leaf.dtype)
+
+
+def _leaves_with_sparse_gradients(request: Request) -> set[int]:
+    """Leaves whose every use has a sparse gradient; torch's own sums are dense, where one of them is."""
+    sites = [site for use in request.graph.uses for site in use.sites]
+    dense = {id(site.leaf) for site in sites if not (site.entry.sparse and site.direct)}
+    return {id(site.leaf) for site in sites} - dense
 
 
 def _leaves_kept_by_rows(request: Request) -> set[int]:

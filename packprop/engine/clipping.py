@@ -149,7 +149,6 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool) -> Clip:
             "clipped gradients are summed apart from that pass",
             "call backward() alone; leave parameters out by requires_grad=False",
         )
-    require_no_other_pass(graph, ASKED, INSTEAD)
     if graph.units:
         raise PackpropError(
             ASKED,
@@ -157,6 +156,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool) -> Clip:
             "their gradients are handed to the shards by its own backward pass alone",
             "use DistributedDataParallel, where each process clips its own samples",
         )
+    require_no_other_pass(graph, ASKED, INSTEAD)
     for leaf in graph.leaves():
         if leaf.is_complex():
             raise PackpropError(

@@ -87,6 +87,7 @@ class Entry:
         constant: Whether the parameter is known to be multiplied by one number, the same for all samples.
         squares: As ``structure_of``, with the square of what multiplies the parameter. ``None`` if the
             structure itself tells the squares (``with_squares``), or if they are not known.
+        sparse: Whether torch's own gradient of the parameter is a sparse tensor.
         effort: Says how samples are pulled back, once some were, from the layout of the first output: for the
             fallback. ``None`` where a rule says how the parameter enters.
     """
@@ -103,6 +104,7 @@ class Entry:
     linear: bool = False
     constant: bool = False
     squares: StructureOf | None = None
+    sparse: bool = False
     effort: Callable[[Layout], str] | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from packprop.monitor.logs import Values
 from packprop.monitor.monitor import Monitor
@@ -26,8 +26,14 @@ class StepBetween:
         self._step: MonitoredStep | None = None
         self.monitor: Monitor | None = None
 
-    def begin(self, model: nn.Module, number: int, loss_scale: float | Tensor = 1.0) -> None:
+    def begin(self, model: nn.Module, number: int, scaler: Any = None) -> None:
         """Watch the step of this number, if it is its turn.
+
+        Args:
+            model: The model that is trained.
+            number: The number of the step.
+            scaler: The gradient scaler that multiplies losses, if there is one; it is asked in monitored steps
+                alone.
 
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
@@ -39,7 +45,7 @@ class StepBetween:
             self.monitor = Monitor(model, log=known, **self._options)
         self.abandon()
         if self.monitor.is_due(number):
-            self._step = self.monitor.begin(number, loss_scale)
+            self._step = self.monitor.begin(number, 1.0 if scaler is None else scaler.get_scale())
             self._step.open()
 
     def end(self) -> None:

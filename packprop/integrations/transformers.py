@@ -24,6 +24,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
 
     A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). By what the
     trainer divides its loss does not matter: see NOTE [Monitored step] (``packprop/monitor/measurements.py``).
+    Where a gradient scaler multiplies losses (``fp16=True``), its factor is taken off.
 
     Args:
         every: Steps from one that is monitored to the next.
@@ -32,8 +33,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
-        BadInput: In the first step, for what ``Monitor`` refuses, and for ``fp16=True``, whose scaler
-            multiplies losses by what callbacks are not told.
+        BadInput: In the first step, for what ``Monitor`` refuses, and for ``fp16=True`` where the optimizer
+            that callbacks are given has no scaler, as under DeepSpeed.
     """
 
     def __init__(
@@ -47,16 +48,19 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
         """The values of the last step that was monitored."""
         return None if self._between.monitor is None else self._between.monitor.last
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Begin to watch."""
-        if getattr(args, "fp16", False):
+        scaler = getattr(optimizer, "scaler", None)  # accelerate's optimizer has the one that scales losses
+        if scaler is None and getattr(args, "fp16", False):
             raise BadInput(
                 "MonitorCallback was given to a Trainer.",
-                "fp16=True",
-                "its gradient scaler multiplies losses by a number that callbacks are not told",
+                f"fp16=True, with an optimizer of {type(optimizer).__name__}",
+                "what losses are multiplied by is not known: the optimizer has no gradient scaler",
                 "use bf16=True, which needs no scaler, or a loop of your own with monitor.step(loss_scale=...)",
             )
-        self._between.begin(model, state.global_step)
+        self._between.begin(model, state.global_step, scaler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand over what was seen."""

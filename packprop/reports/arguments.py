@@ -61,6 +61,7 @@ exit status
 EXAMPLES = f"""\
 examples
   packprop profile
+  packprop profile packprop.examples:language_model --decode packprop.examples:decode
   packprop profile my_project.train:factory --output runs/profile
   packprop profile train:factory --device cuda --batch-size 512 --mc-samples 8
 
@@ -226,7 +227,8 @@ def _add_profile(commands: Commands) -> None:
     add(
         "--decode",
         metavar="NAME",
-        help="package.module:function of (inputs, targets) of one sample, which returns its text or image",
+        help="package.module:function of (inputs, targets) of one sample, which returns its text, the text of "
+        "each token of the targets, or an image",
     )
     add("--no-page", action="store_true", help="write no page, and do not look at the use of memory")
     add("--no-progress", action="store_true", help="show no progress bar")

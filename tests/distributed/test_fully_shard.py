@@ -319,6 +319,13 @@ def refusals(rank: int) -> dict[str, str]:
     refused("products", model, extensions.HMP())
     refused("create_graph", model, extensions.BatchL2Grad(), create_graph=True)
     refused("memory", model, extensions.BatchL2Grad(), memory="1GiB")
+
+    def clipped() -> None:
+        value = cross_entropy()(model(x), y)
+        with packprop.clipped_gradients(max_norm=1.0):
+            value.backward()
+
+    found["clipped"] = message_of(clipped)
     over_data = model, nn.CrossEntropyLoss(), [(x, y)], [extensions.Variance()]
     found["compute"] = message_of(lambda: packprop.compute(*over_data, ranks="own", progress=False))
     inner = shard(made(Deep))
@@ -354,6 +361,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         assert "create_graph" in found["create_graph"]
         assert "memory" in found["memory"]
         assert "none can read data alone" in found["compute"]
+        assert "each process clips its own samples" in found["clipped"]
         assert "extend the outermost module" in found["inner"]
         assert "torch.utils.checkpoint" in found["checkpoint outside"]
         assert "parallelize_module" in found["tensor parallel"]

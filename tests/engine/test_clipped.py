@@ -321,6 +321,55 @@ def test_no_sample_has_a_gradient_of_its_own_in_memory() -> None:
             assert live.peak < 8 * 2**20
 
 
+class Tables(nn.Module):
+    """Two tables, one of them for bags, and a head."""
+
+    def __init__(self, sparse: bool, bagged: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(30, 3, padding_idx=0, sparse=sparse).double()
+        self.bags = nn.EmbeddingBag(20, 3, mode="sum", sparse=sparse).double()
+        self.head = nn.Linear(3, 4).double()
+        self.bagged = bagged
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.bags(x) if self.bagged else self.words(x).sum(1))
+        return logits
+
+
+@pytest.mark.parametrize("bagged", [False, True])
+def test_sparse_gradients_of_tables(bagged: bool) -> None:
+    x, y = torch.tensor([[1, 5, 5], [2, 0, 7], [7, 9, 1], [0, 0, 1]]), torch.tensor([0, 1, 2, 3])
+    models = [packprop.extend(Tables(sparse, bagged)) for sparse in (False, True)]
+    for model in models:
+        for _ in range(2):  # sparse gradients add up
+            with packprop.clipped_gradients(max_norm=0.3):
+                LOSS(model(x), y).backward()
+    dense, sparse = (model.bags.weight.grad if bagged else model.words.weight.grad for model in models)
+    assert (dense.is_sparse, sparse.is_sparse) == (False, True)
+    torch.testing.assert_close(sparse.to_dense(), dense)
+    assert {*sparse.coalesce().indices()[0].tolist()} <= {*x.unique().tolist()}
+    for model in models:  # an optimizer that takes no other
+        table = model.bags.weight if bagged else model.words.weight
+        optimizer: Any = torch.optim.SparseAdam if table.grad.is_sparse else torch.optim.Adam
+        optimizer([table], lr=0.1).step()
+    rows = dense.any(1)
+    tables = [model.bags.weight if bagged else model.words.weight for model in models]
+    torch.testing.assert_close(tables[1][rows], tables[0][rows], atol=1e-3, rtol=0)  # epsilon is elsewhere
+
+
+def test_a_sparse_table_that_is_used_otherwise_too() -> None:
+    """As torch's own: a sum of sparse and dense gradients is dense."""
+    model = packprop.extend(Tables(True, False))
+    x, y = torch.tensor([[1, 5], [2, 3]]), torch.tensor([4, 0])
+    with packprop.record():
+        value = LOSS(model.words(x).sum(1) @ model.words.weight.T, y)
+    with packprop.clipped_gradients(max_norm=0.3):
+        value.backward()
+    assert model.words.weight.grad is not None
+    assert not model.words.weight.grad.is_sparse
+
+
 def test_as_opacus() -> None:
     opacus = pytest.importorskip("opacus")
     x, y = batch(8)

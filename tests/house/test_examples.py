@@ -1,4 +1,4 @@
-"""MNIST from files, and what takes its place."""
+"""MNIST from files, and what takes its place; a text that ships with Python."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from packprop import examples
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.examples import MNIST_FOLDER, load_digits, load_mnist, load_one_batch_mnist, read_idx
+from packprop.examples import images as source
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -46,9 +47,9 @@ def _without_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     monkeypatch.chdir(tmp_path)
-    examples._downloaded_mnist.cache_clear()
+    source._downloaded_mnist.cache_clear()
     yield
-    examples._downloaded_mnist.cache_clear()
+    source._downloaded_mnist.cache_clear()
 
 
 def test_files_are_read(mnist: tuple[Path, Tensor, Tensor]) -> None:
@@ -162,9 +163,41 @@ def test_torchvision_brings_it(
     monkeypatch.setitem(sys.modules, "torchvision", type(sys)("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.datasets", module)
     monkeypatch.chdir(tmp_path)
-    examples._downloaded_mnist.cache_clear()
+    source._downloaded_mnist.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(load_mnist()[0], images)
     assert asked == [("./data", True, True)]
-    examples._downloaded_mnist.cache_clear()
+    source._downloaded_mnist.cache_clear()
+
+
+def test_windows_of_text_follow_each_other() -> None:
+    inputs, targets = examples.load_windows(50)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs[1:, 0], targets[:-1, -1])
+    text = "".join(piece for window in inputs[:200] for piece in examples.decode(window, window))
+    assert text.startswith('The "assert" statement\n')
+    assert float((inputs == 0).float().mean()) < 0.01
+
+
+def test_the_language_model_is_trained_and_draws_from_no_state() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    losses = []
+    for steps in (0, 15):
+        model, loss, windows = examples.language_model(steps=steps, samples=8)
+        inputs, targets = windows.tensors
+        losses.append(float(loss(model(inputs), targets).detach()))
+        assert not model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert losses[1] < losses[0] - 1
+    changed = inputs.clone()
+    changed[:, 40:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(changed)[:, :40], model(inputs)[:, :40])
+
+
+def test_a_python_without_its_help_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(PackpropError, match="this Python comes without them"):
+        examples.load_windows()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,27 @@ def test_a_script_that_is_not_changed(batches: int, tmp_path: Path) -> None:
     assert "monitor/noise_scale" in written
     assert callback.last == seen[-1][0]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.modules())
+
+
+def test_losses_that_a_scaler_scales(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from packprop.integrations.lightning import MonitorCallback
+
+    class Scaled(MixedPrecision):
+        """The scaler of mixed precision, without its half-precision forward pass."""
+
+        def forward_context(self) -> Any:
+            return contextlib.nullcontext()
+
+    seen: list[list[dict[str, Any]]] = [[], []]
+    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
+    for values, plugins in zip(seen, ([], [Scaled("16-mixed", "cpu", scaler)]), strict=True):
+        callback = MonitorCallback(every=2, log=lambda found, _, values=values: values.append(found))
+        trained(tmp_path, [callback], plugins=plugins)
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert scaler.get_scale() > 1024
+    for plain, scaled in zip(*seen, strict=True):
+        for name, value in plain.items():
+            if isinstance(value, float):
+                assert scaled[name] == pytest.approx(value, rel=1e-3), name

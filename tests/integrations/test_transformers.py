@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def trained(folder: Path, callbacks: list[Any], **options: Any) -> Any:
+def trained(folder: Path, callbacks: list[Any], scaler: Any = None, **options: Any) -> Any:
     """A trainer after six steps of a language model that is made from a configuration."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -35,6 +35,7 @@ def trained(folder: Path, callbacks: list[Any], **options: Any) -> Any:
         **options,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer.accelerator.scaler = scaler  # as under fp16, which accelerate has on accelerators alone
     trainer.train()
     return trainer
 
@@ -65,8 +66,31 @@ def test_a_script_that_is_not_changed(options: dict[str, Any], tmp_path: Path) -
 def test_losses_that_a_scaler_scales(tmp_path: Path) -> None:
     from packprop.integrations.transformers import MonitorCallback
 
+    seen: list[list[dict[str, Any]]] = [[], []]
+    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
+    for values, own in zip(seen, (None, scaler), strict=True):
+        callback = MonitorCallback(every=2, log=lambda found, _, values=values: values.append(found))
+        # without clipping, for which accelerate takes the scale off under its own mixed precision alone, and by
+        # plain descent, which does not divide by rounding errors
+        trained(tmp_path, [callback], own, max_grad_norm=0.0, optim="sgd")
+    assert len(seen[0]) == len(seen[1]) == 3
+    assert scaler.get_scale() > 1024  # so that later steps have another factor
+    for plain, scaled in zip(*seen, strict=True):
+        for name in (
+            "gradient_norm",
+            "noise_scale_low",
+            "signal_to_noise",
+            "sample_norm_median",
+            "update_ratio",
+        ):
+            assert scaled[name] == pytest.approx(plain[name], rel=1e-3), name
+
+
+def test_a_scaler_that_is_not_to_be_found(tmp_path: Path) -> None:
+    from packprop.integrations.transformers import MonitorCallback
+
     arguments = type("Arguments", (), {"fp16": True})()
-    with pytest.raises(BadInput, match="gradient scaler"):
+    with pytest.raises(BadInput, match="the optimizer has no gradient scaler"):
         MonitorCallback().on_step_begin(arguments, None, None)
     with pytest.raises(BadInput, match="every=0"):
         trained(tmp_path, [MonitorCallback(every=0)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from packprop import examples
 from packprop.reports.compare import compare
 from tests.reports.profiled import network, quiet
 
@@ -30,7 +31,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     model, data = network()
     found = quiet(model, nn.CrossEntropyLoss(), data, timeline=True)
+    text = quiet(*examples.language_model(steps=0, samples=24), outliers=3, decode=examples.decode)
     return {
+        "text": text.save_page(folder / "text.html"),
         "profile": found.save_page(folder / "profile.html"),
         "compare": compare(found, found, "a", "b").save_page(folder / "compare.html"),
     }
@@ -108,7 +111,7 @@ def test_filtering(page: Any, pages: dict[str, Path]) -> None:
     assert len(names(page)) == 4
 
 
-@pytest.mark.parametrize(("kind", "figures"), [("profile", 6), ("compare", 4)])
+@pytest.mark.parametrize(("kind", "figures"), [("profile", 6), ("compare", 4), ("text", 5)])
 def test_widths_and_colours(page: Any, pages: dict[str, Path], kind: str, figures: int) -> None:
     opened(page, pages[kind], figures)
     for width in WIDTHS:
@@ -125,6 +128,15 @@ def test_widths_and_colours(page: Any, pages: dict[str, Path], kind: str, figure
     assert len(colours) == 2
     label = page.locator(".chart svg text").first
     assert label.evaluate("element => getComputedStyle(element).fill") not in ("rgb(0, 0, 0)", "none")
+
+
+def test_shaded_tokens(page: Any, pages: dict[str, Path]) -> None:
+    opened(page, pages["text"], 5)
+    tokens = page.locator(".samples blockquote span")
+    assert tokens.count() == 3 * 64
+    shades = tokens.evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+    assert len(set(shades)) > 10
+    assert str(tokens.first.get_attribute("title")).startswith("loss ")
 
 
 def test_what_a_screen_reader_gets(page: Any, pages: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,11 +123,52 @@ def test_decode_says_what_a_sample_is() -> None:
     assert pictured.tensors["outlying_sample/4"].shape == (4, 4, 3)
 
 
+class Letters(nn.Module):
+    """Logits ``[n, t, 5]`` of tokens ``[n, t]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+def over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_text_in_pieces_with_the_loss_of_each(tmp_path: Path) -> None:
+    data = torch.arange(42).view(6, 7) % 5, (torch.arange(42) * 3).view(6, 7) % 5
+    found = quiet(
+        Letters(), over_tokens, data, outliers=2, decode=lambda x, y: ["abcde"[token] for token in y.tolist()]
+    )
+    for sample in found.outlying:
+        inputs, targets = (each[sample.place] for each in data)
+        assert sample.pieces == ["abcde"[token] for token in targets.tolist()]
+        assert sample.text == "".join(sample.pieces)
+        losses = nn.functional.cross_entropy(Letters()(inputs), targets, reduction="none")
+        assert sample.token_losses == pytest.approx(losses.tolist())
+    found.save(tmp_path)
+    assert Profile.load(tmp_path).outlying == found.outlying
+
+
+def test_pieces_that_are_not_those_of_the_tokens() -> None:
+    data = torch.arange(42).view(6, 7) % 5, (torch.arange(42) * 3).view(6, 7) % 5
+    found = quiet(Letters(), over_tokens, data, decode=lambda x, y: ["one", "two"])
+    assert found.missing["outlying"].endswith("it returned 2 pieces of text for 7 tokens")
+    assert found.total.gradient_norm is not None
+
+
 @pytest.mark.parametrize(
     ("decode", "why"),
     [
         (lambda x, y: 1 / 0, "ZeroDivisionError"),
         (lambda x, y: 3, "it returned int"),
+        (lambda x, y: [], "it returned list"),
+        (lambda x, y: ["a", 1], "it returned list"),
         (lambda x, y: torch.zeros(2), r"it returned a tensor \[2\]"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packprop import BadInput, PackpropError, Profile
+from packprop import BadInput, PackpropError, Profile, examples
 from packprop.reports import cli
 from packprop.reports.page import figure, findings, libraries
 from packprop.reports.page.memory import REASONS
@@ -204,7 +204,24 @@ def test_a_language_model() -> None:
     assert "layer.self_attn" in str(charts(page)["spectra"])
     (samples,) = page.all("ol")
     assert samples.attributes["class"] == "samples texts"
-    assert "model: " not in samples.text
+    assert "tokens right" in samples.text
+    assert not samples.all("span")
+
+
+def test_tokens_are_shaded_by_their_losses() -> None:
+    model, loss, windows = examples.language_model(steps=0, samples=20)
+    found = quiet(model, loss, windows, curvature=False, outliers=2, decode=examples.decode)
+    page = read_page(found.to_html())
+    quotes = page.all("blockquote")
+    for quote, sample in zip(quotes, found.outlying, strict=True):
+        assert quote.text.replace("↵", "") == sample.text
+        assert sample.token_losses is not None
+        most = max(loss for each in found.outlying for loss in each.token_losses or [] if loss is not None)
+        shades = [str(span.attributes["style"]) for span in quote.all("span")]
+        assert shades == [f"--loss: {round(100 * (loss or 0) / most)}%" for loss in sample.token_losses]
+    (samples,) = page.all("ol")
+    assert samples.text.count("hardest token") == 2
+    assert "The darker a token, the larger its loss." in str([note.text for note in page.all("p")])
 
 
 def test_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:

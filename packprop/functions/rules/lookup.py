@@ -48,6 +48,7 @@ def _embedding(
             admits=lambda axis: axis != last,
             scratch=Scratch(weight.numel()),
             linear=True,
+            sparse=sparse,
         )
     ]
 
@@ -61,11 +62,16 @@ def _embedding_bag(
     max_norm: float | None = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
     *_: Any,
     **__: Any,
 ) -> list[Entry]:
     refusal = _refusal(max_norm, scale_grad_by_freq)
-    return [replace(fallback(call, parameter), refusal=refusal, linear=True) for parameter in call.parameters]
+    return [
+        replace(fallback(call, parameter), refusal=refusal, linear=True, sparse=sparse and parameter is weight)
+        for parameter in call.parameters
+    ]
 
 
 def _refusal(max_norm: float | None, scale_grad_by_freq: bool) -> tuple[str, str] | None:

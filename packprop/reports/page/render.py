@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from packprop.reports.page.findings import findings_of, noise_scale, sample_shar
 from packprop.reports.page.libraries import require_libraries
 from packprop.reports.page.templating import template
 from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.table import counted, number_text
 from packprop.reports.profile.values import ProfileValues
 
@@ -100,6 +102,7 @@ def table_of(values: ProfileValues) -> dict[str, Any]:
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
     """The outlying samples, with their pictures as data."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
     found = []
     for each in values.outlying:
         picture = None if each.picture is None else picture_url(values.tensors[each.picture])
@@ -108,8 +111,43 @@ def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
         alternative = f"{what.capitalize()} of sample {each.place}" + (
             f", a {each.target}" if each.target else ""
         )
-        found.append({"sample": each, "picture": picture, "share": share, "alternative": alternative})
+        pieces = _shaded(each, most)
+        found.append(
+            {
+                "sample": each,
+                "picture": picture,
+                "share": share,
+                "alternative": alternative,
+                "pieces": pieces,
+                "hardest": max(pieces, key=lambda piece: piece.shade) if pieces else None,
+            }
+        )
     return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token, and how far it is shaded.
+
+    Args:
+        text: The text; ends of lines are to be seen.
+        shade: Percentage of the largest loss of a token on the page.
+        loss: The loss of this token; ``None`` where it has none.
+    """
+
+    text: str
+    shade: int
+    loss: float | None
+
+
+def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
+    """The tokens of a text with the loss of each; none where one or the other is not known."""
+    if sample.pieces is None or sample.token_losses is None or not most > 0:
+        return []
+    return [
+        Piece(text.replace("\n", "↵\n"), 0 if loss is None else round(100 * loss / most), loss)
+        for text, loss in zip(sample.pieces, sample.token_losses, strict=True)
+    ]
 
 
 def picture_url(picture: Tensor) -> str:

@@ -16,10 +16,10 @@ from packprop.dataset.batches import Batches, explanation
 from packprop.dataset.identity import spot_check
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput
-from packprop.recording.switch import disable
-from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.reports.profile.said import said_of
+from packprop.reports.profile.table import counted
+from packprop.tensors.calling import LossFunction
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.tensors.random import random_numbers_from, random_states
 
 ASKED = "The samples with the largest gradients were to be shown."
 
@@ -32,8 +32,9 @@ TOKENS = 64
 SIDE = 96
 """Side of the largest picture that is kept, in pixels; larger ones are averaged down."""
 
-Decode = Callable[[Any, Any], "str | Tensor"]
-"""From the inputs and targets of one sample, without their leading axis, to text or to an image."""
+Decode = Callable[[Any, Any], "str | list[str] | Tensor"]
+"""From the inputs and targets of one sample, without their leading axis, to text, to one piece of text for each
+token of the targets, or to an image."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class OutlyingSample:
         text: What it is, where there is no picture of it.
         picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
             ``[height, width, 3]``.
+        pieces: The same text token by token, if ``decode`` gave it so.
+        token_losses: The loss of each token of the targets, if cross entropy of the model's outputs over the
+            tokens is the loss; ``None`` in it for tokens that it leaves out.
     """
 
     place: int
@@ -58,6 +62,8 @@ class OutlyingSample:
     output: str | None = None
     text: str | None = None
     picture: str | None = None
+    pieces: list[str] | None = None
+    token_losses: list[float | None] | None = None
 
 
 class NotFoundAgain(BadInput):
@@ -150,13 +156,31 @@ def outlying_samples(
     rows, pictures = [], {}
     for place in places:
         inputs, targets = found[place]
-        text, picture = _shown(place, inputs, targets, decode)
+        shown, picture = _shown(place, inputs, targets, decode)
+        pieces, text = (shown, "".join(shown)) if isinstance(shown, list) else (None, shown)
         name = None if picture is None else f"outlying_sample/{place}"
         if name is not None and picture is not None:
             pictures[name] = picture
-        own_loss, output = _said(model, loss, inputs, targets, device)
+        said = said_of(ASKED, model, loss, inputs, targets, device)
+        if pieces is not None and said.token_losses is not None and len(pieces) != len(said.token_losses):
+            raise BadInput(
+                ASKED,
+                f"decode, for sample {place}",
+                f"it returned {counted(len(pieces), 'piece')} of text for {len(said.token_losses)} tokens",
+                "return one piece for each token of the targets, or one text",
+            )
         rows.append(
-            OutlyingSample(place, float(norms[place]), own_loss, _words(targets), output, text, name),
+            OutlyingSample(
+                place,
+                float(norms[place]),
+                said.loss,
+                _words(targets),
+                said.output,
+                text,
+                name,
+                pieces,
+                said.token_losses,
+            )
         )
     return rows, pictures
 
@@ -173,8 +197,10 @@ def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
         _shown(0, inputs, targets, decode)
 
 
-def _shown(place: int, inputs: Any, targets: Any, decode: Decode | None) -> tuple[str | None, Tensor | None]:
-    """Text of one sample, or its picture."""
+def _shown(
+    place: int, inputs: Any, targets: Any, decode: Decode | None
+) -> tuple[str | list[str] | None, Tensor | None]:
+    """Text of one sample, whole or in pieces, or its picture."""
     if decode is None:
         # of what Hugging Face's tokenizers give, the tokens
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
@@ -187,11 +213,18 @@ def _shown(place: int, inputs: Any, targets: Any, decode: Decode | None) -> tupl
         instead = "see that decode(inputs, targets) works on one sample, without a leading axis"
         raise BadInput(ASKED, f"decode, for sample {place}", explanation(error), instead) from error
     picture = picture_of(decoded) if isinstance(decoded, Tensor) else None
-    if picture is None and not isinstance(decoded, str):
-        instead = "return text, or an image [height, width], [1, height, width] or [3, height, width]"
+    if picture is not None:
+        return None, picture
+    if isinstance(decoded, (list, tuple)) and decoded and all(isinstance(piece, str) for piece in decoded):
+        return [*decoded], None
+    if not isinstance(decoded, str):
+        instead = (
+            "return text, a list of one text for each token of the targets, or an image [height, width], "
+            "[1, height, width] or [3, height, width]"
+        )
         what = f"a tensor {[*decoded.shape]}" if isinstance(decoded, Tensor) else type(decoded).__name__
         raise BadInput(ASKED, f"decode, for sample {place}", f"it returned {what}", instead)
-    return (None, picture) if picture is not None else (str(decoded), None)
+    return decoded, None
 
 
 def picture_of(sample: Tensor) -> Tensor | None:
@@ -226,26 +259,6 @@ def text_of(sample: Tensor) -> str:
     first = entries[:TOKENS].tolist()
     words = " ".join(f"{entry:.3g}" if entries.is_floating_point() else str(entry) for entry in first)
     return words if len(entries) <= TOKENS else f"{words} ... ({len(entries):,} in all)"
-
-
-def _said(
-    model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any, device: torch.device
-) -> tuple[float | None, str | None]:
-    """The loss of one sample alone, and the class that the model gives it, if outputs are classes."""
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
-    try:
-        with torch.no_grad(), disable(), random_numbers_from(random_states([device])):
-            outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
-    except Exception:  # a model may want more than one sample; then nothing is said of its outputs
-        return None, None
-    if not (isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1):
-        return float(value), None
-    if not (isinstance(targets, Tensor) and not targets.is_floating_point() and targets.dim() == 1):
-        return float(value), None
-    named = getattr(loss, "__name__", type(loss).__name__)
-    chance = outputs[0].float().softmax(0).max() if named in ("CrossEntropyLoss", "cross_entropy") else None
-    said = str(int(outputs[0].argmax()))
-    return float(value), said if chance is None else f"{said} ({float(chance):.0%})"
 
 
 def _words(targets: Any) -> str | None:

@@ -97,9 +97,10 @@ def profile(
         outliers: How many of the samples with the largest gradients are kept, to be looked at. A data set is
             asked for them by index; batches that come as they are, from a loader, are read again up to the
             last of them. With 0 neither is done.
-        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis: its text, or an
-            image ``[height, width]`` or ``[3, height, width]``. Without it images show themselves, and of
-            anything else the first numbers are shown.
+        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis: its text; a list
+            of one text for each token of the targets, which the page shades by the loss of each; or an image
+            ``[height, width]`` or ``[3, height, width]``. Without it images show themselves, and of anything
+            else the first numbers are shown.
         timeline: Whether to plan the pass over the first batch, run it once more, and note the memory that
             each operation leaves alive.
 

@@ -34,6 +34,7 @@ from packprop.memory.plan import Plan
 from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.aside import OwnMode
+from packprop.recording.compiled import warn_of_compiled
 from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
@@ -204,6 +205,7 @@ class Backpack(OwnMode):
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""
+        warn_of_compiled()
         if not (self._is_needed or self._probes is not None) or call.is_refused_by_torch:
             return backward()
         if self._ranks is None:

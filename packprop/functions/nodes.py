@@ -145,6 +145,11 @@ def is_identity(node: Node) -> bool:
     return f"{function.__module__}.{function.__qualname__}" == IDENTITIES[node.name()]
 
 
+def is_change_of_view(node: Node) -> bool:
+    """Whether a tensor was changed in place through a view: what it was before comes first upstream."""
+    return node.name().endswith("CopySlices")
+
+
 def name_of_node(node: Node) -> str:
     """The name of a node as in the tables; a user's own function, which may have any name, is marked as own."""
     if isinstance(node, BackwardCFunction):

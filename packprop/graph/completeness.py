@@ -14,6 +14,7 @@ from packprop.algebra.structures import Structure
 from packprop.errors import FreedGraph, PackpropError
 from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
 from packprop.functions.fallback import pulled_samplewise
+from packprop.functions.nodes import is_change_of_view
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.sample_errors import nested
 from packprop.graph.search import nodes_above
@@ -207,7 +208,7 @@ def adopt_missing(graph: Graph, without_loss: set[Node], uses: dict[RecordedUse,
     for leaf, node in graph.missing:
         alone = times[id(leaf)] == 1 and id(leaf) not in used
         foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER and not is_compiled_region(node)
-        foreign |= node.name().endswith("CopySlices")
+        foreign |= is_change_of_view(node)
         if not (alone and foreign and graph.losses) or node in without_loss:
             kept.append((leaf, node))
             continue

@@ -13,8 +13,14 @@ UNCOMPILED = "call the model without torch.compile (the module itself: compiled_
 """What to do instead, in messages."""
 
 
-class _Said:
-    warning = False
+class _Traced:
+    """What hooks have seen while the compiler traced them, which can do no more than take a note."""
+
+    noted = False
+    told = False
+
+
+_traced = _Traced()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -27,21 +33,21 @@ def is_compiled_region(node: Node) -> bool:
     return node.name().startswith("CompiledFunction")
 
 
+def note_compiled() -> None:
+    """Note, in a hook that the compiler traces, that there is a compiled region: each call of it does so."""
+    _traced.noted = True
+
+
 def warn_of_compiled() -> None:
-    """Say once that compiled regions are not recorded."""
-    if not _Said.warning:
-        _Said.warning = True
+    """Say once, outside of what is compiled, that compiled regions are not recorded."""
+    if _traced.noted and not _traced.told:
+        _traced.told = True
         warnings.warn(
             "packprop does not record what torch.compile compiles: outputs and .grad are right, but a backward "
             f"pass inside backpack(...) refuses the parameters in it. For more than the gradient {UNCOMPILED}.",
             PackpropWarning,
             stacklevel=2,
         )
-
-
-# The compiler calls it while it traces, and takes its result for a constant. The public decorator for this,
-# torch.compiler.assume_constant_result, sets the same attribute, but imports the compiler, which takes seconds.
-warn_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions have no such one
 
 
 def refused(what: str) -> PackpropError:

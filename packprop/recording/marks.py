@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
+from packprop.functions.nodes import LINEAR, is_change_of_view, name_of_node
 from packprop.functions.registry import entries_of
 from packprop.recording.axes import SampleAxis
 from packprop.recording.evidence import Evidence
@@ -206,6 +207,23 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
+
+
+def edge_before(changed: Tensor, edge: GradientEdge) -> GradientEdge:
+    """Where the history of a tensor goes on that was changed in place, if it went on from ``edge`` before.
+
+    A view gets a new history then: through the nodes that make the view, and that of the change, to where its
+    base came from. The node that made the view before is in no graph any more.
+    """
+    node = changed.grad_fn
+    if node is None or (edge.node, edge.output_nr) in node.next_functions:
+        return edge
+    while node is not None and name_of_node(node) in LINEAR:
+        node = node.next_functions[0][0]
+    if node is None or not is_change_of_view(node):
+        return edge
+    base, number = node.next_functions[0]
+    return edge if base is None else GradientEdge(base, number)
 
 
 def note_hooks(tensor: Tensor) -> None:

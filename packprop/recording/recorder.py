@@ -49,6 +49,7 @@ from packprop.recording.leaving import (
 from packprop.recording.marks import (
     ForwardCall,
     RecordedUse,
+    edge_before,
     edge_of,
     graph_is_kept,
     note_hooks,
@@ -334,9 +335,8 @@ class Recorder(OwnMode):
         samples, parameters, constants = arguments
         name, in_place = _name_and_kind(func)
         origins = [each for each in samples if func not in LIKE_ANOTHER or each is args[0]]
-        if in_place:
-            origins = [_changed_with(each) if each is args[0] else each for each in origins]
-        edges = [edge_of(tensor) for tensor in origins if tensor.requires_grad]
+        origins = [each for each in origins if each.requires_grad]
+        edges = [edge_of(tensor) for tensor in origins]
         inputs = args
         if in_place and name not in IN_PLACE_WITHOUT_INPUT:
             inputs = (args[0].clone(), *args[1:])
@@ -344,6 +344,9 @@ class Recorder(OwnMode):
         before = ({} if is_traced() else random_states()) if draws and not is_dry_run() else None
         out, evidence = self._witnesses.call_use(func, args, kwargs)
         state = states_if_drawn(before, f"whether {name} draws random numbers")
+        if in_place:
+            changed = zip(origins, edges, strict=True)
+            edges = [edge_before(each, edge) if each is args[0] else edge for each, edge in changed]
         if out is None:  # an assignment: the graph walk names the parameter that went into it
             self._provenance.from_samples.add(args[0])
             return None
@@ -383,13 +386,3 @@ class Recorder(OwnMode):
 def _name_and_kind(function: Callable[..., Any]) -> tuple[str, bool]:
     """The name of a torch function, and whether it overwrites its first argument."""
     return name_of(function), is_in_place(function)
-
-
-def _changed_with(tensor: Tensor) -> Tensor:
-    """The tensor whose history goes on from its own node when this one is changed in place.
-
-    A view gets a new history then, which leads through that of its base: the node that made the view is in no
-    graph any more. Which tensor is a view of which has a private name alone.
-    """
-    base = tensor._base
-    return tensor if base is None else base

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_backward_hooks
 from packprop.errors import BadInput, PackpropWarning
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, SampleAxis, check_documents, check_sample_axis
-from packprop.recording.compiled import is_compiled, warn_of_compiled
+from packprop.recording.compiled import is_compiled, note_compiled, warn_of_compiled
 from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current
@@ -130,7 +130,7 @@ def _watch_end(module: nn.Module) -> None:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if is_compiling():
-        warn_of_compiled()
+        note_compiled()
         return
     if module._backward_hooks or _global_backward_hooks:
         _watch_end(module)
@@ -149,7 +149,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _begin_choosing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``_begin``, for a module that packprop's modes may have to be off for."""
     if is_compiling():
-        warn_of_compiled()
+        note_compiled()
         return
     drop_stale_recording()
     if aside.current.absence is not None or not (
@@ -166,6 +166,7 @@ def _begin_choosing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _begin_outermost(module: nn.Module, inputs: Any, owner: FrameType) -> None:
     """Begin a call that may be the outermost one."""
+    warn_of_compiled()
     drop_stale_recording()
     if (absence := aside.current.absence) is not None:
         absence.nesting.enter(module)

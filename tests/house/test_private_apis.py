@@ -24,8 +24,6 @@ PRIVATE = {
     "_forward_cls": {"functions/nodes.py"},
     "_top_saved_tensors_default_hooks": {"recording/saved_hooks.py"},
     "_get_current_function_mode_stack": {"recording/aside.py"},
-    "_dynamo_marked_constant": {"recording/compiled.py"},
-    "_base": {"recording/recorder.py"},
     "_post_accumulate_grad_hooks": {"tensors/hooks.py"},
     "_fsdp_param_group": {"tensors/sharding.py"},
     "_unsharded_param": {"tensors/sharding.py"},

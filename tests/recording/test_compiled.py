@@ -22,7 +22,7 @@ BACKENDS = ("eager", "aot_eager")
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled._Said, "warning", False)
+    monkeypatch.setattr(compiled, "_traced", compiled._Traced())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -111,6 +111,20 @@ def test_more_than_the_gradient_is_refused(make: Callable[[str], Made], backend:
     ):
         loss_function(called(x) if out is None else out, y).backward()
     assert "torch.compile" in str(error.value)
+
+
+def test_the_warning_comes_with_the_first_code_of_packprop_outside() -> None:
+    """The compiler lets hooks that it traces take a note, and no more; a second compilation is not needed."""
+    called, _ = after("eager")
+    x, y = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = nn.functional.cross_entropy(called(x), y)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            called(x)
+    told = pytest.warns(packprop.PackpropWarning, match="does not record what torch.compile compiles")
+    with pytest.raises(packprop.PackpropError), told, packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
 
 
 @needs_recent

@@ -175,7 +175,7 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
     assert lookup.cotangent is not None
     dtype = outer.cotangent.dtype
     wide = wider_dtype(dtype, device_kind(outer.cotangent)) or dtype
-    outer = replace(outer, given=outer.x.to(wide), cotangent=outer.cotangent.to(wide), direct=None)
+    outer = replace(outer, given=outer.x.to(wide), cotangent=outer.cotangent.to(wide), direct=None, inner=None)
     lookup = replace(lookup, cotangent=lookup.cotangent.to(wide))
     mapped, looked = _outer_sq_norm(outer), _lookup_sq_norm(lookup)
     if mapped is None or looked is None:

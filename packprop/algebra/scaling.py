@@ -20,5 +20,5 @@ def with_factors(structure: Structure, factors: Tensor) -> Structure:
     assert values is not None
     scaled = values * factors.to(values.dtype).reshape(-1, *[1] * (values.dim() - 2))
     if isinstance(structure, Outer):
-        return replace(structure, cotangent=scaled, direct=None, out=None)
+        return replace(structure, cotangent=scaled, direct=None, inner=None, out=None)
     return replace(structure, cotangent=scaled) if isinstance(structure, Lookup) else Dense(scaled)

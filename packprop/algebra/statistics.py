@@ -104,6 +104,8 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
     if cotangent is None:
         return (flat_rows(structure)[0] @ direction.flatten().to(rows(structure).dtype)).to(direction.dtype)
     direction = direction.to(cotangent.dtype)
+    if isinstance(structure, Outer) and structure.inner is not None:
+        return structure.inner(direction).to(first[0].dtype)
     if isinstance(structure, Lookup):
         images = direction.reshape(structure.entries, -1)[structure.index]  # n s o
     else:

@@ -40,6 +40,8 @@ class Outer:
             ``None``.
         direct: Computes per-sample gradients ``[1, n, *p]`` without inputs by position; ``None`` where no
             function does.
+        inner: Computes inner products of per-sample gradients with a direction, ``[*p] -> [n]``, without inputs
+            by position; ``None`` where no function does.
         channels: Channels of a group of the images that inputs by position are unfolded from.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
@@ -52,6 +54,7 @@ class Outer:
     moment: Callable[[], Tensor] | None = None
     out: Tensor | None = None
     direct: Callable[[], Tensor] | None = None
+    inner: Callable[[Tensor], Tensor] | None = None
     channels: int = 0
     held: int | None = None
     is_filled_up: bool = False
@@ -293,7 +296,7 @@ def with_squares(structure: Structure) -> Structure | None:
     the Jacobian of the use with squared inputs.
     """
     if isinstance(structure, Outer):
-        return replace(structure, given=structure.x.square(), moment=None, direct=None)
+        return replace(structure, given=structure.x.square(), moment=None, direct=None, inner=None)
     return structure if isinstance(structure, Lookup) else None
 
 
@@ -311,7 +314,9 @@ def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
         samples, *rest = structure.shape
         given = LazyTensor([tokens * samples, *rest], lambda: repeated(structure.x))
         cotangent = cotangent_of(structure)
-        return replace(structure, given=given, cotangent=cotangent, moment=None, direct=None, out=None)
+        return replace(
+            structure, given=given, cotangent=cotangent, moment=None, direct=None, inner=None, out=None
+        )
     if isinstance(structure, Lookup):
         return replace(structure, index=repeated(structure.index), cotangent=cotangent_of(structure))
     if isinstance(structure, Tied):

@@ -19,6 +19,7 @@ from packprop.algebra.structures import Dense, Outer, Statistical
 from packprop.engine.chunks import start_after
 from packprop.engine.contributions import Build, Contribution, joint_structure, unreached
 from packprop.engine.finite import FiniteCheck
+from packprop.engine.kept_chunks import Kept
 from packprop.engine.partial_results import Begin, PartialResults
 from packprop.engine.request import Request, Task, by_subsampling
 from packprop.errors import OfParameter, PackpropWarning
@@ -71,10 +72,15 @@ class Accumulator:
         """
         first_pass = [task for task in tasks if task.row.after is None]
         second_pass = [task for task in tasks if task.row.after is not None]
-        for chosen, group in [*by_subsampling(first_pass), *by_subsampling(second_pass)]:
-            if group[0].row.after is not None:
-                self._partial.end_first_pass(leaf, group)
-            self._add_by_chunks(leaf, contributions, group, chosen, columns, build)
+        again = {tuple(chosen or ()): group for chosen, group in by_subsampling(second_pass)}
+        kept = {chosen: Kept(self._chunk_sizes, group) for chosen, group in again.items()}
+        for chosen, group in by_subsampling(first_pass):
+            chunks = kept.get(tuple(chosen or ()))
+            self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
+        for chosen, group in by_subsampling(second_pass):
+            self._partial.end_first_pass(leaf, group)
+            chunks = kept.pop(tuple(chosen or ()))
+            self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
 
     def _add_by_chunks(
         self,
@@ -84,8 +90,12 @@ class Accumulator:
         chosen: list[int] | None,
         columns: Extent,
         build: Build,
+        kept: Kept | None = None,
     ) -> None:
-        """Go over all samples, or the ``chosen`` ones, in chunks; halve a chunk that does not fit."""
+        """Go over all samples, or the ``chosen`` ones, in chunks; halve a chunk that does not fit.
+
+        ``kept``: what a first pass keeps of its chunks for a second one.
+        """
         for use, _, _ in contributions:
             if use.prepare is not None:
                 use.prepare()
@@ -99,6 +109,9 @@ class Accumulator:
                 leaf, contributions, statistics, build is joint_structure, samples, self._create_graph
             )
             step = min(step, self._largest_chunk.get(id(leaf), count))
+        is_second = tasks[0].row.after is not None
+        if is_second and kept is not None:
+            step = kept.samples_at_once(step)
         start = 0
         while start < count:
             stop = min(count, start + step)
@@ -110,7 +123,8 @@ class Accumulator:
                 chunk = torch.tensor(chosen[start:stop]) % samples
             structure: Statistical | None = None
             try:
-                structure = build(contributions, chunk, self._chunk_sizes.held)
+                given = kept.take(extent) if is_second and kept is not None else None
+                structure = build(contributions, chunk, self._chunk_sizes.held) if given is None else given
                 if isinstance(structure, Outer):
                     structure = self._written_in_place(leaf, structure, tasks, columns, extent)
                 if columns.whole and extent.whole and getattr(structure, "out", None) is None:
@@ -129,6 +143,8 @@ class Accumulator:
                 self._partial.at(leaf, task).put(value, columns, extent)
             if self._log is not None:
                 self._log(leaf, [use for use, _, _ in contributions], structure, step)
+            if kept is not None and not is_second:
+                kept.keep(structure, extent)
             del structure, values, value  # before the next chunk has its own
             start = start_after(start, step, count)
 

@@ -118,7 +118,8 @@ class ColumnSweeps:
         memory of a backward pass, and to keep per-sample gradients more. So the same columns are swept again,
         with their draws. Where one sweep brings all columns of a leaf at once (a single draw, the empirical
         Fisher, a vectorised sweep), both passes are made when the sweep meets the leaf, and there is no second
-        sweep. What is made of the results of the first pass takes their place; the results are gone then.
+        sweep; the second pass then finds what the first has kept for it (``kept_chunks.py``). What is made of
+        the results of the first pass takes their place; the results are gone then.
         """
         first = {seed: tasks[seed] for seed in columns}
         second: dict[Seed, list[Task]] = {}

@@ -20,6 +20,7 @@ may be zero.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ def ratio(
     return Interval(value, high if low <= 0 < high else 0.0)
 
 
+@functools.lru_cache(maxsize=128)  # of every layer and most steps the same ones are asked for
 def student_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's distribution, above the median.
 

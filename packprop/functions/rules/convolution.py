@@ -61,6 +61,14 @@ class Geometry(ABC):
     def gradients(self, images: Tensor, cotangent: Tensor) -> Tensor:
         """Per-sample gradients ``[1, n, *p]`` from one image for each sample, without unfolding."""
 
+    @abstractmethod
+    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
+        """What a weight makes of images, ``[b, g*c, *space] -> [b, g*o, *space]``."""
+
+    def inner_products(self, images: Tensor, cotangent: Tensor, direction: Tensor) -> Tensor:
+        """Inner products of per-sample gradients with a direction ``[*p]``, without unfolding, ``[n]``."""
+        return (self.outputs(images, direction) * cotangent).flatten(1).sum(1)
+
     @property
     def has_shifts(self) -> bool:
         """Whether products of inputs can be computed from shifts of the images, and with gain."""
@@ -96,6 +104,14 @@ class PlainGeometry(Geometry):
         return grouped_gradients(
             images, cotangent, self.weight_shape, self.stride, padding, self.dilation, self.groups
         )
+
+    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
+        """By PyTorch's function, on padded images."""
+        convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+        outputs: Tensor = convolution(
+            self._pad(images), weight, None, self.stride, 0, self.dilation, self.groups
+        )
+        return outputs
 
     @property
     def has_shifts(self) -> bool:
@@ -144,6 +160,13 @@ class TransposedGeometry(Geometry):
             cotangent, images, self.weight_shape, self.stride, self.padding, self.dilation, self.groups
         )
 
+    def outputs(self, images: Tensor, weight: Tensor) -> Tensor:
+        """By PyTorch's function."""
+        transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(self.kernel) - 1]
+        options = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        outputs: Tensor = transposed(images, weight, None, *options)
+        return outputs
+
 
 def _convolution(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
@@ -164,17 +187,18 @@ def _convolution(
     def build(cotangent: Tensor | None, x: Tensor) -> Structure:
         images = x.reshape(-1, *x.shape[-space - 1 :])
         shape = (x.shape[0], len(images) // len(x) * positions, groups, fan_in)
-        direct = None
+        direct = inner = None
         if cotangent is not None:
             if len(cotangent) == 1 and len(images) == len(x) and images.dtype == cotangent.dtype:
                 column = cotangent.reshape(len(x), *cotangent.shape[-space - 1 :])
                 direct = functools.partial(geometry.gradients, images, column)
+                inner = functools.partial(geometry.inner_products, images, column)
             cotangent = cotangent.flatten(-space).transpose(-1, -2)
             cotangent = cotangent.reshape(*cotangent.shape[:2], shape[1], groups, fan_out)
         unfolded = LazyTensor(shape, lambda: geometry.unfold(images).reshape(shape))
         by_shifts = geometry.has_shifts and choose_algorithm("factors", fastest, {}, None) == "shifts"
         moment = functools.partial(geometry.moment, images, by_shifts)
-        return Outer(unfolded, cotangent, fold, moment, direct=direct, channels=image_channels)
+        return Outer(unfolded, cotangent, fold, moment, direct=direct, inner=inner, channels=image_channels)
 
     scratch = Scratch(
         per_column=weight.numel() + positions * (groups * fan_in + channels),

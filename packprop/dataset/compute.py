@@ -23,7 +23,7 @@ from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
 from packprop.dataset.sharded import is_sharded_over
-from packprop.dataset.state import MergedResults
+from packprop.dataset.shards import results_of
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
@@ -141,7 +141,7 @@ def compute(
             if stored is not None and stored.writer is not store:
                 stack.enter_context(stored.writer)
             merged = [each for each in chosen if stored is None or each not in stored.extensions]
-            step = BatchPass(ASKED, model, loss, MergedResults(merged), chosen, stored)
+            step = BatchPass(ASKED, model, loss, results_of(model, merged, sharded), chosen, stored)
             step.sharded = group if sharded else None
             replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
             return BatchStream(step, place, batches.left if replays else None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.monoid import Monoid
-from packprop.distributed.merging import exchanged, merge_over_ranks
+from packprop.distributed.merging import exchanged, merge_over_ranks, merged_in_turn
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.errors import BadInput, PackpropError
 
@@ -128,6 +128,16 @@ class Ranks:
             return dict(partial)
         with self._noticing():
             return merge_over_ranks(partial, monoid_of, group=self.all.group)
+
+    def merged_in_turn(
+        self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
+    ) -> Iterator[tuple[Key, Any]]:
+        """As ``merged``, a few at a time."""
+        if self.world == 1 or self.all is None:
+            yield from [*partial.items()]
+            return
+        with self._noticing():
+            yield from merged_in_turn(partial, monoid_of, group=self.all.group)
 
     def derived(self, state: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """A state for the generator of this rank, whose draws are others than those of the first one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from packprop.dataset.summary import as_frame, as_html, as_text
 from packprop.dataset.values import decode, encode
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput
+from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.sharding import is_distributed, whole_tensor
 from packprop.types import Extension
 
 Value = Tensor | list[Tensor] | Eigen
@@ -66,7 +68,8 @@ class Result(Mapping[Any, dict[str, Value]]):
     def summary(self) -> str:
         """A table of all tensors: shape, norm, mean, smallest and largest entry of each.
 
-        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one.
+        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one. Of sharded values
+        it tells of this rank's part; ``whole().summary()`` of all.
         """
         return as_text(self.tables, self._facts)
 
@@ -83,10 +86,32 @@ class Result(Mapping[Any, dict[str, Value]]):
 
     @property
     def _facts(self) -> str:
-        return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}"
+        parts = ", of sharded values this rank's part" if self.is_sharded else ""
+        return f"{self.samples:,} samples, {self.reduction} loss {self.loss:.6g}{parts}"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some values are ``DTensor``s, of which this process holds a part."""
+        return any(map(is_distributed, tensors_in(self.tables)))
+
+    def whole(self) -> Result:
+        """The same result with whole tensors in place of ``DTensor``s; all ranks must call it."""
+        return replace(self, tables=map_tensors(whole_tensor, self.tables)) if self.is_sharded else self
 
     def save(self, path: str | Path) -> None:
-        """Write all tensors to one ``.safetensors`` file."""
+        """Write all tensors to one ``.safetensors`` file.
+
+        Raises:
+            BadInput: If some are sharded: call ``whole()`` on all ranks before.
+        """
+        if self.is_sharded:
+            raise BadInput(
+                "Result.save(...) was called.",
+                "values of parameters that fully_shard (FSDP2) has sharded",
+                "this process holds a part of them",
+                "call result.whole() on all ranks, and save what it returns on one; or give the tables to "
+                "torch.distributed.checkpoint, which writes each rank's part",
+            )
         tensors: list[Tensor] = []
         notes = {
             "format": FORMAT,

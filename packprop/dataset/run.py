@@ -17,6 +17,7 @@ from packprop.dataset.parts import Part, generators_of, readings_of
 from packprop.dataset.progress import progress_bar
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result
+from packprop.dataset.shards import ShardedResults, put_together
 from packprop.dataset.sources import Samples, set_states, states_of
 from packprop.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
@@ -240,6 +241,8 @@ class Run:
         batch = batch if has_any else self._stand_in
         self._ranks.in_step = False  # in a pass ranks wait for each other in other places
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
+        if isinstance(self._results, ShardedResults):
+            self._results.end_pass(self._ranks)
         self._ranks.in_step = True
 
     def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
@@ -271,6 +274,7 @@ class Run:
         if self._stream.step.stored is not None:
             self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
         found = self._results.of_all(self._ranks, since)
+        put_together(found.partial, self._ranks)
         of_ranks = self._ranks.each(self._own_state())
         written = True
         if self._checkpoint is not None:

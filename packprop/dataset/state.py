@@ -15,7 +15,7 @@ from packprop.algebra.monoid import KEEP, SUM, Monoid, lift, nothing_like, resca
 from packprop.dataset.parts import Part, needs_second_reading
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result, Value
-from packprop.dataset.sums import add_to, begun, widened
+from packprop.dataset.sums import begun, merged_with, widened
 from packprop.engine.saving import warn_of_skipped
 from packprop.errors import PackpropError
 from packprop.tensors.long_work import doing, expect
@@ -135,24 +135,22 @@ class MergedResults:
 
     def _add_row(self, key: Key, value: Any, terms: float) -> None:
         """Merge the result of one row."""
-        position, index, name = key
-        extension = self.extensions[position]
-        row = extension.rows[index]
+        row = self.extensions[key[0]].rows[key[1]]
         if value is None:
             return
         if row.degree and not terms:  # a mean over no terms: NaN times 0 shall be 0
             value = nothing_like(value)
-        partial = lift(row.over_n, rescale(value, terms, row.degree))
-        before = self.partial.get(key)
+        self._merge_row(key, lift(row.over_n, rescale(value, terms, row.degree)))
+
+    def _merge_row(self, key: Key, partial: Any) -> None:
+        """Merge a partial result of a batch with those before."""
+        monoid, before = self._monoid_of(key), self.partial.get(key)
         if before is None:
-            self.partial[key] = begun(row.over_n, partial)
+            self.partial[key] = begun(monoid, partial)
             return
-        if row.over_n.axis is not None:
-            _require_same_rows(extension, name, row.over_n.axis, [before[-1], *partial])
-        if row.over_n is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
-            add_to(before, partial)
-        else:
-            self.partial[key] = row.over_n.merge(before, partial)
+        if monoid.axis is not None:
+            _require_same_rows(self.extensions[key[0]], key[2], monoid.axis, [before[-1], *partial])
+        self.partial[key] = merged_with(monoid, before, partial)
 
     def end_first_reading(self, ranks: Ranks) -> None:
         """Turn the results of first passes, of all ranks, into what second passes are given.

@@ -19,6 +19,7 @@ from packprop.algebra.kronecker import Eigen
 from packprop.store.frames import required_pandas
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.sharding import own_part
 
 WIDTH = 100
 """Columns of a terminal that printed tables have."""
@@ -118,6 +119,7 @@ def _parts(value: Any) -> list[tuple[str, Tensor]]:
 
 def _line(quantity: str, parameter: str, part: str, tensor: Tensor) -> Line:
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    tensor = own_part(tensor)
     if not tensor.numel():
         return Line(quantity, parameter, part, shape, dtype, 0.0, math.nan, math.nan, math.nan)
     real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()

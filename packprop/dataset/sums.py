@@ -25,6 +25,14 @@ def begun(monoid: Monoid, partial: Any) -> Any:
     return partial
 
 
+def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
+    """A partial result with another one merged into it: sums in place."""
+    if monoid is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
+        add_to(before, partial)
+        return before
+    return monoid.merge(before, partial)
+
+
 def add_to(total: Tensor, value: Tensor) -> None:
     """Add in place; piece by piece where the precisions differ, so that no second large tensor is made."""
     if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():

@@ -165,18 +165,42 @@ def is_distributed(tensor: Tensor) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """A tensor as it is; of a ``DTensor`` what this process holds."""
+    part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
+    return part
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """A tensor as it is; a ``DTensor`` put together, which all ranks must do at once."""
     whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
     return whole
 
 
-def placed_like(value: Tensor, shard: Tensor) -> Tensor:
-    """A tensor of the whole parameter's shape, equal on all ranks, as a ``DTensor`` placed like its shard."""
+def whole_from(part: Tensor, shard: Tensor) -> Tensor:
+    """This rank's part of a tensor of the whole parameter's shape, as a ``DTensor`` placed like its shard."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]  # a DTensor
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shard.shape, stride=shard.stride())
+
+
+def part_like(value: Tensor, shard: Tensor) -> Tensor:
+    """What belongs to this rank's shard of a tensor of the whole parameter's shape, equal on all ranks."""
+    part: Tensor = placed_like(value, shard).to_local()  # type: ignore[attr-defined]  # a DTensor
+    return part.clone()
+
+
+def replicated_like(value: Tensor, shard: Tensor) -> Tensor:
+    """A tensor that is equal on all ranks, as a ``DTensor`` on the mesh of a shard."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = shard.device_mesh  # type: ignore[attr-defined]  # a DTensor, by the caller's word
-    everywhere = [Replicate()] * mesh.ndim
-    whole = DTensor.from_local(value.to(shard.device), mesh, everywhere, run_check=False)
-    placed: Tensor = whole.redistribute(mesh, shard.placements)  # type: ignore[attr-defined]  # as above
+    mesh = shard.device_mesh  # type: ignore[attr-defined]  # a DTensor
+    return DTensor.from_local(value.to(shard.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def placed_like(value: Tensor, shard: Tensor) -> Tensor:
+    """A tensor of the whole parameter's shape, equal on all ranks, as a ``DTensor`` placed like its shard."""
+    mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]  # a DTensor
+    placed: Tensor = replicated_like(value, shard).redistribute(mesh, placements)  # type: ignore[attr-defined]  # as above
     return placed

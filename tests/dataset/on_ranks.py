@@ -54,6 +54,7 @@ def computed(data: Any, reduction: str = "mean", given: list[Any] | None = None,
     """The values, number of samples and loss, in a form that can be sent."""
     model, loss = options.pop("model", None) or network(), nn.CrossEntropyLoss(reduction=reduction)
     found = packprop.compute(model, loss, data, asked() if given is None else given, progress=False, **options)
+    found = found.whole()
     plain = {name: dict(values) for name, values in found.items()}
     return map_tensors(Tensor.numpy, (plain, found.samples, found.loss, found.reduction))
 

@@ -26,3 +26,4 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(blocks) >= 5
     assert list((tmp_path / "runs" / "first").glob("checkpoint-*.json"))
     assert Result.load(tmp_path / "curvature-of-all.safetensors").samples == 1000
+    assert Result.load(tmp_path / "curvature-of-shards.safetensors").samples == 1000

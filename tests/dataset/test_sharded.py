@@ -195,27 +195,39 @@ def test_what_cannot_be_had_is_refused_on_all_ranks() -> None:
         assert of_second in second[name], (name, second[name])
 
 
-def left_alone(rank: int) -> str:
+def of_shape_and_factors() -> list[Any]:
+    return [extensions.Variance(), extensions.KFLR()]
+
+
+def left_alone(rank: int, folder: Path, kills: bool) -> Any:
+    """What a rank is told when the last one is killed; values if none is."""
     x, y = samples()
 
     def batches() -> Iterator[Any]:
-        for number in range(100):
-            if rank == 1 and number == 3:
+        for number in range(5):
+            if kills and rank == 1 and number == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield x, y
+            yield x[5 * number + rank :][: 3 + rank], y[5 * number + rank :][: 3 + rank]
 
+    options: dict[str, Any] = {"checkpoint": folder, "every": 1, "model": sharded()}
     try:
-        computed(batches(), given=[extensions.Variance()], model=sharded())
+        return computed(batches(), given=of_shape_and_factors(), **options)
     except Exception as error:
         return str(error)
-    return "nothing"
 
 
-def test_a_rank_that_is_killed_ends_the_others() -> None:
-    outcomes = outcomes_of(left_alone, 2, patient=True, seconds=60)
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> None:
+    outcomes = outcomes_of(left_alone, 2, tmp_path / "run", True, patient=True, seconds=60)
     assert outcomes[1].error == "it died"
     assert outcomes[0].error is None, outcomes[0].error
     assert "one of them has ended" in outcomes[0].value
+    assert len([*(tmp_path / "run").glob("checkpoint-*.json")]) == 2
+    x, y = samples()
+    parts = [slice(5 * number + rank, 5 * number + 3 + 2 * rank) for number in range(5) for rank in (0, 1)]
+    whole = torch.cat([x[part] for part in parts]), torch.cat([y[part] for part in parts])
+    expected = computed(whole, given=of_shape_and_factors())
+    for found in in_processes(left_alone, 2, tmp_path / "run", False):
+        assert_same(found, expected)
 
 
 FACTORY = """

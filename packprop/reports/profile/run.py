@@ -139,7 +139,7 @@ def profile(
                 checkpoint=checkpoint,
                 every=every,
                 compiled=compiled,
-            )
+            ).whole()
         settings = {
             "model": class_before_sharding(model).__name__,
             "loss": _name_of(loss),

@@ -1,0 +1,114 @@
+"""Results of the batches so far where parameters are sharded: each rank keeps the parts of its own shards.
+
+# NOTE [Sums of shards]
+A pass brings results of whole parameters, for this rank's samples. When it is over, those of all ranks are
+merged, a few parameters at a time, and each rank adds the part of its shard to what it has kept: values of all
+samples so far. That is for results with an entry for each entry of a parameter. Others, such as Kronecker
+factors and rows of samples, are kept by every rank for its own samples, and merged at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from packprop.algebra.monoid import Moments
+from packprop.dataset.ranks import Ranks
+from packprop.dataset.state import Key, MergedResults
+from packprop.dataset.sums import begun, merged_with
+from packprop.tensors.nesting import map_tensors
+from packprop.tensors.sharding import is_distributed, part_like, replicated_like, whole_from, whole_tensor
+
+
+@dataclass
+class ShardedResults(MergedResults):
+    """Merged partial results of the batches so far, those of the shape of parameters as shards.
+
+    Args:
+        shards: The parameters that are sharded, by name.
+        arrived: Results of the pass that is under way, for whole parameters and this rank's samples.
+        kept: The parts of results of all ranks that belong to this rank's shards.
+    """
+
+    shards: Mapping[str, Tensor] = field(default_factory=dict)
+    arrived: dict[Key, Any] = field(default_factory=dict)
+    kept: dict[Key, Any] = field(default_factory=dict)
+
+    def end_pass(self, ranks: Ranks) -> None:
+        """Merge what a pass has brought on all ranks; each keeps the parts of its own shards."""
+        for key, value in ranks.merged_in_turn(self.arrived, self._monoid_of):
+            self.arrived.pop(key, None)
+            self._keep(key, self._part(key, value))
+
+    def of_all(self, ranks: Ranks, since: int) -> MergedResults:
+        """As of any results; those that are kept as parts are ``DTensor``s, placed like the parameter."""
+        found = super().of_all(ranks, since)
+        for key, value in self.kept.items():
+            shard = self.shards[key[2]]
+            found.partial[key] = _each(value, lambda part, shard=shard: whole_from(part, shard), shard)
+        return found
+
+    def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
+        """Take up what ``saved`` returned: of whole parameters the parts of this rank's shards."""
+        super().restore(saved, pieces)
+        self._cut(self.partial)
+
+    def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
+        """Take up what a rank needs whose own batches are all yet to come, and the parts of its shards."""
+        super().restore_what_is_shared(saved)
+        self._cut({(position, index, name): value for position, index, name, value in saved["partial"]})
+
+    def _cut(self, partial: dict[Key, Any]) -> None:
+        for key in [key for key, value in partial.items() if self._is_of_shard(key, value)]:
+            self.kept[key] = self._part(key, partial.pop(key))
+
+    def _merge_row(self, key: Key, partial: Any) -> None:
+        if self._is_of_shard(key, partial):
+            before = self.arrived.get(key)
+            self.arrived[key] = partial if before is None else self._monoid_of(key).merge(before, partial)
+        else:
+            super()._merge_row(key, partial)
+
+    def _is_of_shard(self, key: Key, value: Any) -> bool:
+        """Whether a result has an entry for each entry of a sharded parameter, and stands alone."""
+        rows, shard = self.extensions[key[0]].rows, self.shards.get(key[2])
+        if shard is None or len(rows) != 1 or rows[0].whole or not rows[0].sums:
+            return False
+        tensor = value.mean if isinstance(value, Moments) else value
+        return isinstance(tensor, Tensor) and tensor.shape == shard.shape
+
+    def _part(self, key: Key, value: Any) -> Any:
+        shard = self.shards[key[2]]
+        return _each(value, lambda whole: part_like(whole, shard))
+
+    def _keep(self, key: Key, part: Any) -> None:
+        monoid, before = self._monoid_of(key), self.kept.get(key)
+        self.kept[key] = begun(monoid, part) if before is None else merged_with(monoid, before, part)
+
+
+def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResults:
+    """Where results of a model are merged."""
+    if not sharded:
+        return MergedResults(extensions)
+    shards = {name: each.detach() for name, each in model.named_parameters() if is_distributed(each)}
+    return ShardedResults(extensions, shards=shards)
+
+
+def put_together(partial: dict[Key, Any], ranks: Ranks) -> None:
+    """Make whole tensors of those that are ``DTensor``s, on the first rank; the others let go of them."""
+    for key, value in partial.items():
+        whole = map_tensors(whole_tensor, value)
+        partial[key] = whole if ranks.rank == 0 else None  # one at a time
+
+
+def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:
+    """A result with its tensors changed; of moments the number of rows is the same on all ranks."""
+    if not isinstance(value, Moments):
+        return change(value)
+    number = value.samples
+    if shard is not None and isinstance(number, Tensor):
+        number = replicated_like(number, shard)
+    return Moments(number, change(value.mean), change(value.deviation))

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from packprop.errors import BadInput
 from packprop.memory.live import LiveBytes
+from packprop.tensors.sharding import class_before_sharding, is_distributed, sharded_units, unit_modules
 
 UNSHARDED = "unsharded parameters"
 
@@ -71,6 +72,28 @@ def mesh_of(
             "give the number of shards (64,), or copies and shards (8, 8), as for init_device_mesh",
         )
     return Mesh(sizes, None if units is None else tuple(units))
+
+
+def require_not_sharded_yet(asked: str, model: nn.Module) -> None:
+    """Refuse a model that ``fully_shard`` was called on: it cannot be copied.
+
+    Raises:
+        BadInput: With the mesh and the units that say what it is sharded over.
+    """
+    units = unit_modules(model)
+    if not units:
+        return
+    wholes = [shard for unit in sharded_units([model]) for _, shard in unit.pairs]  # after a forward pass
+    shards = [each for each in (*model.parameters(), *wholes) if is_distributed(each)]
+    shape = tuple(shards[0].device_mesh.shape) if shards else (1,)  # type: ignore[attr-defined]  # a DTensor
+    inner = dict.fromkeys(class_before_sharding(unit).__name__ for unit in units if unit is not model)
+    raise BadInput(
+        asked,
+        "the model, whose parameters fully_shard (FSDP2) has sharded between processes already",
+        "a plan is made with a copy of the model, and fully_shard lets nobody copy what it has sharded",
+        "make the plan before fully_shard is called, or for another instance, as on the meta device: "
+        f"packprop.plan(..., mesh_shape={shape}, units=[{', '.join(inner)}])",
+    )
 
 
 class Shards:

@@ -17,7 +17,7 @@ from packprop.errors import BadInput
 from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.dry_run import DryRun
-from packprop.memory.mesh import mesh_of
+from packprop.memory.mesh import mesh_of, require_not_sharded_yet
 from packprop.memory.plan import ASKED, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import Forward, PlannedStep, copy_without_data
@@ -68,10 +68,12 @@ def plan(
             entries of every ``nn.ModuleList``.
 
     Raises:
-        BadInput: If the budget is no number of bytes, or less than any choice of chunks takes.
+        BadInput: If the budget is no number of bytes, or less than any choice of chunks takes; for a model that
+            ``fully_shard`` was called on already.
         PackpropError: If the forward pass decides on data.
     """
     budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
+    require_not_sharded_yet(ASKED, model)
     parameter = next(model.parameters(), None)
     own_device = parameter.device if parameter is not None else torch.device("cpu")
     target_device = torch.device(device) if device is not None else own_device

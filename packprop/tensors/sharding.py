@@ -111,6 +111,11 @@ def has_sharded_units(model: nn.Module) -> bool:
     return bool(_states([model]))
 
 
+def unit_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules inside the model that ``fully_shard`` was called on."""
+    return [*_states([model]).values()]
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of what units of a model have put together: the outermost one, after a forward pass."""
     for unit in _states([model]).values():

@@ -164,6 +164,7 @@ def refusals(rank: int) -> dict[str, str]:
         ),
         "mixes on one": lambda: computed([(x, y)], given=[extensions.Variance()], model=sharded(mixing)),
         "no samples": lambda: computed([], model=sharded()),
+        "plan": lambda: packprop.plan(sharded(), nn.CrossEntropyLoss(), (x, y), [extensions.Variance()]),
     }
     said = {}
     for name, call in tries.items():
@@ -187,6 +188,7 @@ def test_what_cannot_be_had_is_refused_on_all_ranks() -> None:
         "no loss of torch": ("use one loss function of torch",) * 2,
         "mixes on one": ("it has refused its part of the pass", "Quantities of single samples"),
         "no samples": ("no samples were in any batch",) * 2,
+        "plan": ("packprop.plan(..., mesh_shape=(2,), units=[Linear])",) * 2,
         "and goes on": ("23",) * 2,
     }
     assert list(first) == list(expected)

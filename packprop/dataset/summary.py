@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,13 +10,13 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from packprop.algebra.kronecker import Eigen
 from packprop.store.frames import required_pandas
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.plain_text import plain_text
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.sharding import own_part
 
@@ -78,9 +77,7 @@ def as_text(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:
         table.add_column(name, justify="left" if named else "right", overflow="fold", no_wrap=not named)
     for line in lines_of(tables):
         table.add_row(*_cells(line, shown))
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, markup=False).print(table)
-    return "\n".join([*(text.rstrip() for text in out.getvalue().splitlines()), "", facts])
+    return "\n".join([plain_text(table, WIDTH, markup=False), "", facts])
 
 
 def as_html(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packprop.store.search import Found
+from packprop.tensors.plain_text import plain_text
 
 WIDTH = 100
 """Columns of a terminal that printed tables have."""
@@ -67,9 +67,7 @@ class Influence:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return plain_text(self, WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for query in range(len(self)):

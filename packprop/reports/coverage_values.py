@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from packprop.errors import PackpropError
+from packprop.tensors.plain_text import plain_text
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,7 @@ class Coverage:
         return Group(table, below, *map(Text, lines))
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self)
-        return text.getvalue()
+        return plain_text(self, 100)
 
 
 def _cells(parameter: ParameterCoverage) -> list[str]:

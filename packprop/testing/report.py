@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.plain_text import plain_text
 
 TOLERANCE = 1e-10
 """Largest relative error that is allowed."""
@@ -90,9 +90,7 @@ class Report:
         return Group(table, *map(Text, [*lines, *self.notes]))
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=100).print(self)
-        return text.getvalue()
+        return plain_text(self, 100)
 
 
 HINTS = {

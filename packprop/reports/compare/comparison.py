@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from packprop.reports.compare.values import ComparisonValues
 from packprop.reports.profile.files import write_page
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.table import WIDTH
+from packprop.tensors.plain_text import plain_text
 
 ASKED = "Two profiles were to be compared."
 
@@ -42,9 +42,7 @@ class Comparison(ComparisonValues):
         return write_page(path, self.to_html())
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return plain_text(self, WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield comparison_table(self.layers, self.total)

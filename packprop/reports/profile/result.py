@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from packprop.reports.profile.memory_use import MemoryUse
 from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.table import WIDTH, footer, profile_table
 from packprop.reports.profile.values import ProfileValues
+from packprop.tensors.plain_text import plain_text
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ class Profile(ProfileValues):
         return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return plain_text(self, WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield profile_table(self.layers, self.total, options.max_width)

@@ -1,0 +1,20 @@
+"""Tables and other things that rich draws, as plain text."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+
+
+def plain_text(drawn: RenderableType, width: int, *, markup: bool = True) -> str:
+    """What a terminal of this width, in characters, would show without colours; lines have no blank ends.
+
+    Args:
+        drawn: A table, a text, or anything else that rich draws.
+        width: Characters in a line.
+        markup: Whether square brackets may be styles, ``[bold]``, and not text.
+    """
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, markup=markup).print(drawn)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

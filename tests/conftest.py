@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
-gc.disable()  # while tests are collected, which makes a million objects that stay
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +19,18 @@ def _seeded() -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was collected out of every garbage collection to come.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected, and leave what they are out of it from then on.
 
-    A full collection is due when a quarter of what is there is new: beside a million objects that is never, and
-    the models of tests that are over would pile up.
+    A million objects are made that stay. Beside them every full collection takes long, and one is due only when
+    a quarter of all is new.
     """
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # counts anew what is there, now without what is frozen
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.collect()  # counts anew what is there, now without what is frozen
+        gc.enable()

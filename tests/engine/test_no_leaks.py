@@ -51,7 +51,7 @@ def test_a_training_loop_does_not_grow(
     model, loss_function = packprop.extend(build()), packprop.extend(nn.CrossEntropyLoss())
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     counts = []
-    steps = 200 if rows is FIRST_ORDER else 40
+    steps = 100 if rows is FIRST_ORDER else 40
     for step in range(steps):
         x, y = data()
         optimiser.zero_grad()
@@ -71,7 +71,7 @@ def test_a_loop_that_differentiates_again_does_not_grow(rows: list[Row]) -> None
     """With ``create_graph`` gradients are part of a graph, which goes when the user lets go of it."""
     model, loss_function = packprop.extend(network()), packprop.extend(nn.CrossEntropyLoss())
     counts = []
-    steps = 200 if rows is FIRST_ORDER else 40
+    steps = 100 if rows is FIRST_ORDER else 40
     for step in range(steps):
         x, y = batch()
         loss = loss_function(model(x), y)

@@ -68,8 +68,8 @@ EXAMPLES: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
         lambda n: (
             R(2, n, 3),
             (R(4, n, 2), R(4, n, 4)),
-            recurrent(4, 2, 2, proj=2),
-            *(True, 2, 0.0, False, True, False),
+            recurrent(4, 2, 2, bias=False, proj=2),  # 12 parameters; biases are in the example above
+            *(False, 2, 0.0, False, True, False),
         ),
     ),
     (

@@ -137,16 +137,13 @@ def _with_places(outcome: Outcome, outputs: list[Tensor]) -> Outcome:
 def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) -> GraphModule:
     """Trace a function of real tensors.
 
-    ``make_fx`` puts a mode of its own in force, which keeps notes that nobody reads here. Beside it packprop
-    would leave functions alone that it looks inside of. It is switched off by an argument with a private name.
-
     Raises:
         PackpropError: With the line that asks for a value, if there is one.
         NotTraceable: If it is packprop's own line, or something else cannot be traced.
     """
     torch.clear_autocast_cache()  # copies of weights in low precision would be constants
     try:
-        graph: GraphModule = make_fx(run, _disable_torch_fn_metadata_mode=True)(*tensors)
+        graph: GraphModule = make_fx(run)(*tensors)
         return graph
     except PackpropError:
         raise

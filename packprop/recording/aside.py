@@ -32,6 +32,10 @@ CHOOSERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEnc
 """Modules of PyTorch that compute otherwise under a torch-function mode."""
 
 
+TRACER = "torch.fx.experimental.proxy_tensor"
+"""The Python module of PyTorch with the mode that is in force while packprop traces a pass."""
+
+
 class OwnMode(TorchFunctionMode):
     """A torch-function mode of packprop's, which can be taken off for a while."""
 
@@ -103,14 +107,14 @@ def chooses_freely(module: nn.Module, inputs: Any) -> bool:
     tensors: Iterator[Tensor] = tensors_in((list(module.parameters()), inputs))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    return all(isinstance(mode, OwnMode) for mode in _modes_in_force())
+    return _no_other_mode_in_force()
 
 
 def can_look_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether nobody else, no other mode and no class of the arguments, takes a composite function over."""
     return (
         has_parts(kwargs)
-        and all(isinstance(mode, OwnMode) for mode in _modes_in_force())
+        and _no_other_mode_in_force()
         and all(type(tensor).__torch_function__ in _PLAIN for tensor in tensors_in((args, kwargs)))
     )
 
@@ -176,3 +180,8 @@ def _modes_in_force() -> list[Any]:
     Asks a private function: nothing public tells whose modes are in force.
     """
     return list(torch.overrides._get_current_function_mode_stack())
+
+
+def _no_other_mode_in_force() -> bool:
+    """Whether all torch-function modes are packprop's own, or that of ``make_fx``, which only keeps notes."""
+    return all(isinstance(mode, OwnMode) or type(mode).__module__ == TRACER for mode in _modes_in_force())

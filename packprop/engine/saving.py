@@ -76,7 +76,8 @@ class ResultSaver:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
             dtype = extension.dtype_of(leaf.dtype)
-            value = map_tensors(functools.partial(_saved, dtype=dtype), value)
+            if not callable(value):  # products keep the tensors that they read as they are
+                value = map_tensors(functools.partial(_saved, dtype=dtype), value)
             home = self._graph.home(leaf)
             if home is not leaf and _is_of_parameter(extension, value, leaf):
                 value = placed_like(value, home)

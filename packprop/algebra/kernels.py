@@ -47,8 +47,8 @@ SHORT = 32
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if that is given."""
     products = products_one_by_one(left, right)
-    if products is None and out is None:
-        return torch.bmm(right, left.mT).mT if _is_faster_swapped(left, right) else torch.bmm(left, right.mT)
+    if products is None and out is None and _is_faster_swapped(left, right):
+        return torch.bmm(right, left.mT).mT
     if products is None:
         return torch.bmm(left, right.mT, out=out)
     if out is None:
@@ -77,6 +77,8 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
     single column ``one_by_one`` gives each product to all statistics.
     """
     products = products_one_by_one(left, right)
+    if products is None and _is_faster_swapped(left, right):
+        return sum_of_squares(torch.bmm(right, left.mT)).mT
     if products is None:
         return sum_of_squares(torch.bmm(left, right.mT))
     total = left.new_zeros(left.shape[1], right.shape[1])

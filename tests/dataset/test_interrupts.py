@@ -18,6 +18,14 @@ from packprop.extensions import Variance
 Batch = tuple[Tensor, Tensor]
 
 
+@pytest.fixture(autouse=True)
+def python_handles_interrupts() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupts:
     """Sends an interrupt to this process when it is deleted: what that raises is printed and dropped."""
 

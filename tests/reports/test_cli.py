@@ -87,6 +87,7 @@ def test_what_options_switch(run: Run, tmp_path: Path) -> None:
 
 def test_what_graphs_brought(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MANY", 1)
+    monkeypatch.setattr(replays, "PASSES_TO_TRACE", 0)
     status, _, err = run("factories:good", "--batch-size", "1")
     assert status == 0
     assert " ordinary passes, 25 replays of graphs, traced in " in err

@@ -76,6 +76,11 @@ def test_memory_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) 
     assert Meter(100, torch.device("cpu")).memory() == ""
 
 
+def _listen_to_interrupts() -> None:
+    """As in a terminal: what a shell starts in the background ignores interrupts, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The command in a child process, whose standard error, or all of it, is a terminal of 120 columns."""
 
@@ -94,6 +99,7 @@ class Terminal:
             stdout=other,
             stderr=other,
             start_new_session=True,
+            preexec_fn=_listen_to_interrupts,
         )
         os.close(other)
         self.seen = ""

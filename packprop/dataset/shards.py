@@ -44,7 +44,7 @@ class ShardedResults(MergedResults):
             self._keep(key, self._part(key, value))
 
     def of_all(self, ranks: Ranks, since: int) -> MergedResults:
-        """As of any results; those that are kept as parts are ``DTensor``s, placed like the parameter."""
+        """As of any results; those that are kept as parts are of type ``DTensor``, placed like the parameter."""
         found = super().of_all(ranks, since)
         for key, value in self.kept.items():
             shard = self.shards[key[2]]
@@ -98,7 +98,7 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
 
 
 def put_together(partial: dict[Key, Any], ranks: Ranks) -> None:
-    """Make whole tensors of those that are ``DTensor``s, on the first rank; the others let go of them."""
+    """Make a whole tensor of each ``DTensor``, on the first rank; the others let go of them."""
     for key, value in partial.items():
         whole = map_tensors(whole_tensor, value)
         partial[key] = whole if ranks.rank == 0 else None  # one at a time

@@ -60,3 +60,9 @@ def test_every_picture_of_a_page_has_words() -> None:
         ):
             assert words, f"{page}: {target} has nothing to be read out"
             assert (page.parent / target).exists(), target
+
+
+def test_literals_end_where_words_do() -> None:
+    """Sphinx takes two backquotes with a letter right behind them for the start of a literal."""
+    for path in (ROOT / "packprop").rglob("*.py"):
+        assert not re.findall(r"``[\w.]+``\w", path.read_text(encoding="utf-8")), path

@@ -48,6 +48,7 @@ class Ranks:
             self.world = torch.distributed.get_world_size(all_ranks.group)
         self.in_step = False
         """Whether the others wait for this rank's message."""
+        self._begun: Callable[[], list[bool]] | None = None
 
     def arrive(self) -> None:
         """Wait until all ranks have begun.
@@ -70,15 +71,37 @@ class Ranks:
                 "call compute(...) on all ranks; or, on some of them alone, with ranks='own'",
             ) from error
 
-    def step(self, has_batch: bool, due: bool) -> tuple[bool, bool]:
-        """Whether any rank had a batch, and whether the first rank says that a checkpoint is due.
+    def agree(self, has_any: bool) -> bool:
+        """Whether any rank has samples.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
         """
+        self.begin_step(has_any, lambda: False)
+        return self.end_step()[0]
+
+    def begin_step(self, has_batch: bool, due: Callable[[], bool]) -> None:
+        """Tell the others whether this rank has a batch; the first one, whether a checkpoint is due after it.
+
+        Nobody is waited for: a rank that is slower than another in one batch can be faster in the next one. One
+        process alone is asked whether a checkpoint is due when the batch was added.
+        """
         if self.world == 1:
-            return has_batch, due
-        had, failed, due_now = self._round([has_batch, False, due and not self.rank])
+            self._begun = lambda: [has_batch, False, due()]
+        else:
+            self._begun = self._begin_round([has_batch, False, not self.rank and due()])
+
+    def end_step(self) -> tuple[bool, bool]:
+        """Whether any rank had a batch, and whether the first rank said that a checkpoint is due.
+
+        Waits until all ranks have begun the step.
+
+        Raises:
+            OtherRankFailed: If another rank has failed, or is gone.
+        """
+        assert self._begun is not None
+        had, failed, due_now = self._begun()
+        self._begun = None
         if failed:
             self._raise_what_is_told(self.each(None))
         return had, due_now
@@ -89,7 +112,9 @@ class Ranks:
             return
         self.in_step = False
         with contextlib.suppress(Exception):  # the error that is on its way says more
-            self._round([False, True, False])
+            others_wait = self._begun is None or not self._begun()[1]  # unless one has failed in this step, too
+            if others_wait:
+                self._begin_round([False, True, False])()
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
@@ -147,13 +172,21 @@ class Ranks:
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         return torch.Generator(device=device).manual_seed(seed).get_state()
 
-    def _round(self, flags: list[bool]) -> list[bool]:
+    def _begin_round(self, flags: list[bool]) -> Callable[[], list[bool]]:
+        """Send flags; returns what waits for those of the others, and says of each whether any rank set it."""
         assert self.all is not None
         on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
         message = torch.tensor(flags, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        largest = torch.distributed.ReduceOp.MAX
         with self._noticing():
-            torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self.all.group)
-        return [bool(flag) for flag in message.tolist()]
+            work = torch.distributed.all_reduce(message, largest, self.all.group, async_op=True)
+
+        def wait() -> list[bool]:
+            with self._noticing():
+                work.wait()
+            return [bool(flag) for flag in message.tolist()]
+
+        return wait
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:

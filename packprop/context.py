@@ -252,7 +252,7 @@ class Backpack(OwnMode):
         saver = ResultSaver(graph, self._hook, self._loss_scale)
         is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
-        clip = None if self._clipping is None else settled(self._clipping, graph, is_plain)
+        clip = None if self._clipping is None else settled(self._clipping, graph, is_plain, groups)
         sizes = self._chunk_sizes(graph)
         request = Request(graph, extensions, sizes, call.create_graph, self._drawn, groups=groups, clip=clip)
         if joint is not None:

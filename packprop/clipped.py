@@ -38,6 +38,9 @@ def clipped_gradients(
     Tables that are looked up with ``sparse=True`` have a sparse gradient, as without clipping, of those rows
     that are not zero; for a moment there is a dense one.
 
+    What a loss is multiplied or divided by after its loss function is part of it, and of the norms: a sum that
+    is divided by N by hand is meant as a mean, and needs ``loss_scale=1 / N``.
+
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
     samples; a sum does not. Each process clips its own samples. There is no budget of memory
     here: ``backpack`` has one. Of nested contexts the inner one is in force: a ``backpack`` inside of this one

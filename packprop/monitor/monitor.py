@@ -54,7 +54,8 @@ class Monitor:
         quantities: Names from ``packprop.monitor.QUANTITIES``. Each is logged under its name for all parameters
             together, and under ``name/layer`` for each module that owns parameters:
 
-            - ``"gradient_norm"``: of the step's gradient, as the sum of its passes.
+            - ``"gradient_norm"``: of the step's gradient, as the sum of its passes, without penalties that no
+              sample enters.
             - ``"noise_scale"``: in samples, the unbiased estimate of this step with its interval,
               ``noise_scale_low`` and ``noise_scale_high``, and ``critical_batch_size``, likewise, over the last
               ``window`` monitored steps; see NOTE [Gradient noise scale].

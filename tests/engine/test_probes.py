@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.probes import require_alone
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected, Variance
 from tests.cases import Case, map_tensors
 from tests.dataset.small import SPLIT_CASES
@@ -303,6 +303,18 @@ def test_a_plain_gradient_without_probes() -> None:
     found = passed(model, x, y, loss, [], probes=range(2, 5))
     expected = passed(model, x[[0, 1, 5]], y[[0, 1, 5]], loss, [])
     assert_alike(found["grad"], expected["grad"], "grad")
+
+
+def test_a_context_that_saw_no_pass_says_so() -> None:
+    """As where another context inside of it took the pass over."""
+    model, x, y, loss = made("cross-entropy")
+    value = loss(model(x), y)
+    with (
+        pytest.warns(PackpropWarning, match=r"seen inside `with backpack"),
+        packprop.backpack(probes=[0]),
+        packprop.clipped_gradients(max_norm=1.0),
+    ):
+        value.backward()
 
 
 def test_ones_own_reduction_keeps_its_scale() -> None:

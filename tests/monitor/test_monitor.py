@@ -114,6 +114,33 @@ def test_passes_of_a_step_are_one_batch(divided: bool) -> None:
     assert monitor.last["samples"] == 12
 
 
+def test_two_losses_of_the_same_samples_in_two_passes_are_refused() -> None:
+    """Their samples would be counted twice, and the noise scale would be twice as large."""
+    model, x, y = built()
+    monitor = Monitor(model, log=None, quantities=["noise_scale"])
+    with pytest.raises(PackpropError, match="add the losses up"), monitor.step():
+        outputs = model(x)
+        F.cross_entropy(outputs, y).backward(retain_graph=True)
+        outputs.square().sum().backward()
+    assert monitor.last is None
+    assert not any(vars(p) for p in model.parameters())
+
+
+def test_penalties_are_no_part_of_the_gradient() -> None:
+    """Whether they have a pass of their own or not."""
+    for together in (True, False):
+        model, x, y = built()
+        rows = torch.cat([*rows_of(model, x, y).values()], 1)
+        monitor = Monitor(model, log=None)
+        with monitor.step():
+            loss, penalty = F.cross_entropy(model(x), y), sum(p.square().sum() for p in model.parameters())
+            for part in [loss + penalty] if together else [loss, penalty]:
+                part.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert monitor.last is not None
+        compared(monitor.last, rows)
+
+
 def test_a_scaler_is_taken_out() -> None:
     found = []
     for scale in (1.0, 1024.0, torch.tensor(1024.0)):

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = torch.tanh(self.mix(self.words(ids).transpose(1, 2))).mean(2)
-        return self.head(F.dropout(hidden, 0.1, self.training)) * self.warmth  # type: ignore[no-any-return]
+        return self.head(F.dropout(hidden, 0.1, self.training)) * self.warmth  # type: ignore[no-any-return]  # a module's call is Any
 
 
 def built(dropout: bool = False) -> tuple[Net, Tensor, Tensor]:
@@ -91,7 +91,7 @@ def test_numbers_are_those_of_loops_over_samples() -> None:
     packprop.extend(other)
     with packprop.backpack(packprop.extensions.DiagGGNExact()), packprop.record():
         F.cross_entropy(other(x), y).backward()
-    trace = sum(float(p.diag_ggn_exact.sum()) for p in other.parameters())  # type: ignore[attr-defined]
+    trace = sum(float(p.diag_ggn_exact.sum()) for p in other.parameters())  # type: ignore[attr-defined]  # saved by the pass
     assert values["ggn_trace"] == pytest.approx(trace)
 
 
@@ -307,7 +307,7 @@ def test_bad_models() -> None:
     with pytest.raises(BadInput, match="requires gradients"):
         Monitor(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(BadInput, match="Module"):
-        Monitor(3)  # type: ignore[arg-type]
+        Monitor(3)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_steps_in_which_nothing_can_be_seen() -> None:

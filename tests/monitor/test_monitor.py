@@ -340,3 +340,17 @@ def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
         exec(block, scope)
     assert capsys.readouterr().out.count("step ") >= 2
+
+
+def test_lazy_modules_are_monitored_from_their_first_call_on() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(BadInput, match="no shape before"):
+        Monitor(model, log=None)
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    model(x)
+    monitor = Monitor(model, log=None)
+    with monitor.step():
+        F.cross_entropy(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert monitor.last is not None
+    assert monitor.last["samples"] == 6

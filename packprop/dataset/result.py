@@ -91,11 +91,11 @@ class Result(Mapping[Any, dict[str, Value]]):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some value is a ``DTensor``, of which this process holds a part."""
+        """Whether some values are ``DTensor``s, of which this process holds a part."""
         return any(map(is_distributed, tensors_in(self.tables)))
 
     def whole(self) -> Result:
-        """The same result with a whole tensor in place of each ``DTensor``; all ranks must call it."""
+        """The same result with whole tensors in place of ``DTensor``s; all ranks must call it."""
         return replace(self, tables=map_tensors(whole_tensor, self.tables)) if self.is_sharded else self
 
     def save(self, path: str | Path) -> None:

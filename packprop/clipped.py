@@ -21,6 +21,7 @@ def clipped_gradients(
     reduction: Reduction | None = None,
     loss_scale: float | Tensor = 1.0,
     extension_hook: Hook | None = None,
+    probes: Sequence[int] | Tensor | None = None,
 ) -> ClippedGradients:
     """Clip the gradient of each sample in every backward pass inside the context, before they are summed.
 
@@ -37,9 +38,13 @@ def clipped_gradients(
     Tables that are looked up with ``sparse=True`` have a sparse gradient, as without clipping, of those rows
     that are not zero; for a moment there is a dense one.
 
+    What a loss is multiplied or divided by after its loss function is part of it, and of the norms: a sum that
+    is divided by N by hand is meant as a mean, and needs ``loss_scale=1 / N``.
+
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
-    samples; a sum does not. Each process clips its own samples. There is no budget of memory, and there are no
-    probes here: ``backpack`` has them.
+    samples; a sum does not. Each process clips its own samples. There is no budget of memory
+    here: ``backpack`` has one. Of nested contexts the inner one is in force: a ``backpack`` inside of this one
+    clips nothing, and a warning says so.
 
     Args:
         extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were
@@ -53,6 +58,8 @@ def clipped_gradients(
         loss_scale: What the loss that is meant was multiplied by before ``backward()``, by a gradient scaler or
             for gradient accumulation. Norms are those of the loss that is meant; ``.grad`` has the factor.
         extension_hook: As in ``backpack``.
+        probes: As in ``backpack``: samples that are left out of ``.grad``, as if the loss were taken over the
+            others alone. Norms and factors are of the others, in their order; nothing of probes is clipped.
 
     Returns:
         The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
@@ -72,7 +79,7 @@ def clipped_gradients(
     >>> clipped.norms.shape, bool(model.weight.grad.norm() <= 0.5)
     (torch.Size([4]), True)
     """
-    return ClippedGradients(extensions, max_norm, per, reduction, loss_scale, extension_hook)
+    return ClippedGradients(extensions, max_norm, per, reduction, loss_scale, extension_hook, probes)
 
 
 class ClippedGradients(Backpack):
@@ -88,10 +95,11 @@ class ClippedGradients(Backpack):
         reduction: Reduction | None,
         loss_scale: float | Tensor,
         hook: Hook | None,
+        probes: Sequence[int] | Tensor | None,
     ) -> None:
         scale = factor_of(self.call, loss_scale)
         clipping = Clipping(max_norm, per, reduction, scale, self._note)
-        super().__init__(extensions, hook, None, False, loss_scale, clipping=clipping)
+        super().__init__(extensions, hook, None, False, loss_scale, probes=probes, clipping=clipping)
         self._per = per
         self._clipped: ClippedNorms | None = None
 

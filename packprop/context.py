@@ -201,12 +201,12 @@ class Backpack(OwnMode):
     @property
     def _is_needed(self) -> bool:
         """Whether a pass inside shall be more than a plain one."""
-        return bool(self.extensions) or self._clipping is not None
+        return bool(self.extensions) or self._clipping is not None or self._probes is not None
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run the user's ``backward``, and compute the extensions along with it."""
         warn_of_compiled()
-        if not (self._is_needed or self._probes is not None) or call.is_refused_by_torch:
+        if not self._is_needed or call.is_refused_by_torch:
             return backward()
         if self._ranks is None:
             return self._pass(call, backward, None)
@@ -252,7 +252,7 @@ class Backpack(OwnMode):
         saver = ResultSaver(graph, self._hook, self._loss_scale)
         is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
-        clip = None if self._clipping is None else settled(self._clipping, graph, is_plain)
+        clip = None if self._clipping is None else settled(self._clipping, graph, is_plain, groups)
         sizes = self._chunk_sizes(graph)
         request = Request(graph, extensions, sizes, call.create_graph, self._drawn, groups=groups, clip=clip)
         if joint is not None:

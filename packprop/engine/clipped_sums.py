@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from packprop.algebra.choices import norms_by_products
@@ -11,6 +12,7 @@ from packprop.algebra.statistics import per_sample_grad, sq_norm
 from packprop.engine.accumulator import Accumulator
 from packprop.engine.clipping import Clip, ClippedNorms, clip_factors
 from packprop.engine.contributions import Contribution, extents_of, weighted
+from packprop.engine.probes import OfGroup
 from packprop.engine.request import TOTAL, Request, Task
 from packprop.graph.graph import ReachedUse
 from packprop.graph.site import Site
@@ -31,8 +33,7 @@ class _Kept(Extension):
     rows = (Row(GRADIENT, per_sample_grad, over_n=CAT[1], over_v=CAT[0]),)
 
 
-_NORMS, _KEPT = _Norms(), _Kept()
-NORMS, KEPT = Task(_NORMS, 0, _NORMS.rows[0]), Task(_KEPT, 0, _KEPT.rows[0])
+NORMS, KEPT = _Norms(), _Kept()
 
 
 class ClippedSums:
@@ -49,10 +50,18 @@ class ClippedSums:
         self._contributions: dict[int, list[Contribution]] = {}
         self._by_rows = _leaves_kept_by_rows(request)
         self._sparse = _leaves_with_sparse_gradients(request)
+        self._norms, self._kept, self._total = (self._task(each) for each in (NORMS, KEPT, TOTAL.extension))
         self.tasks = {
-            id(leaf): [NORMS, KEPT] if id(leaf) in self._by_rows else [NORMS] for leaf in self._graph.leaves()
+            id(leaf): [self._norms, self._kept] if id(leaf) in self._by_rows else [self._norms]
+            for leaf in self._graph.leaves()
         }
         """What is asked of each leaf, by identity."""
+
+    def _task(self, extension: Extension) -> Task:
+        """The task of an extension, for training rows alone if there are probes; their scale is kept."""
+        groups = self._clip.training
+        extension = extension if groups is None else OfGroup(extension, groups.training, 1.0)
+        return Task(extension, 0, extension.rows[0])
 
     def keep(self, leaf: Tensor, contributions: list[Contribution]) -> None:
         """Keep what a leaf's gradient is computed from, unless its gradients of samples are kept."""
@@ -61,18 +70,20 @@ class ClippedSums:
 
     def take(self) -> tuple[ClippedNorms, list[tuple[Tensor, Tensor]]]:
         """Norms of samples, and each leaf that was reached with its clipped gradient ``[*p]``."""
+        clip, training = self._clip, self._clip.training
+        count = self._graph.samples if training is None else len(training.training)
         squares = {id(leaf): self._squares(leaf) for leaf in self._graph.leaves()}
         known = [each for each in squares.values() if each is not None]
         like = known[0] if known else self._graph.leaves()[0].new_zeros(())
         totals = []
-        for group in self._clip.groups:
+        for group in clip.groups:
             own = [squares[id(leaf)] for leaf in group.leaves]
             reached = [each.to(like.device) for each in own if each is not None]
-            totals.append(sum(reached, like.new_zeros(self._graph.samples)))
-        found = clip_factors(self._clip, totals)
+            totals.append(sum(reached, like.new_zeros(count)))
+        found = clip_factors(clip, totals)
         gradients = [
-            (leaf, self._as_torch_gives_it(leaf, self._clipped_sum(leaf, factors.to(leaf.device))))
-            for group, factors in zip(self._clip.groups, found.factors, strict=True)
+            (leaf, self._as_torch_gives_it(leaf, self._clipped_sum(leaf, clip.scaled(factors).to(leaf.device))))
+            for group, factors in zip(clip.groups, found.factors, strict=True)
             for leaf in group.leaves
             if squares[id(leaf)] is not None
         ]
@@ -84,24 +95,33 @@ class ClippedSums:
 
     def _squares(self, leaf: Tensor) -> Tensor | None:
         """Squared norms of a leaf's gradients ``[n]``; ``None`` if the sweep did not reach it."""
-        values = self._results.take(leaf, _NORMS)
+        values = self._results.take(leaf, self._norms.extension)
         if values is None:
             return None
         self._results.finite_check.note(leaf, values)
         squares: Tensor = values[0]
         return squares
 
+    def _of_batch(self, factors: Tensor) -> Tensor:
+        """Factors of all samples of the batch ``[n]``, of which those of probes are not looked at."""
+        if self._clip.training is None:
+            return factors
+        chosen = torch.tensor(self._clip.training.training, device=factors.device)
+        return factors.new_zeros(self._graph.samples).index_copy(0, chosen, factors)
+
     def _clipped_sum(self, leaf: Tensor, factors: Tensor) -> Tensor:
         """The sum of a leaf's gradients, each times the factor of its sample; what was kept for it is freed."""
         if id(leaf) in self._by_rows:
-            values = self._results.take(leaf, _KEPT)
+            values = self._results.take(leaf, self._kept.extension)
             assert values is not None
             rows = values.pop()[0]
             gradient: Tensor = (factors.to(rows.dtype) @ rows.reshape(len(rows), leaf.numel())).view(leaf.shape)
             return gradient.to(leaf.dtype)
         contributions = self._contributions.pop(id(leaf))
-        self._results.add_contributions(leaf, contributions, [TOTAL], ONE, weighted(factors))
-        values = self._results.take(leaf, TOTAL.extension)
+        self._results.add_contributions(
+            leaf, contributions, [self._total], ONE, weighted(self._of_batch(factors))
+        )
+        values = self._results.take(leaf, self._total.extension)
         assert values is not None
         total: Tensor = values[0]
         return total.to(leaf.dtype)

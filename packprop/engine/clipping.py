@@ -8,6 +8,7 @@ they contribute. So these are kept until then, and the gradient of a weight, whi
 have computed along the way, is computed once, from scaled cotangents. Where gradients of samples take no more
 memory than the cotangents, or are formed for their norms and take no more than inputs and cotangents, they are
 kept instead. Norms are those of Goodfellow (2015); keeping cotangents is the book-keeping of Bu et al. (2023).
+Of probe rows neither norms nor sums are taken; see NOTE [Probe rows].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from packprop.engine.loss_terms import reduction_and_divisor
-from packprop.engine.probes import require_no_other_pass
+from packprop.engine.probes import Groups, require_no_other_pass
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
 
@@ -107,11 +108,18 @@ class Clip:
         groups: Parameters that share a bound; each parameter is in one.
         own: What a sample's part of the loss is multiplied by to become its own loss.
         tell: Called with norms and factors when they are known.
+        training: Training rows and probes, if there are any; the samples below are then training rows.
     """
 
     groups: list[Group]
     own: float | Tensor
     tell: Callable[[ClippedNorms], None]
+    training: Groups | None = None
+
+    def scaled(self, factors: Tensor) -> Tensor:
+        """What parts of samples are multiplied by ``[n]``: by their factors, to the scale of training rows."""
+        scale = 1.0 if self.training is None else self.training.of_training
+        return factors * (scale.to(factors.device) if isinstance(scale, Tensor) else scale)
 
 
 class ClippedNorms(NamedTuple):
@@ -130,13 +138,14 @@ class ClippedNorms(NamedTuple):
     groups: list[Group]
 
 
-def settled(clipping: Clipping, graph: Graph, is_plain: bool) -> Clip:
+def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups | None = None) -> Clip:
     """The bounds of a pass through a graph whose samples are located.
 
     Args:
         clipping: What was asked for.
         graph: The graph.
         is_plain: Whether the pass is ``backward()`` without options, and not traced.
+        training: Training rows and probes, if there are any.
 
     Raises:
         BadInput: If there is no bound for a module or parameter, or one for none.
@@ -166,10 +175,14 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool) -> Clip:
                 "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
                 "the forward pass",
             )
-    own: float | Tensor = graph.samples if _reduction(clipping, graph) == "mean" else 1
+    recorded = _recorded_reduction(graph)
+    own: float | Tensor = graph.samples if _reduction(clipping, recorded) == "mean" else 1
+    if training is not None:
+        # a mean of the caller's own keeps its scale: it is one over probes, too
+        own = (len(training.training) if own != 1 and recorded == "mean" else own) * training.of_training
     if clipping.loss_scale is not None:
         own = own / clipping.loss_scale
-    return Clip(_groups(clipping, graph), own, clipping.tell)
+    return Clip(_groups(clipping, graph), own, clipping.tell, training)
 
 
 def clip_factors(clip: Clip, squares: list[Tensor]) -> ClippedNorms:
@@ -225,14 +238,20 @@ def _named(module: torch.nn.Module, per: Per) -> list[tuple[str, Any]]:
     return [*module.named_modules()] if per == "module" else [*module.named_parameters()]
 
 
-def _reduction(clipping: Clipping, graph: Graph) -> Reduction:
-    """What the loss is of the losses of its samples: as given, or as all of its loss functions say."""
-    if clipping.reduction is not None:
-        return clipping.reduction
+def _recorded_reduction(graph: Graph) -> Reduction | None:
+    """What the loss is of the losses of its samples, if all of its loss functions say the same."""
     calls = [loss.call for loss in graph.losses]
     known = [None if call.released else reduction_and_divisor(call) for call in calls]
     found = {None if each is None else each[0] for each in known}
     if graph.open or graph.without_loss or len(found) != 1 or None in found:
+        return None
+    return "mean" if "mean" in found else "sum"
+
+
+def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:
+    """What the loss is of the losses of its samples: as given, or as its loss functions say."""
+    found = clipping.reduction or recorded
+    if found is None:
         raise BadInput(
             ASKED,
             "the loss",
@@ -240,7 +259,7 @@ def _reduction(clipping: Clipping, graph: Graph) -> Reduction:
             "with reduction='mean' or 'sum' was recorded, or different ones were",
             "say which, as in clipped_gradients(..., reduction='mean'), or packprop.extend(loss_function)",
         )
-    return "mean" if "mean" in found else "sum"
+    return found
 
 
 def _is_bound(value: Any) -> bool:

@@ -66,10 +66,10 @@ class GradientPass:
         ``apart``: whether gradients were swept already, so that no hook may change them in the user's pass.
         """
         graph = self._request.graph
-        if self._request.groups is not None:
-            self._sweep_groups(tasks)
-        elif self._request.clip is not None:
+        if self._request.clip is not None:
             self._sweep_clipped(tasks, self._request.clip)
+        elif self._request.groups is not None:
+            self._sweep_groups(tasks)
         elif not tasks and apart:
             with graph.hooks.heard(), graph.hooks.refusing_changes(changed_gradient):
                 self._run_user_pass()

@@ -33,7 +33,7 @@ SEEDS = ("gradient", "ggn", "empirical", "jacobian", "none")
 """Seeds whose cotangents belong to samples."""
 
 
-ASKED = "backpack(probes=...) was asked for."
+ASKED = "probes=... was asked for."
 """What errors say was asked for."""
 
 INSTEAD = "leave it out, or take a pass over the probes alone, with gradients of its own"

@@ -47,7 +47,8 @@ SAMPLES_LEAD: dict[Callable[..., Any], int] = {
 
 def leads_with_samples(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether a function keeps samples apart on the leading axis of its input, if it keeps them at all."""
-    return bool(args) and isinstance(args[0], Tensor) and SAMPLES_LEAD.get(function) == args[0].dim()
+    dims = SAMPLES_LEAD.get(function)  # first: a parameter that is not initialized yet has no dim()
+    return dims is not None and bool(args) and isinstance(args[0], Tensor) and dims == args[0].dim()
 
 
 def axes_kept_and_mixed(

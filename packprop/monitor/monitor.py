@@ -54,7 +54,8 @@ class Monitor:
         quantities: Names from ``packprop.monitor.QUANTITIES``. Each is logged under its name for all parameters
             together, and under ``name/layer`` for each module that owns parameters:
 
-            - ``"gradient_norm"``: of the step's gradient, as the sum of its passes.
+            - ``"gradient_norm"``: of the step's gradient, as the sum of its passes, without penalties that no
+              sample enters.
             - ``"noise_scale"``: in samples, the unbiased estimate of this step with its interval,
               ``noise_scale_low`` and ``noise_scale_high``, and ``critical_batch_size``, likewise, over the last
               ``window`` monitored steps; see NOTE [Gradient noise scale].
@@ -81,7 +82,8 @@ class Monitor:
         seed: Of the Monte Carlo draws, which are not taken from PyTorch's own generators.
 
     Raises:
-        BadInput: For anything else than the above, or a model without trainable parameters.
+        BadInput: For anything else than the above, or a model without trainable parameters, or with
+            parameters of lazy modules that have no shape yet.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -308,6 +310,14 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadInput(
             ASKED, "model", "none of its parameters requires gradients", "set requires_grad=True on some"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise BadInput(
+            ASKED,
+            f"parameter {lazy[0]!r} of a lazy module",
+            "it has no shape before the model's first call",
+            "run the model once on a batch, and make the monitor then",
         )
     if isinstance(quantities, str) or not quantities or set(quantities) - set(QUANTITIES):
         unknown = quantities if isinstance(quantities, str) else sorted(set(quantities) - set(QUANTITIES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from packprop.distributed.ranks import AllRanks
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
+from packprop.recording.marks import RecordedUse
 from packprop.recording.switch import disable
 from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.types import GRADIENT, Extension, Row
@@ -111,6 +113,7 @@ class MonitoredPass(Backpack):
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self._reached: list[Any] = []
+        self._uses: weakref.WeakSet[RecordedUse] = weakref.WeakSet()
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.seen = False
@@ -121,7 +124,16 @@ class MonitoredPass(Backpack):
         super().__exit__(*error)
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
-        """Those of any pass; notes which tensors values will be saved on."""
+        """Those of any pass; notes which tensors values will be saved on, and what the pass goes through."""
+        uses = [use.recorded for use in graph.uses]
+        if any(use in self._uses for use in uses):
+            raise PackpropError(
+                "Monitor: a step was to be monitored.",
+                "two backward passes of it through one forward pass",
+                "passes of a step are passes over different samples, and these would be counted twice",
+                "add the losses up, and call backward() once",
+            )
+        self._uses.update(uses)
         self._reached = [graph.home(leaf) for leaf in graph.leaves()]
         return super()._chunk_sizes(graph)
 

@@ -42,7 +42,7 @@ def test_modules_for_functions() -> None:
 
 def test_modules_for_functions_refuse() -> None:
     with pytest.raises(BadInput, match="give a number"):
-        ScaleModule("2")  # type: ignore[arg-type]
+        ScaleModule("2")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(BadInput, match="bring all branches to one shape"):
         SumModule()(torch.ones(2), torch.ones(3))
     with pytest.raises(BadInput, match="tensors of equal shape"):

@@ -28,7 +28,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 def flat(tensors: object) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])  # type: ignore[attr-defined]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])  # type: ignore[attr-defined]  # any sequence does
 
 
 class Attention(nn.Module):

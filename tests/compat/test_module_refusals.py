@@ -150,4 +150,4 @@ def test_extensions_without_columns_say_so() -> None:
     assert extension.expects_backpropagation_quantities()
     assert not BatchGrad().expects_backpropagation_quantities()
     with pytest.raises(NotImplementedError, match="not columns of a root"):
-        BatchGrad().seed  # noqa: B018
+        BatchGrad().seed  # noqa: B018  # asking for it is the test

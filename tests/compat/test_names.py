@@ -134,11 +134,11 @@ def test_looking_for_what_is_missing_finds_nothing() -> None:
 @installed
 def test_a_name_that_is_not_documented_is_missing() -> None:
     with pytest.raises(ImportError):
-        from backpack import nothing_of_this_name  # noqa: F401
+        from backpack import nothing_of_this_name  # noqa: F401  # importing it is the test
     import backpack.context
 
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        backpack.context.nothing  # noqa: B018
+        backpack.context.nothing  # noqa: B018  # asking for it is the test
 
 
 @installed
@@ -147,7 +147,7 @@ def test_a_missing_extension_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.uninstall()
     compat.install(replace=True)
     with pytest.raises(ImportError) as error:
-        from backpack.extensions import KFAC  # noqa: F401
+        from backpack.extensions import KFAC  # noqa: F401  # importing it is the test
     assert str(error.value).startswith("KFAC of backpack.extensions was asked for")
     assert "instead: choose from" in str(error.value)
     assert "BatchGrad" in str(error.value)

@@ -125,7 +125,7 @@ def test_a_private_optimizer() -> None:
         def __init__(self, parameters: Any, bound: float, noise: float) -> None:
             super().__init__(parameters, dict(bound=bound, noise=noise))
 
-        def step(self) -> None:  # type: ignore[override]
+        def step(self) -> None:  # type: ignore[override]  # without a closure
             for group in self.param_groups:
                 norms = torch.stack([p.batch_l2 for p in group["params"]]).sum(0).sqrt()
                 factors = (group["bound"] / norms).clamp(max=1.0)

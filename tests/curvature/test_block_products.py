@@ -106,7 +106,7 @@ def test_positive_curvature_needs_elementwise_nonlinearities(name: str) -> None:
 
 def test_what_positive_curvature_may_be_modified_to() -> None:
     with pytest.raises(BadInput, match="'clip', 'abs'"):
-        extensions.PCHMP(modify="square")  # type: ignore[arg-type]
+        extensions.PCHMP(modify="square")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_vectors_must_fit() -> None:

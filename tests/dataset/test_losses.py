@@ -91,7 +91,7 @@ def test_gradients_and_values_are_the_same_with_losses(tmp_path: Path) -> None:
     loss = nn.CrossEntropyLoss()
     plain = compute(model, loss, data, BatchL2Grad(), Variance(), store=tmp_path / "plain")
     more = compute(model, loss, data, BatchL2Grad(), Variance(), store=tmp_path / "more", losses=True)
-    assert all(torch.equal(plain["variance"][name], more["variance"][name]) for name in plain["variance"])  # type: ignore[arg-type]
+    assert all(torch.equal(plain["variance"][name], more["variance"][name]) for name in plain["variance"])  # type: ignore[arg-type]  # values are tensors
     one, other = Store(tmp_path / "plain")["batch_l2"], Store(tmp_path / "more")["batch_l2"]
     assert all(torch.equal(one[name].torch(), other[name].torch()) for name in one)
 

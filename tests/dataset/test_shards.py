@@ -50,8 +50,8 @@ def placed_like_parameters(rank: int) -> None:
                 parameter = model.get_parameter(name)
                 if savefield in OF_PARAMETERS:
                     assert value.placements == parameter.placements  # type: ignore[union-attr]  # DTensors
-                    assert value.shape == parameter.shape  # type: ignore[union-attr]
-                    assert value.to_local().shape == parameter.to_local().shape  # type: ignore[union-attr,operator]
+                    assert value.shape == parameter.shape  # type: ignore[union-attr]  # a DTensor
+                    assert value.to_local().shape == parameter.to_local().shape  # type: ignore[union-attr,operator]  # DTensors
                 elif isinstance(value, Tensor):
                     assert type(value) is Tensor
         assert_same(result.whole(), expected)
@@ -89,7 +89,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return self.last(hidden)  # type: ignore[no-any-return]
+        return self.last(hidden)  # type: ignore[no-any-return]  # a module's call is Any
 
 
 def tied_and_frozen(rank: int) -> None:

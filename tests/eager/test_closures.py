@@ -39,7 +39,7 @@ def product(x: Tensor, other: Tensor) -> Tensor:
 
 
 def by_global(x: Tensor) -> Tensor:
-    return sum((x * h).pow(2).sum() for h in [GLOBAL])  # type: ignore[return-value]
+    return sum((x * h).pow(2).sum() for h in [GLOBAL])  # type: ignore[return-value]  # sum() may be 0
 
 
 GLOBAL: Tensor
@@ -134,7 +134,7 @@ def test_a_function_that_differentiates_in_turn(device: str, keep: str, chunks: 
     scale = x.new_ones(())
     held = (scale.requires_grad_() * 2).exp()
     penalty = gradient_penalty(critic)
-    fn = lambda x: (penalty(x) * held).sum()  # noqa: E731
+    fn = lambda x: (penalty(x) * held).sum()  # noqa: E731  # as users write it
     of = [x, *critic.parameters(), scale]
     value = eager_backward(fn, x, keep=keep, chunks=chunks)
     assert_same(gradients(3 * value, *of), gradients(3 * fn(x), *of))
@@ -156,7 +156,7 @@ def test_nodes_that_an_accelerator_made_in_its_own_thread(monkeypatch: pytest.Mo
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     held = scale.exp()
     penalty = gradient_penalty(critic)
-    fn = lambda x: (penalty(x) * held).sum()  # noqa: E731
+    fn = lambda x: (penalty(x) * held).sum()  # noqa: E731  # as users write it
     of = [x, *critic.parameters(), scale]
     for keep in KEEPS:
         for chunks in (None, 3):

@@ -14,7 +14,7 @@ from tests.eager.branches import WEIGHT, D, N, assert_same, gradients, kept, net
 @pytest.mark.parametrize("chunks", [1, 2, 4, 5])
 def test_a_mean_penalty_counts_each_piece_by_its_length(chunks: int) -> None:
     leaf, x = network()
-    fn = lambda x: (x @ WEIGHT.T).pow(2).mean()  # noqa: E731
+    fn = lambda x: (x @ WEIGHT.T).pow(2).mean()  # noqa: E731  # as users write it
     value = eager_backward(fn, x, chunks=chunks, reduction="mean")
     assert_same([value], [fn(x)])
     assert_same(gradients(value, leaf, WEIGHT), gradients(fn(x), leaf, WEIGHT))
@@ -32,7 +32,7 @@ def test_a_vocabulary_in_pieces_with_targets_to_ignore(explicit: bool) -> None:
     if explicit:
         value = eager_backward(head, x, WEIGHT, target, chunks=4)
     else:
-        fn = lambda x, target: head(x, WEIGHT, target)  # noqa: E731
+        fn = lambda x, target: head(x, WEIGHT, target)  # noqa: E731  # as users write it
         value = eager_backward(fn, x, target, chunks=4)
     value = value / (target != -1).sum()
     assert_same([value], [plain])
@@ -65,7 +65,7 @@ def test_positions_in_pieces() -> None:
 
 def test_a_parameter_that_only_one_piece_reaches() -> None:
     leaf, x = network()
-    fn = lambda x: x.pow(2).sum() if x[0, 0] < 0 else (x @ WEIGHT.T).sum()  # noqa: E731
+    fn = lambda x: x.pow(2).sum() if x[0, 0] < 0 else (x @ WEIGHT.T).sum()  # noqa: E731  # as users write it
     rows = [fn(x[n : n + 1]) for n in range(N)]
     plain = torch.stack(rows).sum()
     value = eager_backward(fn, x, chunks=N)

@@ -263,7 +263,7 @@ def test_a_shared_tensor_cannot_be_scaled_per_sample() -> None:
 def test_independent_samples_pass_the_check() -> None:
     leaf, x = network()
     target = torch.arange(N)
-    fn = lambda x, y: x.pow(3).sum(1) * y  # noqa: E731
+    fn = lambda x, y: x.pow(3).sum(1) * y  # noqa: E731  # as users write it
     value = eager_backward(fn, x, target, check=True, chunks=3)
     assert_same(gradients(value.sum(), leaf), gradients(fn(x, target).sum(), leaf))
     mean = eager_backward(lambda x: x.pow(2).mean(), x, check=True, chunks=3, reduction="mean")

@@ -131,7 +131,7 @@ def test_checkpoint_around(reentrant: bool, keep: str) -> None:
 
 
 def test_checkpoint_inside() -> None:
-    inside = lambda fn, x: checkpoint(fn, x, use_reentrant=False)  # noqa: E731
+    inside = lambda fn, x: checkpoint(fn, x, use_reentrant=False)  # noqa: E731  # as users write it
     plain, _ = train(lambda fn, x: fn(x))
     ours, calls = train(lambda fn, x: eager_backward(lambda x: inside(fn, x), x))
     assert_same(ours, plain)
@@ -139,7 +139,7 @@ def test_checkpoint_inside() -> None:
 
 
 def test_reentrant_checkpoint_inside_is_refused_by_pytorch() -> None:
-    inside = lambda fn, x: checkpoint(fn, x, use_reentrant=True)  # noqa: E731
+    inside = lambda fn, x: checkpoint(fn, x, use_reentrant=True)  # noqa: E731  # as users write it
     with pytest.raises(RuntimeError, match="use_reentrant=True"):
         train(lambda fn, x: eager_backward(lambda x: inside(fn, x), x))
 

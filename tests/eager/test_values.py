@@ -117,9 +117,9 @@ def test_inputs_that_need_no_gradient() -> None:
 
 def test_one_tensor_passed_twice_and_also_reached() -> None:
     leaf, x = network()
-    fn = lambda a, b: (a * b * x.cos()).sum()  # noqa: E731
+    fn = lambda a, b: (a * b * x.cos()).sum()  # noqa: E731  # as users write it
     assert_same(gradients(eager_backward(fn, x, x), leaf), gradients(fn(x, x), leaf))
-    layer = lambda w: (w * WEIGHT.exp()).sum()  # noqa: E731
+    layer = lambda w: (w * WEIGHT.exp()).sum()  # noqa: E731  # as users write it
     assert_same(gradients(eager_backward(layer, WEIGHT), WEIGHT), gradients(layer(WEIGHT), WEIGHT))
 
 

@@ -151,11 +151,11 @@ def test_own_losses_of_samples(loss: Any, reduction: Any, own: int) -> None:
         value = loss(model(x), y)
     with packprop.backpack(extensions.BatchL2Grad()):
         value.backward(retain_graph=True)
-    squares = sum(p.batch_l2 for p in model.parameters())  # type: ignore[attr-defined]
+    squares = sum(p.batch_l2 for p in model.parameters())  # type: ignore[attr-defined]  # saved by the pass
     model.zero_grad()
     with packprop.clipped_gradients(max_norm=1.0, reduction=reduction) as clipped:
         value.backward()
-    assert_near(clipped.norms, own * squares.sqrt(), "norms")  # type: ignore[attr-defined]
+    assert_near(clipped.norms, own * squares.sqrt(), "norms")  # type: ignore[attr-defined]  # sum() may be 0
 
 
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)], ids=["number", "tensor"])
@@ -304,7 +304,7 @@ class Stop(torch.autograd.Function):
 def test_no_parameter_is_reached() -> None:
     model, (x, y) = perceptron(), batch()
     with packprop.clipped_gradients(max_norm=0.1) as clipped:
-        LOSS(Stop.apply(model(x)), y).backward()  # type: ignore[no-untyped-call]
+        LOSS(Stop.apply(model(x)), y).backward()  # type: ignore[no-untyped-call]  # torch's own
     assert clipped.norms.tolist() == [0.0] * 6
     assert all(p.grad is None for p in model.parameters())
 
@@ -377,7 +377,7 @@ def test_as_opacus() -> None:
     for per, shares, clipping in (("all", whole, "flat"), ("parameter", itself, "per_layer")):
         bounds = median_bounds(rows, 1, shares)
         model, asked = perceptron(), bounds[""] if per == "all" else bounds
-        with packprop.clipped_gradients(max_norm=asked, per=per) as clipped:  # type: ignore[arg-type]
+        with packprop.clipped_gradients(max_norm=asked, per=per) as clipped:  # type: ignore[arg-type]  # a str from a tuple
             LOSS(model(x), y).backward()
         assert 0 < clipped.fraction < 1
         peer = opacus.GradSampleModule(packprop.restore(perceptron()))
@@ -413,7 +413,7 @@ def test_bad_arguments(options: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         packprop.clipped_gradients(**options)
     with pytest.raises(BadInput, match="class, not an instance"):
-        packprop.clipped_gradients(extensions.Variance, max_norm=1.0)  # type: ignore[arg-type]
+        packprop.clipped_gradients(extensions.Variance, max_norm=1.0)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_passes_that_are_refused_leave_nothing() -> None:

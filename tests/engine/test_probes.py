@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.engine.probes import require_alone
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.extensions import BatchDotGrad, BatchGrad, BatchL2Grad, Projected, Variance
 from tests.cases import Case, map_tensors
 from tests.dataset.small import SPLIT_CASES
@@ -177,6 +177,53 @@ def test_each_group_is_as_if_alone(name: str, probes: list[int]) -> None:
             assert_near(values.sum(), group["ekfac"][parameter].values.sum(), "trace", 1e-8)
 
 
+@pytest.mark.parametrize("per", ["all", "module", "parameter"])
+@pytest.mark.parametrize("name", CASES)
+def test_training_rows_are_clipped_as_if_alone(name: str, per: Any) -> None:
+    model, x, y, loss = made(name)
+    training, found = [0, 2, 3, 5], []
+    with packprop.clipped_gradients(max_norm=float("inf"), per=per) as alone:
+        loss(model(x[training]), y[training]).backward()
+    bound = 1.01 * torch.cat([*alone.layer_norms.values()] or [alone.norms]).median()
+    for chosen, probes in ((range(N), [4, 1]), (training, None)):
+        model.zero_grad()
+        given, wanted = x[[*chosen]], y[[*chosen]]
+        with packprop.clipped_gradients(BatchL2Grad(), max_norm=bound, per=per, probes=probes) as clipped:
+            loss(model(given), wanted).backward()
+        found.append((clipped, {name: (p.grad, p.batch_l2) for name, p in model.named_parameters()}))
+    (clipped, gradients), (alone, expected) = found
+    assert 0 < alone.fraction < 1
+    assert_near(clipped.norms, alone.norms, "norms", 1e-9)
+    assert_near(clipped.fraction, alone.fraction, "fraction")
+    if per != "all":
+        assert_alike(clipped.layer_norms, alone.layer_norms, "norms of layers")
+    for place, what in enumerate(("grad", "values beside")):
+        ours, theirs = ({key: pair[place] for key, pair in each.items()} for each in (gradients, expected))
+        assert_alike(ours, theirs, what)
+
+
+def test_clipping_knows_nothing_of_probes() -> None:
+    """Not even of those that are not finite; a mean of one's own keeps its scale."""
+    model, x, y, _ = made("cross-entropy")
+    found = []
+    for bad in (1.0, float("nan")):
+        model.zero_grad()
+        with packprop.record():
+            losses = F.cross_entropy(model(torch.cat([x[:4], bad * x[4:]])), y, reduction="none")
+        with packprop.clipped_gradients(max_norm=1.2, reduction="mean", probes=[4, 5]) as clipped:
+            losses.mean().backward()
+        found.append([clipped.norms, *(p.grad for p in model.parameters())])
+    model.zero_grad()
+    with packprop.clipped_gradients(max_norm=1.2) as alone:
+        packprop.extend(nn.CrossEntropyLoss())(model(x[:4]), y[:4]).backward()
+    assert 0 < alone.fraction < 1
+    for values in found:
+        assert_near(values[0], alone.norms, "norms")
+        for gradient, parameter in zip(values[1:], model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert_near(gradient, 4 / 6 * parameter.grad, "grad")
+
+
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
 def test_every_structure_and_loss(case: Case) -> None:
     problem = case.problem(5, "mean")
@@ -256,6 +303,18 @@ def test_a_plain_gradient_without_probes() -> None:
     found = passed(model, x, y, loss, [], probes=range(2, 5))
     expected = passed(model, x[[0, 1, 5]], y[[0, 1, 5]], loss, [])
     assert_alike(found["grad"], expected["grad"], "grad")
+
+
+def test_a_context_that_saw_no_pass_says_so() -> None:
+    """As where another context inside of it took the pass over."""
+    model, x, y, loss = made("cross-entropy")
+    value = loss(model(x), y)
+    with (
+        pytest.warns(PackpropWarning, match=r"seen inside `with backpack"),
+        packprop.backpack(probes=[0]),
+        packprop.clipped_gradients(max_norm=1.0),
+    ):
+        value.backward()
 
 
 def test_ones_own_reduction_keeps_its_scale() -> None:

@@ -170,7 +170,7 @@ def test_under_create_graph(extension: Extension) -> None:
 @pytest.mark.parametrize("extension", [extensions.BatchGrad(), extensions.DiagGGNExact()])
 def test_in_checkpoints(extension: Extension, reentrant: bool, modules: bool) -> None:
     def wrap(model: Net, x: Tensor) -> Tensor:
-        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+        return checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]  # torch's own
 
     plain, log = Log(), Log()
     expected, found = run(build(plain, modules), None, wrap), run(build(log, modules), [extension], wrap)

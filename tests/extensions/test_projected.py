@@ -190,7 +190,7 @@ def test_a_plan_knows_what_it_takes() -> None:
     model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
     batch = torch.randn(8, 40), torch.randint(3, (8,))
     for kind in KINDS:
-        asked = Projected(BatchGrad(), 64, kind=kind)  # type: ignore[arg-type]
+        asked = Projected(BatchGrad(), 64, kind=kind)  # type: ignore[arg-type]  # a str from a parameter list
         plan = packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked], memory="10MiB")
         packprop.extend(model)
         loss = packprop.extend(nn.CrossEntropyLoss())
@@ -204,13 +204,13 @@ def test_a_plan_knows_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Projected(Variance(), 8), "gradients of samples are"),  # type: ignore[arg-type]
+        (lambda: Projected(Variance(), 8), "gradients of samples are"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Projected(BatchGrad(per="token"), 8), "gradients of samples are"),
-        (lambda: Projected(8), "gradients of samples are"),  # type: ignore[arg-type]
+        (lambda: Projected(8), "gradients of samples are"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Projected(BatchGrad(), 0), "at least 1"),
-        (lambda: Projected(BatchGrad(), 2.0), "at least 1"),  # type: ignore[arg-type]
-        (lambda: Projected(BatchGrad(), 8, kind="sparse"), "kind"),  # type: ignore[arg-type]
-        (lambda: Projected(BatchGrad(), 8, seed=None), "seed"),  # type: ignore[arg-type]
+        (lambda: Projected(BatchGrad(), 2.0), "at least 1"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Projected(BatchGrad(), 8, kind="sparse"), "kind"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Projected(BatchGrad(), 8, seed=None), "seed"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Projected(BatchGrad(subsampling=[]), 8), "at least one sample"),
     ],
 )

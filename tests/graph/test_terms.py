@@ -118,7 +118,7 @@ def test_a_term_that_no_sample_enters(term: Callable[[Any], Tensor], inside: boo
 
 
 def decay(model: Any) -> Tensor:
-    return sum((p**2).sum() for p in model.parameters())  # type: ignore[return-value]
+    return sum((p**2).sum() for p in model.parameters())  # type: ignore[return-value]  # sum() may be 0
 
 
 WAYS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
@@ -276,7 +276,7 @@ def samples_meet(m: Any, x: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]
         "repeated": lambda: (weight[0].repeat(len(x), 1) * x).mean(),
         "looked up": lambda: m[2].weight[y].square().mean(),
         "embedded": lambda: F.embedding(y, m[2].weight).square().mean(),
-        "sample by sample": lambda: sum(torch.mv(weight, each).square().sum() for each in x),  # type: ignore[dict-item,return-value]
+        "sample by sample": lambda: sum(torch.mv(weight, each).square().sum() for each in x),  # type: ignore[dict-item,return-value]  # sum() may be 0
         "times the loss": lambda: F.cross_entropy(m(x), y) * weight.square().sum(),
         "concatenated": lambda: torch.cat([weight, x]).logsumexp(0).sum(),
         "distances": lambda: torch.cdist(weight, x).mean(),

@@ -159,7 +159,7 @@ def test_torchvision_brings_it(
             self.data, self.targets = images, labels
 
     module = type(sys)("torchvision.datasets")
-    module.MNIST = MNIST  # type: ignore[attr-defined]
+    module.MNIST = MNIST  # type: ignore[attr-defined]  # an attribute of a made-up module
     monkeypatch.setitem(sys.modules, "torchvision", type(sys)("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.datasets", module)
     monkeypatch.chdir(tmp_path)

@@ -92,7 +92,7 @@ def test_the_garbage_collector_is_left_as_it_was(collects: bool, monkeypatch: py
         assert packprop.Plan.__name__ == "Plan"
         assert gc.isenabled() is collects
         with pytest.raises(ModuleNotFoundError):
-            packprop.Missing  # noqa: B018
+            packprop.Missing  # noqa: B018  # asking for it is the test
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
@@ -100,7 +100,7 @@ def test_the_garbage_collector_is_left_as_it_was(collects: bool, monkeypatch: py
 
 def test_other_names_are_not_there() -> None:
     with pytest.raises(AttributeError, match="'packprop' has no attribute 'bakpack'"):
-        packprop.bakpack  # noqa: B018
+        packprop.bakpack  # noqa: B018  # asking for it is the test
     assert not hasattr(packprop, "__wrapped__")
 
 

@@ -204,7 +204,7 @@ def test_nodes_know_the_shapes_of_their_outputs() -> None:
     parts = torch.ones(3, 2, requires_grad=True).split([1, 2])
     node = parts[1].grad_fn
     assert node is not None
-    assert [torch.Size(made.shape) for made in node._input_metadata] == [(1, 2), (2, 2)]  # type: ignore[attr-defined]
+    assert [torch.Size(made.shape) for made in node._input_metadata] == [(1, 2), (2, 2)]  # type: ignore[attr-defined]  # private
     assert (node, parts[1].output_nr) == (parts[0].grad_fn, 1)
 
 
@@ -216,9 +216,9 @@ def test_batch_norm_nodes_know_their_statistics() -> None:
 
 def test_normalisations_know_their_weight() -> None:
     x, bias = torch.randn(4, 3), torch.randn(3, requires_grad=True)
-    assert F.layer_norm(x, (3,), bias=bias).grad_fn._saved_weight is None  # type: ignore[union-attr]
+    assert F.layer_norm(x, (3,), bias=bias).grad_fn._saved_weight is None  # type: ignore[union-attr]  # it has a node
     weight = torch.ones(3)
-    assert torch.equal(F.layer_norm(x, (3,), weight, bias).grad_fn._saved_weight, weight)  # type: ignore[union-attr]
+    assert torch.equal(F.layer_norm(x, (3,), weight, bias).grad_fn._saved_weight, weight)  # type: ignore[union-attr]  # it has a node
 
 
 def test_a_bias_without_a_weight_has_no_second_derivative() -> None:
@@ -272,7 +272,7 @@ def test_nodes_are_numbered_in_order() -> None:
     y, z = x * 2, x * 3
     assert y.grad_fn is not None
     assert z.grad_fn is not None
-    assert y.grad_fn._sequence_nr() < z.grad_fn._sequence_nr()  # type: ignore[attr-defined]
+    assert y.grad_fn._sequence_nr() < z.grad_fn._sequence_nr()  # type: ignore[attr-defined]  # private
 
 
 def test_hooks_of_a_tensor_are_a_dictionary() -> None:
@@ -444,7 +444,7 @@ def test_the_node_of_a_reentrant_checkpoint_can_be_stood_in_for() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.full((2,), 7.0))
     del node.apply
     y.sum().backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, y)  # type: ignore[arg-type]  # it has a gradient
 
 
 def test_the_stack_of_modes_names_the_outermost_first() -> None:

@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from tests.hunt import layouts, positions  # noqa: F401  registers the blocks
+from tests.hunt import layouts, positions  # noqa: F401  # registers the blocks
 from tests.hunt.losses import LossText, write_loss
 from tests.hunt.mixing import mix
 from tests.hunt.writing import Form, Writer, extend_by_one

@@ -21,7 +21,7 @@ class Scarce(TorchDispatchMode):
     """A device that has no room for a product of more than some bytes."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.limit = limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -90,7 +90,7 @@ def test_columns_one_by_one_repeat_themselves(monkeypatch: pytest.MonkeyPatch) -
         calls.append(1)
         return grad(*args, **options)
 
-    monkeypatch.setattr(pull.torch.autograd, "grad", one_at_a_time)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pull.torch.autograd, "grad", one_at_a_time)  # type: ignore[attr-defined]  # reached through a module that imports it
     torch.manual_seed(0)
     model = Attention()
     batch = torch.randn(5, 4), torch.randint(3, (5,))

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = torch.tanh(self.mix(self.words(ids).transpose(1, 2))).mean(2)
-        return self.head(F.dropout(hidden, 0.1, self.training)) * self.warmth  # type: ignore[no-any-return]
+        return self.head(F.dropout(hidden, 0.1, self.training)) * self.warmth  # type: ignore[no-any-return]  # a module's call is Any
 
 
 def built(dropout: bool = False) -> tuple[Net, Tensor, Tensor]:
@@ -91,7 +91,7 @@ def test_numbers_are_those_of_loops_over_samples() -> None:
     packprop.extend(other)
     with packprop.backpack(packprop.extensions.DiagGGNExact()), packprop.record():
         F.cross_entropy(other(x), y).backward()
-    trace = sum(float(p.diag_ggn_exact.sum()) for p in other.parameters())  # type: ignore[attr-defined]
+    trace = sum(float(p.diag_ggn_exact.sum()) for p in other.parameters())  # type: ignore[attr-defined]  # saved by the pass
     assert values["ggn_trace"] == pytest.approx(trace)
 
 
@@ -112,6 +112,33 @@ def test_passes_of_a_step_are_one_batch(divided: bool) -> None:
     assert monitor.last["noise_scale_low"] is None
     assert monitor.last["gradient_norm"] == pytest.approx(float(mean.norm()) * (1 if divided else 3))
     assert monitor.last["samples"] == 12
+
+
+def test_two_losses_of_the_same_samples_in_two_passes_are_refused() -> None:
+    """Their samples would be counted twice, and the noise scale would be twice as large."""
+    model, x, y = built()
+    monitor = Monitor(model, log=None, quantities=["noise_scale"])
+    with pytest.raises(PackpropError, match="add the losses up"), monitor.step():
+        outputs = model(x)
+        F.cross_entropy(outputs, y).backward(retain_graph=True)
+        outputs.square().sum().backward()
+    assert monitor.last is None
+    assert not any(vars(p) for p in model.parameters())
+
+
+def test_penalties_are_no_part_of_the_gradient() -> None:
+    """Whether they have a pass of their own or not."""
+    for together in (True, False):
+        model, x, y = built()
+        rows = torch.cat([*rows_of(model, x, y).values()], 1)
+        monitor = Monitor(model, log=None)
+        with monitor.step():
+            loss, penalty = F.cross_entropy(model(x), y), sum(p.square().sum() for p in model.parameters())
+            for part in [loss + penalty] if together else [loss, penalty]:
+                part.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert monitor.last is not None
+        compared(monitor.last, rows)
 
 
 def test_a_scaler_is_taken_out() -> None:
@@ -280,7 +307,7 @@ def test_bad_models() -> None:
     with pytest.raises(BadInput, match="requires gradients"):
         Monitor(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(BadInput, match="Module"):
-        Monitor(3)  # type: ignore[arg-type]
+        Monitor(3)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_steps_in_which_nothing_can_be_seen() -> None:
@@ -313,3 +340,17 @@ def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
         exec(block, scope)
     assert capsys.readouterr().out.count("step ") >= 2
+
+
+def test_lazy_modules_are_monitored_from_their_first_call_on() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(BadInput, match="no shape before"):
+        Monitor(model, log=None)
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    model(x)
+    monitor = Monitor(model, log=None)
+    with monitor.step():
+        F.cross_entropy(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert monitor.last is not None
+    assert monitor.last["samples"] == 6

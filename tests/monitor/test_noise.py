@@ -14,7 +14,7 @@ ROOT = torch.randn(6, 6, generator=POPULATION, dtype=torch.float64)
 NOISE, SIGNAL = float((ROOT @ ROOT.T).trace()), float(MEAN.square().sum())
 
 
-def estimated(count: int, generator: torch.Generator):  # type: ignore[no-untyped-def]
+def estimated(count: int, generator: torch.Generator):  # type: ignore[no-untyped-def]  # a generator of long tuples
     rows = MEAN + torch.randn(count, 6, generator=generator, dtype=torch.float64) @ ROOT.T
     mean = rows.mean(0)
     found = gradient_noise(rows.square().sum(1), float(mean @ mean), rows @ mean)

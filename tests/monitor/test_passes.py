@@ -44,7 +44,7 @@ def test_convolutions_unfold_no_images_for_products(monkeypatch: pytest.MonkeyPa
 
     def noted(*arguments: object, **options: object) -> torch.Tensor:
         made.append(arguments)
-        return patches(*arguments, **options)  # type: ignore[arg-type]
+        return patches(*arguments, **options)  # type: ignore[arg-type]  # handed on as they come
 
     patches = convolution.patches
     monkeypatch.setattr(convolution, "patches", noted)

@@ -97,7 +97,7 @@ def test_factors_share_the_damping_if_asked(tmp_path: Path) -> None:
     flat = gradients(problem)
     expected = torch.tensor(0.0).double()
     for name, rows in flat.items():
-        inverse = dense_factors(kronecker.inverse(result["kflr"][name], DAMPING))  # type: ignore[arg-type]
+        inverse = dense_factors(kronecker.inverse(result["kflr"][name], DAMPING))  # type: ignore[arg-type]  # values are factors
         expected = expected + rows[QUERIES] @ inverse @ rows.mT
     assert_near(by_row(found), expected, "products", 1e-9)
     exact = influence(tmp_path / "store", problem, k=SIZE, curvature=result, damping=DAMPING)
@@ -169,7 +169,7 @@ def test_factors_find_the_order_of_entries(tmp_path: Path) -> None:
     for name, corrected in result["ekfac"].items():
         assert isinstance(corrected, kronecker.Eigen)
         factors = result["kflr"][name]
-        eigen[name] = kronecker.eigen(factors)._replace(order=corrected.order)  # type: ignore[arg-type]
+        eigen[name] = kronecker.eigen(factors)._replace(order=corrected.order)  # type: ignore[arg-type]  # values are factors
     options: Any = dict(k=SIZE, damping=DAMPING)
     by_factors = packprop.influence(tmp_path / "store", model, LOSS, data, curvature=result["kflr"], **options)
     by_eigen = packprop.influence(tmp_path / "store", model, LOSS, data, curvature=eigen, **options)
@@ -200,13 +200,13 @@ def test_stores_of_half_precision(tmp_path: Path) -> None:
 
 def test_negative_curvature_needs_more_damping(tmp_path: Path) -> None:
     problem, result = written(tmp_path / "store", DiagHessian())
-    least = min(float(value.min()) for value in result["diag_h"].values())  # type: ignore[union-attr]
+    least = min(float(value.min()) for value in result["diag_h"].values())  # type: ignore[union-attr]  # values are tensors
     assert least < 0
     with pytest.raises(packprop.BadInput, match="not positive") as caught:
         influence(tmp_path / "store", problem, curvature=result, damping=-least / 2)
     enough = float(caught.value.instead.split()[-1])
     found = influence(tmp_path / "store", problem, k=SIZE, curvature=result, damping=max(enough, -3 * least))
-    blocks = {name: value.flatten().diag() for name, value in result["diag_h"].items()}  # type: ignore[union-attr]
+    blocks = {name: value.flatten().diag() for name, value in result["diag_h"].items()}  # type: ignore[union-attr]  # values are tensors
     assert_near(by_row(found), direct(gradients(problem), blocks, found.damping or 0), "products", 1e-9)
 
 

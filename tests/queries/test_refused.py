@@ -62,13 +62,13 @@ def test_curvature_that_does_not_fit(tmp_path: Path) -> None:
     refused(
         r"'3.weight' of shape \[3, 18\](.|\n)*its block has 8 rows", folder, same, curvature=other, **damped
     )
-    swapped = {**blocks, "3.weight": [*reversed(blocks["3.weight"])]}  # type: ignore[arg-type]
+    swapped = {**blocks, "3.weight": [*reversed(blocks["3.weight"])]}  # type: ignore[arg-type]  # values are factors
     refused("18 and 3 rows, where 3 and 18 belong", folder, same, curvature=swapped, **damped)
     diagonal = {**blocks, "3.bias": torch.ones(4)}
     refused(r"its diagonal in the given curvature has \[4\]", folder, same, curvature=diagonal, **damped)
     text = {**blocks, "3.bias": "wrong"}
     refused("it is of type str", folder, same, curvature=text, **damped)
-    broken = {**blocks, "3.bias": [blocks["3.bias"][0] * math.nan]}  # type: ignore[index]
+    broken = {**blocks, "3.bias": [blocks["3.bias"][0] * math.nan]}  # type: ignore[index]  # values are factors
     refused("'3.bias'(.|\n)*not finite", folder, same, curvature=broken, **damped)
     file = tmp_path / "result.safetensors"
     result.save(file)
@@ -120,13 +120,13 @@ def test_queries(tmp_path: Path) -> None:
         (5, "it is neither a data set"),
     ]:
         with pytest.raises(BadInput, match=words):
-            packprop.influence(tmp_path / "store", model, LOSS, wrong)  # type: ignore[arg-type]
+            packprop.influence(tmp_path / "store", model, LOSS, wrong)  # type: ignore[arg-type]  # wrong on purpose
     for wrong in (0, True, 2.0):
         refused("no number of samples", tmp_path / "store", (model, x, y), k=wrong)
         refused("no number of queries", tmp_path / "store", (model, x, y), batch_size=wrong)
     for given, words in [((3, LOSS), "not a torch.nn.Module"), ((model, 3), "not a function of outputs")]:
         with pytest.raises(BadInput, match=words):
-            packprop.influence(tmp_path / "store", *given, (x, y))  # type: ignore[arg-type]
+            packprop.influence(tmp_path / "store", *given, (x, y))  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_models_that_mix_samples(tmp_path: Path) -> None:

@@ -129,11 +129,11 @@ def test_a_function_that_does_not_do_the_same_again() -> None:
 def unlike() -> Iterator[None]:
     """A checkpoint without the private parts that packprop looks for, as another version might have it."""
     before = regions.frame_of
-    regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]
+    regions.frame_of = lambda hooks: (None, False)  # type: ignore[attr-defined]  # replaced for the test
     try:
         yield
     finally:
-        regions.frame_of = before  # type: ignore[attr-defined]
+        regions.frame_of = before  # type: ignore[attr-defined]  # replaced for the test
 
 
 def test_a_checkpoint_of_another_make_is_right_all_the_same() -> None:

@@ -145,3 +145,19 @@ def test_inputs_that_no_entry_needs_are_not_kept(function: Callable[..., Tensor]
     ]
     assert uses
     assert inputs[0]() is None
+
+
+def test_lazy_modules_are_made_in_their_first_call() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = (
+        packprop.extend(nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.Linear(5, 3)).double()),
+        batch(),
+    )
+    with packprop.record():
+        loss = F.cross_entropy(model(x), y)
+    rows_of(loss)
+    with packprop.disable():
+        for n in range(len(x)):
+            alone = F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / len(x)
+            (expected,) = torch.autograd.grad(alone, [model[0].weight])
+            torch.testing.assert_close(model[0].weight.grad_batch[n], expected)

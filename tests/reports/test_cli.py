@@ -40,7 +40,7 @@ def test_a_factory_is_profiled(run: Run, tmp_path: Path, name: str, batches: int
 def test_it_says_what_python_says(run: Run, tmp_path: Path) -> None:
     run("factories:good", "--seed", "3", "--mc-samples", "4", "--batch-size", "7")
     torch.manual_seed(3)
-    import factories  # type: ignore[import-not-found]
+    import factories  # type: ignore[import-not-found]  # written by the test
 
     torch.manual_seed(3)
     expected = packprop.profile(*factories.good(), seed=3, mc_samples=4, batch_size=7)
@@ -158,10 +158,10 @@ def test_as_a_command(tmp_path: Path) -> None:
     root = str(Path(packprop.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "COLUMNS": "60"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([*command, "mine:good"], check=True, **options)  # type: ignore[call-overload]
+    done = subprocess.run([*command, "mine:good"], check=True, **options)  # type: ignore[call-overload]  # options of several types
     assert done.stdout == f"{Profile.load(tmp_path / 'profile')}\n"
     assert done.stderr.startswith("\nwrote profile/profile.json")
-    failed = subprocess.run([*command, "mine:raises"], check=False, **options)  # type: ignore[call-overload]
+    failed = subprocess.run([*command, "mine:raises"], check=False, **options)  # type: ignore[call-overload]  # options of several types
     assert failed.returncode == 2
     assert "ZeroDivisionError" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -35,7 +35,7 @@ def test_a_batch_that_is_none(batch: Any) -> None:
 
 def test_a_model_that_is_none() -> None:
     with pytest.raises(packprop.BadInput, match="extend"):
-        coverage(nn.Linear, torch.randn(SIZE, 4))  # type: ignore[arg-type]
+        coverage(nn.Linear, torch.randn(SIZE, 4))  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_model_that_is_not_initialised() -> None:

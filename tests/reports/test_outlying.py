@@ -66,7 +66,7 @@ def test_they_are_found_in_data_of_any_form(form: str) -> None:
             assert sample.place == original
         assert sample.target == str(int(CLASSES[original]))
         assert sample.picture is not None
-        assert torch.equal(found.tensors[sample.picture], picture_of(INPUTS[original]))  # type: ignore[arg-type]
+        assert torch.equal(found.tensors[sample.picture], picture_of(INPUTS[original]))  # type: ignore[arg-type]  # it has a picture
         outputs = expected(INPUTS[original : original + 1])
         loss = nn.functional.cross_entropy(outputs, CLASSES[original : original + 1])
         assert sample.loss == pytest.approx(float(loss), rel=1e-5)

@@ -33,7 +33,7 @@ def query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "wanted", raising=False)
-    import wanted  # type: ignore[import-not-found]
+    import wanted  # type: ignore[import-not-found]  # written by the test
 
     data = wanted.INPUTS, wanted.CLASSES
     asked = [BatchGrad(), EKFAC(fisher="exact"), KFLR()]

@@ -82,7 +82,7 @@ def test_a_kill_at_every_line_of_writing(tmp_path: Path) -> None:
     really, folder = os.pwrite, tmp_path / "store"
 
     def pwrite(*args: object) -> int:
-        done = really(*args)  # type: ignore[arg-type]
+        done = really(*args)  # type: ignore[arg-type]  # handed on as they come
         if (folder / "shard-00000" / "header.json").exists():
             store = Store(folder)
             seen.append(store.samples)

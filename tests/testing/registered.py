@@ -57,4 +57,4 @@ def made(statistic: Callable[..., Any], finish: Any = None, **options: Any) -> E
     if finish is not None:
         body["finish"] = finish
     kind = type("Made", (Extension,), body)
-    return kind()  # type: ignore[no-any-return]
+    return kind()  # type: ignore[no-any-return]  # of a class made here

@@ -98,7 +98,7 @@ def test_chosen_extensions_and_those_without_a_loop() -> None:
     assert report.laws["chunks of samples"] > 0
     assert {note.split(":")[0] for note in report.notes} == {"KFAC", "MeanAbsolute"}
     with pytest.raises(packprop.BadInput):
-        check_model(*classifier(), [extensions.BatchGrad])  # type: ignore[list-item]
+        check_model(*classifier(), [extensions.BatchGrad])  # type: ignore[list-item]  # wrong on purpose
 
 
 def wrong_linear(call: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry]:

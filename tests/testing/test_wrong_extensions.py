@@ -184,4 +184,4 @@ def test_a_savefield_that_every_tensor_has(name: str) -> None:
 
 def test_a_class_in_place_of_an_extension() -> None:
     with pytest.raises(packprop.BadInput, match="class, not an instance"):
-        check_extension(extensions.BatchGrad)  # type: ignore[arg-type]
+        check_extension(extensions.BatchGrad)  # type: ignore[arg-type]  # wrong on purpose

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -12,37 +11,18 @@ from packprop.reports.compare.differences import differences_of
 from packprop.reports.compare.page import comparison_page
 from packprop.reports.compare.table import comparison_table, notes
 from packprop.reports.compare.values import ComparisonValues
-from packprop.reports.profile.files import write_page
 from packprop.reports.profile.result import Profile
-from packprop.reports.profile.table import WIDTH
-from packprop.tensors.plain_text import plain_text
+from packprop.reports.profile.shown import Shown
 
 ASKED = "Two profiles were to be compared."
 
 
 @dataclass(frozen=True)
-class Comparison(ComparisonValues):
+class Comparison(Shown, ComparisonValues):
     """Two profiles of one model side by side; prints as a table, converts to JSON, draws a page."""
 
-    def to_html(self) -> str:
-        """The page: one HTML file with figures, which needs no network.
-
-        Raises:
-            PackpropError: If the libraries that draw it are not installed.
-        """
+    def _page(self) -> str:
         return comparison_page(self)
-
-    def save_page(self, path: str | Path) -> Path:
-        """Write the page to a file, over an older one; returns its path.
-
-        Raises:
-            BadInput: If the file cannot be written.
-            PackpropError: If the libraries that draw the page are not installed.
-        """
-        return write_page(path, self.to_html())
-
-    def __str__(self) -> str:
-        return plain_text(self, WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield comparison_table(self.layers, self.total)

@@ -19,17 +19,16 @@ from packprop.reports.profile.files import (
     layer_from,
     read_files,
     replace_file,
-    write_page,
 )
 from packprop.reports.profile.memory_use import MemoryUse
 from packprop.reports.profile.outlying import OutlyingSample
-from packprop.reports.profile.table import WIDTH, footer, profile_table
+from packprop.reports.profile.shown import Shown
+from packprop.reports.profile.table import footer, profile_table
 from packprop.reports.profile.values import ProfileValues
-from packprop.tensors.plain_text import plain_text
 
 
 @dataclass(frozen=True)
-class Profile(ProfileValues):
+class Profile(Shown, ProfileValues):
     """What ``profile`` returns: prints as a table, shows itself in a notebook, draws a page, saves and loads.
 
     Its values are those of ``ProfileValues``; what they are is in NOTE [Profile quantities].
@@ -64,30 +63,13 @@ class Profile(ProfileValues):
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
 
-    def to_html(self) -> str:
-        """The page: one HTML file with figures, which needs no network.
-
-        Raises:
-            PackpropError: If the libraries that draw it are not installed.
-        """
+    def _page(self) -> str:
         return page_of(self)
-
-    def save_page(self, path: str | Path) -> Path:
-        """Write the page to a file, over an older one; returns its path.
-
-        Raises:
-            BadInput: If the file cannot be written.
-            PackpropError: If the libraries that draw the page are not installed.
-        """
-        return write_page(path, self.to_html())
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows; where the template engine is missing, the table in plain text."""
         plain = {"text/plain": str(self)}
         return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
-
-    def __str__(self) -> str:
-        return plain_text(self, WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield profile_table(self.layers, self.total, options.max_width)

@@ -5,6 +5,10 @@ All ranks do as many steps as the one with the most batches. After each, one sma
 batch, who has failed, whether a checkpoint is due. So ranks with unequal numbers of batches end together, an
 error on one is an error on all, and a rank that has died is noticed by the others after the batch that they are
 at: its connections are closed. A message takes a fraction of a millisecond.
+
+Where ``fully_shard`` has sharded the model, a message also goes round before each unit is put together in a
+forward pass, and at its end. So a rank that fails in its forward pass is heard where the others would wait for
+its shards, and ranks that come to different units are told so.
 """
 
 from __future__ import annotations
@@ -78,10 +82,26 @@ class Ranks:
         """
         if self.world == 1:
             return has_batch, due
-        had, failed, due_now = self._round([has_batch, False, due and not self.rank])
-        if failed:
-            self._raise_what_is_told(self.each(None))
-        return had, due_now
+        had, _, due_now, *_ = self._said(has_batch=has_batch, due=due and not self.rank)
+        return bool(had), bool(due_now)
+
+    def come_to(self, unit: int) -> None:
+        """Wait until all ranks are about to put together the unit with this number in a forward pass.
+
+        Raises:
+            OtherRankFailed: If another rank has failed, or is gone.
+            PackpropError: On every rank, if others come to another unit, or have come to the end.
+        """
+        self._require_same_place(1 + unit)
+
+    def come_through(self) -> None:
+        """Wait until all ranks have come to the end of a forward pass; none waits for a message then.
+
+        Raises:
+            OtherRankFailed, PackpropError: As ``come_to``.
+        """
+        self._require_same_place(0)
+        self.in_step = False
 
     def tell(self, error: BaseException) -> None:
         """Tell the others, which are in step, that this rank has failed."""
@@ -89,7 +109,7 @@ class Ranks:
             return
         self.in_step = False
         with contextlib.suppress(Exception):  # the error that is on its way says more
-            self._round([False, True, False])
+            self._round(failed=True)
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
@@ -147,13 +167,37 @@ class Ranks:
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         return torch.Generator(device=device).manual_seed(seed).get_state()
 
-    def _round(self, flags: list[bool]) -> list[bool]:
+    def _require_same_place(self, place: int) -> None:
+        if self.world == 1:
+            return
+        *_, last, first = self._said(place=place)
+        if last != -first:
+            raise PackpropError(
+                ASKED,
+                f"rank {self.rank}, in the forward pass of a model that fully_shard has sharded",
+                "ranks do not come to the same units of it in the same order, so that some would wait for ever",
+                "let the model call the modules that fully_shard was called on in the same order on every "
+                "rank; or call fully_shard on the module around those that only some batches go through",
+            )
+
+    def _said(self, *, has_batch: bool = False, due: bool = False, place: int = 0) -> list[int]:
+        """What ``_round`` returns, if no rank has failed."""
+        said = self._round(has_batch=has_batch, due=due, place=place)
+        if said[1]:
+            self._raise_what_is_told(self.each(None))
+        return said
+
+    def _round(
+        self, *, has_batch: bool = False, failed: bool = False, due: bool = False, place: int = 0
+    ) -> list[int]:
+        """The largest that any rank says: the arguments, and the place with its sign changed."""
         assert self.all is not None
         on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
-        message = torch.tensor(flags, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        told = [int(has_batch), int(failed), int(due), place, -place]
+        message = torch.tensor(told, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
         with self._noticing():
             torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self.all.group)
-        return [bool(flag) for flag in message.tolist()]
+        return message.tolist()
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:

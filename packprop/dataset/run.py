@@ -158,9 +158,7 @@ class Run:
 
     def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
-            first = self._batches.first()
-            if first is not None:
-                self._chunk_sizes.of(first)  # a budget that nothing fits is refused before any work
+            self._ranks.attempt(self._look_at_first)
             if self._keeps and self._stream.step.stored is not None and self._moment is None:
                 self._note_moment()  # a store without a checkpoint would be one of something else
                 self._keep()
@@ -182,12 +180,18 @@ class Run:
             self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
         return found.result()
 
+    def _look_at_first(self) -> None:
+        """A budget that nothing fits is refused before any work."""
+        first = self._batches.first()
+        if first is not None:
+            self._chunk_sizes.of(first)
+
     def _turn_over(self) -> None:
         """End the first reading, and begin the second one."""
         self._results.end_first_reading(self._ranks)
         self._reading, self._number = 1, 0
         self._set_draws(self._begin)
-        self._batches.begin_again()
+        self._ranks.attempt(self._batches.begin_again)
         if self._keeps:
             self._note_moment()
             self._keep()
@@ -237,9 +241,10 @@ class Run:
         if not self._ranks.step(has_any, False)[0]:
             return
         if self._stand_in is None:  # on all ranks alike: before the first samples of any
+            self._ranks.in_step = False
             self._stand_in = self._ranks.given_to_all(batch if has_any else None)
+            self._ranks.in_step = True  # until the end of the forward pass
         batch = batch if has_any else self._stand_in
-        self._ranks.in_step = False  # in a pass ranks wait for each other in other places
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
         if isinstance(self._results, ShardedResults):
             self._results.end_pass(self._ranks)

@@ -52,6 +52,7 @@ class Ranks:
             self.world = torch.distributed.get_world_size(all_ranks.group)
         self.in_step = False
         """Whether the others wait for this rank's message."""
+        self._begun: Callable[[], list[int]] | None = None
 
     def arrive(self) -> None:
         """Wait until all ranks have begun.
@@ -74,15 +75,39 @@ class Ranks:
                 "call compute(...) on all ranks; or, on some of them alone, with ranks='own'",
             ) from error
 
-    def step(self, has_batch: bool, due: bool) -> tuple[bool, bool]:
-        """Whether any rank had a batch, and whether the first rank says that a checkpoint is due.
+    def agree(self, has_any: bool) -> bool:
+        """Whether any rank has samples.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
         """
+        self.begin_step(has_any, lambda: False)
+        return self.end_step()[0]
+
+    def begin_step(self, has_batch: bool, due: Callable[[], bool]) -> None:
+        """Tell the others whether this rank has a batch; the first one, whether a checkpoint is due after it.
+
+        Nobody is waited for: a rank that is slower than another in one batch can be faster in the next one. One
+        process alone is asked whether a checkpoint is due when the batch was added.
+        """
         if self.world == 1:
-            return has_batch, due
-        had, _, due_now, *_ = self._said(has_batch=has_batch, due=due and not self.rank)
+            self._begun = lambda: [has_batch, False, due(), 0, 0]
+        else:
+            self._begun = self._begin_round(has_batch=has_batch, due=not self.rank and due())
+
+    def end_step(self) -> tuple[bool, bool]:
+        """Whether any rank had a batch, and whether the first rank said that a checkpoint is due.
+
+        Waits until all ranks have begun the step.
+
+        Raises:
+            OtherRankFailed: If another rank has failed, or is gone.
+        """
+        assert self._begun is not None
+        had, failed, due_now, *_ = self._begun()
+        self._begun = None
+        if failed:
+            self._raise_what_is_told(self.each(None))
         return bool(had), bool(due_now)
 
     def come_to(self, unit: int) -> None:
@@ -109,7 +134,9 @@ class Ranks:
             return
         self.in_step = False
         with contextlib.suppress(Exception):  # the error that is on its way says more
-            self._round(failed=True)
+            others_wait = self._begun is None or not self._begun()[1]  # unless one has failed in this step, too
+            if others_wait:
+                self._begin_round(failed=True)()
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
@@ -170,7 +197,9 @@ class Ranks:
     def _require_same_place(self, place: int) -> None:
         if self.world == 1:
             return
-        *_, last, first = self._said(place=place)
+        _, failed, _, last, first = self._begin_round(place=place)()
+        if failed:
+            self._raise_what_is_told(self.each(None))
         if last != -first:
             raise PackpropError(
                 ASKED,
@@ -180,24 +209,27 @@ class Ranks:
                 "rank; or call fully_shard on the module around those that only some batches go through",
             )
 
-    def _said(self, *, has_batch: bool = False, due: bool = False, place: int = 0) -> list[int]:
-        """What ``_round`` returns, if no rank has failed."""
-        said = self._round(has_batch=has_batch, due=due, place=place)
-        if said[1]:
-            self._raise_what_is_told(self.each(None))
-        return said
-
-    def _round(
+    def _begin_round(
         self, *, has_batch: bool = False, failed: bool = False, due: bool = False, place: int = 0
-    ) -> list[int]:
-        """The largest that any rank says: the arguments, and the place with its sign changed."""
+    ) -> Callable[[], list[int]]:
+        """Send a message; returns what waits for those of the others, and gives the largest of each part.
+
+        Parts are the arguments, and the place once more with its sign changed.
+        """
         assert self.all is not None
         on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
         told = [int(has_batch), int(failed), int(due), place, -place]
         message = torch.tensor(told, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        largest = torch.distributed.ReduceOp.MAX
         with self._noticing():
-            torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self.all.group)
-        return message.tolist()
+            work = torch.distributed.all_reduce(message, largest, self.all.group, async_op=True)
+
+        def wait() -> list[int]:
+            with self._noticing():
+                work.wait()
+            return message.tolist()
+
+        return wait
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:

@@ -215,20 +215,29 @@ class Run:
         number = self._number + self._ranks.rank
         if self._is_sharded:
             self._take_together(batch, parts, second, number)
-        elif batch is not None:
-            self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
+            self._begin_step(batch)
+        else:
+            self._begin_step(batch)
+            if batch is not None:
+                self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number)
         self._steps += 1
         self._number += self._ranks.world
         if self._keeps:
             self._note_moment()
             if self._steps == 1 and self._checkpoint is not None:
                 self._require_plain()
-        due = self._checkpoint is not None and self._checkpoint.due(self._steps)
-        self._others_go_on, due = self._ranks.step(batch is not None, due)
+        self._others_go_on, due = self._ranks.end_step()
         if due:
             self._ranks.in_step = False
             self._keep()
             self._ranks.in_step = True
+
+    def _begin_step(self, batch: Any) -> None:
+        """Tell the other ranks of a batch, or that there is none."""
+        step = self._steps + 1
+        self._ranks.begin_step(
+            batch is not None, lambda: self._checkpoint is not None and self._checkpoint.due(step)
+        )
 
     @property
     def _is_sharded(self) -> bool:
@@ -238,7 +247,7 @@ class Run:
     def _take_together(self, batch: Any, parts: Sequence[Part], second: bool, number: int) -> None:
         """Go through a pass if any rank has samples for it."""
         has_any = batch is not None and not is_empty(batch)
-        if not self._ranks.step(has_any, False)[0]:
+        if not self._ranks.agree(has_any):
             return
         if self._stand_in is None:  # on all ranks alike: before the first samples of any
             self._ranks.in_step = False

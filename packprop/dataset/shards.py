@@ -44,7 +44,7 @@ class ShardedResults(MergedResults):
             self._keep(key, self._part(key, value))
 
     def of_all(self, ranks: Ranks, since: int) -> MergedResults:
-        """As of any results; those that are kept as parts are of type ``DTensor``, placed like the parameter."""
+        """As of any results; of those that are kept as parts a ``DTensor``, placed like the parameter."""
         found = super().of_all(ranks, since)
         for key, value in self.kept.items():
             shard = self.shards[key[2]]

@@ -116,6 +116,7 @@ def compute(
     with contextlib.ExitStack() as stack:
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
+            _require_graphs()
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)
@@ -170,6 +171,21 @@ def compute(
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result
+
+
+def _require_graphs() -> None:
+    """Refuse a call where no graph of a forward pass can be made.
+
+    Raises:
+        BadInput: Inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise BadInput(
+            ASKED,
+            "torch.inference_mode()",
+            "what is computed inside has no graph, and none can be made of it; torch.no_grad() does no harm",
+            "call it outside, with data that were made outside",
+        )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from packprop.algebra.monoid import Monoid
 from packprop.distributed.merging import exchanged, merge_over_ranks, merged_in_turn
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.errors import BadInput, PackpropError
+from packprop.tensors.nesting import map_tensors
 
 ASKED = "compute(...) was called on several ranks."
 
@@ -161,13 +163,17 @@ class Ranks:
             return exchanged(value, self.all.group)
 
     def given_to_all(self, value: Value | None) -> Value | None:
-        """The value, or on a rank that has none that of the first rank that has one."""
+        """The value, or on a rank that has none that of the first rank that has one.
+
+        Raises:
+            BadInput: On that rank, if the value cannot be sent; ``OtherRankFailed`` on the others.
+        """
         lacking = self.each(value is None)
         if not any(lacking) or all(lacking):
             return value
         giver = lacking.index(False)
-        given = self.each(value if self.rank == giver else None)[giver]
-        return given if value is None else value
+        sent = self.each(self.attempt(lambda: _packed(value) if self.rank == giver else b""))[giver]
+        return pickle.loads(sent) if value is None else value
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
         """Partial results of all ranks, merged; those that grow are lists with one piece for each rank."""
@@ -252,6 +258,18 @@ class Ranks:
                 raise OtherRankFailed(
                     ASKED, f"rank {rank}", f"it has failed:\n{failure}\n", "see what that rank says"
                 )
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return pickle.dumps(map_tensors(Tensor.cpu, value))
+    except Exception as error:
+        raise BadInput(
+            ASKED,
+            "the first batch of a rank, which one without batches has to go through, too",
+            f"it cannot be sent there ({type(error).__name__}: {error})",
+            "let batches hold what can be pickled, or give every rank a batch",
+        ) from error
 
 
 def ranks_for(ranks: Any) -> Ranks:

@@ -127,6 +127,12 @@ def failures(rank: int) -> dict[str, str]:
                 raise OSError("the disk is gone")
             yield x, y
 
+    def print_nothing() -> None:
+        pass
+
+    def first_target(outputs: Tensor, targets: Any) -> Tensor:
+        return cross_entropy(outputs, targets[0])
+
     broken = [(x, y) if rank == 0 else "no batch", (x, y)]
     two = [(x[:4], y[:4]), (x[:2], y[:2])]
     tries: dict[str, Any] = {
@@ -140,6 +146,9 @@ def failures(rank: int) -> dict[str, str]:
         "first batch, not sharded": lambda: told(lambda: compute(network(), broken)),
         "second reading": lambda: told(
             lambda: compute(network(), ReadOnce(), given=[extensions.EKFAC(fisher="exact")])
+        ),
+        "batch that cannot be sent": lambda: told(
+            lambda: compute(sharded(), [] if rank else [(x, (y, print_nothing))], first_target)
         ),
         "other order": lambda: told(lambda: compute(OtherWays(skips=False), (x, y))),
         "left out": lambda: told(lambda: compute(OtherWays(skips=True), (x, y))),
@@ -164,6 +173,7 @@ def test_all_ranks_are_told() -> None:
         "first batch": (elsewhere, "it is not a pair"),
         "first batch, not sharded": (elsewhere, "it is not a pair"),
         "second reading": (elsewhere, "the disk is gone"),
+        "batch that cannot be sent": ("it cannot be sent there", "rank 0\n  why:     it has failed"),
         "other order": ("in the same order",) * 2,
         "left out": ("in the same order",) * 2,
         "sharded on one": ("it is not divided as on rank 0",) * 2,

@@ -2,9 +2,9 @@
 
 # NOTE [Sharded passes]
 Where ``fully_shard`` has sharded the model, all ranks go through every pass together: parameters are put
-together by all or by none. After the forward pass they tell each other whether all can go on. A rank without a
-batch goes through one that was read before, and drops what comes out. How far sweeps differ between ranks does
-not matter: see NOTE [Rounds].
+together by all or by none. Before each unit of the forward pass, and after the pass, they tell each other
+whether all can go on: see NOTE [In step]. A rank without a batch goes through one that was read before, and
+drops what comes out. How far sweeps differ between ranks does not matter: see NOTE [Rounds].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.recording.switch import record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
-from packprop.tensors.sharding import reshard
+from packprop.tensors.sharding import abandon_forward, coming_to_units, reshard
 from packprop.tensors.traced import is_traced
 from packprop.types import Extension
 
@@ -118,7 +118,7 @@ class BatchPass:
 
             with _quiet_without(terms):
                 self._backward(graph, done)
-        self._count(graph.samples, reduction, terms, loss)
+            self._count(graph.samples, reduction, terms, loss)  # inside: if it fails here, others are told
         return loss
 
     def take_part(self, inputs: Any, targets: Any) -> None:
@@ -159,18 +159,26 @@ class BatchPass:
 
     def _recorded(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
         """The forward pass: its loss, and its graph."""
+        if self.sharded is None:
+            return self._forward(inputs, targets)
+        try:
+            with coming_to_units(self.model, self.sharded.come_to):
+                found = self._forward(inputs, targets)
+            self.sharded.come_through()
+        except BaseException:
+            abandon_forward(self.model)
+            raise
+        return found
+
+    def _forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
         with torch.enable_grad(), record():
             _, value = outputs_and_loss(self.asked, self.model, self.loss, inputs, targets)
-
-        def checked() -> tuple[Tensor, Graph]:
-            graph = walk([value], [None], None, unshards=self.sharded is not None)
-            if self.sharded is not None:
-                require_sharded(graph, self.parts, self.sharded.all, create_graph=False, planned=False)
-            if is_traced():
-                graph.hooks.require_none()
-            return value.detach(), graph
-
-        return checked() if self.sharded is None else self.sharded.attempt(checked)
+        graph = walk([value], [None], None, unshards=self.sharded is not None)
+        if self.sharded is not None:
+            require_sharded(graph, self.parts, self.sharded.all, create_graph=False, planned=False)
+        if is_traced():
+            graph.hooks.require_none()
+        return value.detach(), graph
 
     def _settle(self, graph: Graph) -> None:
         """Find the samples, and give their losses to the store if it takes them."""
@@ -187,9 +195,11 @@ class BatchPass:
         if self.sharded is None:
             yield
             return
-        with swept(graph, self.parts, self.sharded.all):
-            yield
-        reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
+        try:
+            with swept(graph, self.parts, self.sharded.all):
+                yield
+        finally:
+            reshard(self.model)  # the outermost unit stays after a forward pass, for a backward pass
 
     def _backward(self, graph: Graph, done: Any) -> None:
         def known(leaf: Tensor, extension: Extension) -> list[Any]:

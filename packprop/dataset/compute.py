@@ -22,7 +22,7 @@ from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
-from packprop.dataset.sharded import is_sharded_over
+from packprop.dataset.sharded import is_sharded_over, require_same_shards
 from packprop.dataset.shards import results_of
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
@@ -115,7 +115,8 @@ def compute(
     group.arrive()
     with contextlib.ExitStack() as stack:
 
-        def checked() -> tuple[tuple[Extension, ...], Batches, Identity | None, bool]:
+        def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
+            _require_graphs()
             chosen = check_extensions(ASKED, list(extensions))
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)
@@ -123,12 +124,15 @@ def compute(
             if not isinstance(batches, Batches):
                 batches = Batches(ASKED, batches, batch_size, whole=loss is None)
             _require_rereadable(chosen, batches, data)
-            if checkpoint is None and group.world == 1:
-                return chosen, batches, None, sharded
             _require_shards(batches, group)
+            return chosen, batches, sharded
+
+        def identified() -> Identity | None:
+            if checkpoint is None and group.world == 1:
+                return None
             options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
-            return chosen, batches, identity_of(model, loss, chosen, **options), sharded
+            return identity_of(model, loss, chosen, **options)
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
             if checkpoint is None or identity is None or group.rank:
@@ -146,7 +150,9 @@ def compute(
             replays = compiled and checkpoint is None and memory is None and not (losses or sharded)
             return BatchStream(step, place, batches.left if replays else None)
 
-        chosen, batches, identity, sharded = group.attempt(checked)
+        chosen, batches, sharded = group.attempt(checked)
+        require_same_shards(ASKED, model, group)
+        identity = group.attempt(identified)
         _require_same(group.each(identity))
         kept, own_state, pieces = group.attempt(loaded)
         state = group.each(own_state)[0]
@@ -165,6 +171,21 @@ def compute(
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result
+
+
+def _require_graphs() -> None:
+    """Refuse a call where no graph of a forward pass can be made.
+
+    Raises:
+        BadInput: Inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise BadInput(
+            ASKED,
+            "torch.inference_mode()",
+            "what is computed inside has no graph, and none can be made of it; torch.no_grad() does no harm",
+            "call it outside, with data that were made outside",
+        )
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:

@@ -5,12 +5,17 @@ All ranks do as many steps as the one with the most batches. After each, one sma
 batch, who has failed, whether a checkpoint is due. So ranks with unequal numbers of batches end together, an
 error on one is an error on all, and a rank that has died is noticed by the others after the batch that they are
 at: its connections are closed. A message takes a fraction of a millisecond.
+
+Where ``fully_shard`` has sharded the model, a message also goes round before each unit is put together in a
+forward pass, and at its end. So a rank that fails in its forward pass is heard where the others would wait for
+its shards, and ranks that come to different units are told so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +27,7 @@ from packprop.algebra.monoid import Monoid
 from packprop.distributed.merging import exchanged, merge_over_ranks, merged_in_turn
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.errors import BadInput, PackpropError
+from packprop.tensors.nesting import map_tensors
 
 ASKED = "compute(...) was called on several ranks."
 
@@ -48,7 +54,7 @@ class Ranks:
             self.world = torch.distributed.get_world_size(all_ranks.group)
         self.in_step = False
         """Whether the others wait for this rank's message."""
-        self._begun: Callable[[], list[bool]] | None = None
+        self._begun: Callable[[], list[int]] | None = None
 
     def arrive(self) -> None:
         """Wait until all ranks have begun.
@@ -87,9 +93,9 @@ class Ranks:
         process alone is asked whether a checkpoint is due when the batch was added.
         """
         if self.world == 1:
-            self._begun = lambda: [has_batch, False, due()]
+            self._begun = lambda: [has_batch, False, due(), 0, 0]
         else:
-            self._begun = self._begin_round([has_batch, False, not self.rank and due()])
+            self._begun = self._begin_round(has_batch=has_batch, due=not self.rank and due())
 
     def end_step(self) -> tuple[bool, bool]:
         """Whether any rank had a batch, and whether the first rank said that a checkpoint is due.
@@ -100,11 +106,29 @@ class Ranks:
             OtherRankFailed: If another rank has failed, or is gone.
         """
         assert self._begun is not None
-        had, failed, due_now = self._begun()
+        had, failed, due_now, *_ = self._begun()
         self._begun = None
         if failed:
             self._raise_what_is_told(self.each(None))
-        return had, due_now
+        return bool(had), bool(due_now)
+
+    def come_to(self, unit: int) -> None:
+        """Wait until all ranks are about to put together the unit with this number in a forward pass.
+
+        Raises:
+            OtherRankFailed: If another rank has failed, or is gone.
+            PackpropError: On every rank, if others come to another unit, or have come to the end.
+        """
+        self._require_same_place(1 + unit)
+
+    def come_through(self) -> None:
+        """Wait until all ranks have come to the end of a forward pass; none waits for a message then.
+
+        Raises:
+            OtherRankFailed, PackpropError: As ``come_to``.
+        """
+        self._require_same_place(0)
+        self.in_step = False
 
     def tell(self, error: BaseException) -> None:
         """Tell the others, which are in step, that this rank has failed."""
@@ -114,7 +138,7 @@ class Ranks:
         with contextlib.suppress(Exception):  # the error that is on its way says more
             others_wait = self._begun is None or not self._begun()[1]  # unless one has failed in this step, too
             if others_wait:
-                self._begin_round([False, True, False])()
+                self._begin_round(failed=True)()
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
@@ -139,13 +163,17 @@ class Ranks:
             return exchanged(value, self.all.group)
 
     def given_to_all(self, value: Value | None) -> Value | None:
-        """The value, or on a rank that has none that of the first rank that has one."""
+        """The value, or on a rank that has none that of the first rank that has one.
+
+        Raises:
+            BadInput: On that rank, if the value cannot be sent; ``OtherRankFailed`` on the others.
+        """
         lacking = self.each(value is None)
         if not any(lacking) or all(lacking):
             return value
         giver = lacking.index(False)
-        given = self.each(value if self.rank == giver else None)[giver]
-        return given if value is None else value
+        sent = self.each(self.attempt(lambda: _packed(value) if self.rank == giver else b""))[giver]
+        return pickle.loads(sent) if value is None else value
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
         """Partial results of all ranks, merged; those that grow are lists with one piece for each rank."""
@@ -172,19 +200,40 @@ class Ranks:
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         return torch.Generator(device=device).manual_seed(seed).get_state()
 
-    def _begin_round(self, flags: list[bool]) -> Callable[[], list[bool]]:
-        """Send flags; returns what waits for those of the others, and says of each whether any rank set it."""
+    def _require_same_place(self, place: int) -> None:
+        if self.world == 1:
+            return
+        _, failed, _, last, first = self._begin_round(place=place)()
+        if failed:
+            self._raise_what_is_told(self.each(None))
+        if last != -first:
+            raise PackpropError(
+                ASKED,
+                f"rank {self.rank}, in the forward pass of a model that fully_shard has sharded",
+                "ranks do not come to the same units of it in the same order, so that some would wait for ever",
+                "let the model call the modules that fully_shard was called on in the same order on every "
+                "rank; or call fully_shard on the module around those that only some batches go through",
+            )
+
+    def _begin_round(
+        self, *, has_batch: bool = False, failed: bool = False, due: bool = False, place: int = 0
+    ) -> Callable[[], list[int]]:
+        """Send a message; returns what waits for those of the others, and gives the largest of each part.
+
+        Parts are the arguments, and the place once more with its sign changed.
+        """
         assert self.all is not None
         on_gpu = torch.distributed.get_backend(self.all.group) == "nccl"
-        message = torch.tensor(flags, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        told = [int(has_batch), int(failed), int(due), place, -place]
+        message = torch.tensor(told, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
         largest = torch.distributed.ReduceOp.MAX
         with self._noticing():
             work = torch.distributed.all_reduce(message, largest, self.all.group, async_op=True)
 
-        def wait() -> list[bool]:
+        def wait() -> list[int]:
             with self._noticing():
                 work.wait()
-            return [bool(flag) for flag in message.tolist()]
+            return message.tolist()
 
         return wait
 
@@ -209,6 +258,18 @@ class Ranks:
                 raise OtherRankFailed(
                     ASKED, f"rank {rank}", f"it has failed:\n{failure}\n", "see what that rank says"
                 )
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return pickle.dumps(map_tensors(Tensor.cpu, value))
+    except Exception as error:
+        raise BadInput(
+            ASKED,
+            "the first batch of a rank, which one without batches has to go through, too",
+            f"it cannot be sent there ({type(error).__name__}: {error})",
+            "let batches hold what can be pickled, or give every rank a batch",
+        ) from error
 
 
 def ranks_for(ranks: Any) -> Ranks:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from packprop.dataset.batches import Batches
 from packprop.dataset.checkpoint import ASKED, Checkpoint
@@ -81,8 +82,9 @@ class Run:
         self._stand_in: Any = None  # a batch for passes that other ranks need this one in
         batches.share(ranks)
         batches.watched = keeps
+        self._before = self._draws()
         if ranks.world > 1:
-            self._set_draws(self._derived(self._draws()))
+            self._set_draws(self._derived(self._before))
         self._begin = self._draws()
 
     def go_on(self, checkpoint: Checkpoint | None, state: dict[str, Any] | None, pieces: list[Any]) -> None:
@@ -147,6 +149,8 @@ class Run:
                 return self._work(raise_lost_interrupt)
         except BaseException as error:
             self._ranks.tell(error)
+            if self._ranks.world > 1:
+                self._set_draws(self._before)
             alone = self._ranks.world == 1 and self._checkpoint is not None
             if alone and self._results.whole and self._moment is not None:
                 with contextlib.suppress(Exception):  # the error that is on its way says more
@@ -158,9 +162,7 @@ class Run:
 
     def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
-            first = self._batches.first()
-            if first is not None:
-                self._chunk_sizes.of(first)  # a budget that nothing fits is refused before any work
+            self._ranks.attempt(self._look_at_first)
             if self._keeps and self._stream.step.stored is not None and self._moment is None:
                 self._note_moment()  # a store without a checkpoint would be one of something else
                 self._keep()
@@ -180,14 +182,21 @@ class Run:
             found.end_second_reading()
         if self._ranks.world > 1:
             self._batches.count = self._said_batches(self._ranks.each(self._batches.count))
+            self._draw_alike()
         return found.result()
+
+    def _look_at_first(self) -> None:
+        """A budget that nothing fits is refused before any work."""
+        first = self._batches.first()
+        if first is not None:
+            self._chunk_sizes.of(first)
 
     def _turn_over(self) -> None:
         """End the first reading, and begin the second one."""
         self._results.end_first_reading(self._ranks)
         self._reading, self._number = 1, 0
         self._set_draws(self._begin)
-        self._batches.begin_again()
+        self._ranks.attempt(self._batches.begin_again)
         if self._keeps:
             self._note_moment()
             self._keep()
@@ -246,9 +255,10 @@ class Run:
         if not self._ranks.agree(has_any):
             return
         if self._stand_in is None:  # on all ranks alike: before the first samples of any
+            self._ranks.in_step = False
             self._stand_in = self._ranks.given_to_all(batch if has_any else None)
+            self._ranks.in_step = True  # until the end of the forward pass
         batch = batch if has_any else self._stand_in
-        self._ranks.in_step = False  # in a pass ranks wait for each other in other places
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
         if isinstance(self._results, ShardedResults):
             self._results.end_pass(self._ranks)
@@ -354,6 +364,25 @@ class Run:
             name: self._ranks.derived(state, torch.device(name)) for name, state in draws["devices"].items()
         }
         return {"devices": devices, "generators": generators}
+
+    def _draw_alike(self) -> None:
+        """Leave random states as users expect them, who know nothing of numbers that ranks draw on their own.
+
+        A rank whose state was that of the first one has that of the first one again; of another rank, a state
+        that nothing was drawn from is as it was.
+        """
+        first, first_now = self._ranks.each((self._before, self._draws()))[0]
+
+        def after(was: Tensor, first: Tensor, first_now: Tensor, begun: Tensor, now: Tensor) -> Tensor:
+            if torch.equal(was, first):
+                return first_now
+            return was if torch.equal(begun, now) else now
+
+        states = [self._before, first, first_now, self._begin, self._draws()]
+        names = [name for name in self._before["devices"] if all(name in each["devices"] for each in states)]
+        devices = {name: after(*(each["devices"][name] for each in states)) for name in names}
+        generators = [after(*each) for each in zip(*(each["generators"] for each in states), strict=True)]
+        self._set_draws({"devices": devices, "generators": generators})
 
     def _set_draws(self, draws: dict[str, Any]) -> None:
         set_random_states({torch.device(name): state for name, state in draws["devices"].items()})

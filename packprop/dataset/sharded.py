@@ -6,7 +6,10 @@ from torch import nn
 
 from packprop.dataset.ranks import Ranks
 from packprop.errors import BadInput
-from packprop.tensors.sharding import has_sharded_units, is_distributed, reshard
+from packprop.tensors.sharding import has_sharded_units, is_distributed, placed_where, reshard
+
+WHOLE = "whole, or not there"
+"""What is told of a parameter that is not divided."""
 
 
 def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) -> bool:
@@ -44,6 +47,31 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
             "leave it out, and choose a batch_size; packprop.plan(..., mesh_shape=...) says what a pass takes",
         )
     return True
+
+
+def require_same_shards(asked: str, model: nn.Module, ranks: Ranks) -> None:
+    """Refuse ranks whose parameters are not divided alike: to look at their values would never end.
+
+    Raises:
+        BadInput: On every rank, with the first difference.
+    """
+    first, *others = ranks.each({name: _divided_how(each) for name, each in model.named_parameters()})
+    for rank, other in enumerate(others, 1):
+        for name in dict.fromkeys([*first, *other]):
+            here, there = first.get(name, WHOLE), other.get(name, WHOLE)
+            if here != there:
+                raise BadInput(
+                    asked,
+                    f"rank {rank}, parameter {name!r}",
+                    f"it is not divided as on rank 0: {here} there, {there} here",
+                    "build the same model, and call fully_shard on the same modules with the same mesh, on "
+                    "every rank that takes part; AllRanks(group=...) says which these are",
+                )
+
+
+def _divided_how(parameter: nn.Parameter) -> str:
+    placed = placed_where(parameter)
+    return WHOLE if placed is None else f"{list(parameter.shape)}, {placed}"
 
 
 def require_whole_parameters(asked: str, model: nn.Module) -> None:

@@ -171,14 +171,18 @@ class MergedResults:
         sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
         mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
         expect("eigenvectors", sum(sizes[key] for key in mine))
-        made = {}
-        for key in mine:
-            after = self.extensions[key[0]].rows[-1].after
-            assert after is not None
-            with doing("eigenvectors", sizes[key]):
-                # in the layout that a file has: products are rounded as it is
-                made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
-        for each in ranks.each(made):
+
+        def share() -> dict[tuple[int, str], Any]:
+            made = {}
+            for key in mine:
+                after = self.extensions[key[0]].rows[-1].after
+                assert after is not None
+                with doing("eigenvectors", sizes[key]):
+                    # in the layout that a file has: products are rounded as it is
+                    made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
+            return made
+
+        for each in ranks.each(ranks.attempt(share)):
             self.rotations |= each
         self.rotations = {key: self.rotations[key] for key in keys}
 

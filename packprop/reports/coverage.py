@@ -26,6 +26,7 @@ from packprop.reports.coverage_families import families_of
 from packprop.reports.coverage_values import Consumption, Coverage, ParameterCoverage
 from packprop.tensors.calling import call
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.sharding import class_before_sharding
 from packprop.types import EXACT
 
 ASKED = "coverage(model, batch) was called."
@@ -228,7 +229,7 @@ def _route(graph: Graph, routes: Routes, leaf: Tensor) -> str:
 
 
 def _layer(model: nn.Module, name: str) -> str:
-    """Class of the layer that owns a parameter, before it was parametrised."""
+    """Class of the layer that owns a parameter, before it was sharded or parametrised."""
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
-    kind = type(model.get_submodule(path))
+    kind = class_before_sharding(model.get_submodule(path))
     return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__

@@ -8,8 +8,9 @@ file looks at what ``fully_shard.state`` keeps: in its ``_fsdp_param_group`` eac
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,38 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
 
 
+@contextlib.contextmanager
+def coming_to_units(model: nn.Module, announce: Callable[[int], None]) -> Iterator[None]:
+    """Inside, ``announce`` is called with a unit's number before a forward pass puts the unit together."""
+    states = _states([model])
+    numbers = {state: number for number, state in enumerate(states)}
+
+    def before(module: nn.Module, args: Any) -> None:
+        state = _sharding().fully_shard.state(module)
+        pairs = _pairs_of(state)
+        if not (pairs and ShardedUnit(states[state], pairs).is_whole):
+            announce(numbers[state])
+
+    units = [child for child in model.modules() if isinstance(child, _sharding().FSDPModule)]
+    handles = [child.register_forward_pre_hook(before, prepend=True) for child in units]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def abandon_forward(model: nn.Module) -> None:
+    """Let go of what a forward pass that failed midway has put together.
+
+    A unit that was left inside its forward pass ignores ``reshard()``, for which nothing public would help.
+    """
+    for state, module in _states([model]).items():
+        if any(whole.untyped_storage().size() > 0 for whole, _ in _pairs_of(state) or ()):
+            state._fsdp_param_group.post_forward(module, (), None)
+        module.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
+
+
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
     """The class of a module, or the one that it had before ``fully_shard`` derived another from it."""
     kind = getattr(_sharding(), "FSDPModule", ())
@@ -162,6 +195,11 @@ def is_fully_sharded_before(modules: Iterable[nn.Module]) -> bool:
     if sharding is None:
         return False
     return any(isinstance(c, sharding.FullyShardedDataParallel) for m in modules for c in m.modules())
+
+
+def placed_where(tensor: Tensor) -> str | None:
+    """How a ``DTensor`` is divided, and between which ranks; ``None`` for another tensor."""
+    return f"{tensor.placements} on {tensor.device_mesh}" if is_distributed(tensor) else None  # type: ignore[attr-defined]  # a DTensor
 
 
 def is_distributed(tensor: Tensor) -> bool:

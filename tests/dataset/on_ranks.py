@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -57,6 +58,31 @@ def computed(data: Any, reduction: str = "mean", given: list[Any] | None = None,
     found = found.whole()
     plain = {name: dict(values) for name, values in found.items()}
     return map_tensors(Tensor.numpy, (plain, found.samples, found.loss, found.reduction))
+
+
+def states_after(rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Random states before and after values that draw nothing, or something, or fail."""
+    x, y = samples()
+    found = {}
+
+    def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+        torch.rand(1)
+        raise ValueError("no room")
+
+    for name, seed, given, loss in (
+        ("own, drawn", rank, extensions.DiagGGNMC(), nn.CrossEntropyLoss()),
+        ("own, not drawn", rank, extensions.Variance(), nn.CrossEntropyLoss()),
+        ("own, failed", rank, extensions.Variance(), failing),
+        ("same, drawn", 0, extensions.DiagGGNMC(), nn.CrossEntropyLoss()),
+        ("same, not drawn", 0, extensions.Variance(), nn.CrossEntropyLoss()),
+    ):
+        model = network()
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with contextlib.suppress(PackpropError):
+            packprop.compute(model, loss, (x, y), [given], batch_size=SIZE, progress=False)
+        found[name] = before, torch.get_rng_state()
+    return found
 
 
 def batches_of(rank: int, world: int, unequal: bool) -> list[Any]:

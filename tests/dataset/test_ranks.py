@@ -132,3 +132,14 @@ def test_ranks_draw_for_themselves(tmp_path: Path) -> None:
             for name, value in alone[0][savefield].items():
                 for mine, other in zip(as_list(again[0][savefield][name]), as_list(value), strict=True):
                     assert_near(mine, other)
+
+
+def test_random_states_are_left_as_on_one_process() -> None:
+    """Ranks whose states were the same go on alike; a state that nothing was drawn from is as it was."""
+    first, second = in_processes(on_ranks.states_after, 2)
+    for found in (first, second):
+        changed = {name: not torch.equal(before, after) for name, (before, after) in found.items()}
+        assert changed == {name: name.endswith(", drawn") for name in found}
+    for name in ("same, drawn", "same, not drawn"):
+        assert torch.equal(first[name][1], second[name][1])
+    assert not torch.equal(first["own, drawn"][1], second["own, drawn"][1])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import packprop
 from packprop import BadInput, PackpropError, extensions
 from tests.dataset.small import compute, small
 
@@ -77,6 +78,15 @@ def test_bad_data_are_described(data: Any, where: str, why: str) -> None:
     assert where in error.value.where
     assert why in error.value.why
     assert error.value.instead
+
+
+def test_inference_mode_is_refused_and_no_grad_is_not() -> None:
+    model, loss, given = nn.Linear(2, 1), nn.MSELoss(), [extensions.Variance()]
+    data = torch.rand(3, 2), torch.rand(3, 1)
+    with torch.inference_mode(), pytest.raises(BadInput, match=r"torch.inference_mode\(\)"):
+        packprop.compute(model, loss, data, given, progress=False)
+    with torch.no_grad():
+        assert packprop.compute(model, loss, data, given, progress=False).samples == 3
 
 
 def test_batch_size_for_data_that_come_in_batches() -> None:

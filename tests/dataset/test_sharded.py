@@ -270,5 +270,6 @@ def test_a_profile_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert one.settings["model"] == two.settings["model"] == "Sequential"
     for mine, kept, other in zip(two.layers, again.layers, one.layers, strict=True):
         assert mine.gradient_norm == kept.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-12)
+        assert mine.kind == kept.kind == other.kind  # the class that the layer had before it was sharded
         assert mine.ggn_trace_exact == pytest.approx(other.ggn_trace_exact, rel=1e-12)
     assert [each.place for each in two.outlying] == [each.place for each in one.outlying]

@@ -1,10 +1,11 @@
 """Several processes at work on one data set: in step, each on its own batches, their results merged.
 
 # NOTE [In step]
-All ranks do as many steps as the one with the most batches. After each, one small message goes round: who had a
-batch, who has failed, whether a checkpoint is due. So ranks with unequal numbers of batches end together, an
-error on one is an error on all, and a rank that has died is noticed by the others after the batch that they are
-at: its connections are closed. A message takes a fraction of a millisecond.
+All ranks do as many steps as the one with the most batches. Each begins a step with one small message: whether
+it has a batch, has failed, finds that a checkpoint is due; and ends it when all have sent theirs. So a rank may
+be one batch ahead of a slower one, ranks with unequal numbers of batches end together, an error on one is an
+error on all, and a rank that has died is noticed by the others at the end of their step: its connections are
+closed.
 
 Where ``fully_shard`` has sharded the model, a message also goes round before each unit is put together in a
 forward pass, and at its end. So a rank that fails in its forward pass is heard where the others would wait for

@@ -12,6 +12,7 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.parts import Part
 from packprop.dataset.replays import WhereItPays, told
 from packprop.engine.chunks import ChunkSizes
+from packprop.recording.unchanged import SameForEachPass
 from packprop.tensors.nesting import map_tensors, tensors_in
 
 
@@ -28,6 +29,7 @@ class BatchStream:
         self, step: BatchPass, device: torch.device | str, left: Callable[[], int] | None = None
     ) -> None:
         self.step, self._device = step, device
+        self._same = SameForEachPass(step.modules)
         self._replayer = None if left is None else Replayer(step, "inductor", None, WhereItPays(left))
 
     def add(
@@ -55,12 +57,13 @@ class BatchStream:
         step = self.step
         step.batch, step.number, step.chunk_sizes = batch, number, chunk_sizes
         step.parts, step.second = parts, second
-        if not counts:
-            step.take_part(inputs, targets)
-        elif second or self._replayer is None:  # what a second reading is given belongs to no batch
-            step.run(inputs, targets)
-        else:
-            self._replayer(inputs, targets)
+        with self._same.around():
+            if not counts:
+                step.take_part(inputs, targets)
+            elif second or self._replayer is None:  # what a second reading is given belongs to no batch
+                step.run(inputs, targets)
+            else:
+                self._replayer(inputs, targets)
 
     def told(self) -> str | None:
         """What graphs have brought, in words; ``None`` if there was none."""

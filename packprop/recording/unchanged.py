@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from packprop.errors import BadInput
 from packprop.recording.marks import EXTENDED, HANDLES
 from packprop.recording.switch import extend, is_extended
 from packprop.tensors.random import random_states, set_random_states
+from packprop.tensors.sharding import is_distributed
 
 
 @contextlib.contextmanager
@@ -39,13 +42,7 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
         (module, dict(vars(module)), dict(module.named_buffers(recurse=False, remove_duplicate=False)))
         for module in modules
     ]
-    # an embedding with max_norm is the one function of torch that writes into its parameter
-    written = [
-        (parameter, parameter.detach().clone())
-        for module in modules
-        if getattr(module, "max_norm", None) is not None
-        for parameter in module.parameters(recurse=False)
-    ]
+    written = [(parameter, parameter.detach().clone()) for parameter in _written_parameters(modules)]
     newly_extended = [module for module in modules if not is_extended(module)]
     was_extended, state = model in EXTENDED, random_states()
     copies: dict[int, Tensor] = {}
@@ -69,3 +66,62 @@ def unchanged(model: nn.Module, asked: str) -> Iterator[None]:
         for parameter, value in written:
             parameter.data.copy_(value)
         set_random_states(state)
+
+
+def _written_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Those that a forward pass writes to: an embedding with max_norm is the one module of torch that does."""
+    for module in modules:
+        if getattr(module, "max_norm", None) is not None:
+            yield from module.parameters(recurse=False)
+
+
+class _Kept(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    copy: Tensor
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether its values are; versions do not tell: batch normalisation leaves them as they are."""
+        return getattr(self.module, self.name, None) is self.tensor and torch.equal(self.tensor, self.copy)
+
+    def put_back(self) -> None:
+        self.tensor.detach().copy_(self.copy)
+        setattr(self.module, self.name, self.tensor)
+
+
+class SameForEachPass:
+    """Puts back what forward passes write to, so that each begins as the first one did.
+
+    That is running statistics, vectors of power iterations and other buffers, and tables with ``max_norm``,
+    which are refused, but too late. All are copied for the first pass; then those alone that it has written to.
+
+    Args:
+        modules: The model, and the loss if that is a module.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [child for module in modules for child in module.modules()]
+        self._kept: list[_Kept] | None = None
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Inside, one pass is run."""
+        kept = [*self._all()] if self._kept is None else self._kept
+        try:
+            yield
+        finally:
+            if self._kept is None:  # to look at values waits for the device
+                self._kept = [each for each in kept if not each.is_as_it_was]
+            for each in self._kept:
+                each.put_back()
+
+    def _all(self) -> Iterator[_Kept]:
+        for module in self._modules:
+            written = {id(parameter) for parameter in _written_parameters([module])}
+            parameters = [each for each in module.named_parameters(recurse=False) if id(each[1]) in written]
+            for name, tensor in [*module.named_buffers(recurse=False), *parameters]:
+                is_plain = tensor.layout is torch.strided and not is_distributed(tensor)
+                if is_plain and not nn.parameter.is_lazy(tensor):
+                    yield _Kept(module, name, tensor, tensor.detach().clone())

@@ -51,8 +51,8 @@ class OtherWays(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.distributed.get_rank():
-            return self.second(self.first(x))  # type: ignore[no-any-return]
-        return self.first(x if self.skips else self.second(x))  # type: ignore[no-any-return]
+            return self.second(self.first(x))  # type: ignore[no-any-return]  # a module's
+        return self.first(x if self.skips else self.second(x))  # type: ignore[no-any-return]  # a module's
 
 
 class NotOnTheSecond(nn.Module):
@@ -73,7 +73,7 @@ def fails_and_goes_on(rank: int, place: int) -> str:
     x, y = samples()
     model = network()
     model.insert(place, failing := NotOnTheSecond())  # type: ignore[operator]  # a Sequential
-    first, between, last = (module for module in model if module is not failing)  # type: ignore[union-attr]
+    first, between, last = (module for module in model if module is not failing)  # type: ignore[union-attr]  # a Sequential
     fully_shard(first)
     fully_shard([between, last])
     fully_shard(model)

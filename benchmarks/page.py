@@ -25,6 +25,7 @@ from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
 from benchmarks.run import RESULTS, Record, disagrees
 from benchmarks.targets import TARGETS, Missing, Records
+from benchmarks.training_page import CLIPPING, MONITOR, rows_of_clipping, rows_of_monitor
 
 DOCS = ROOT / "docs"
 
@@ -518,6 +519,35 @@ def _data_section(results: Path) -> list[str]:
     ]
 
 
+def _clipping_section(content: dict[str, Any]) -> list[str]:
+    """What ``python -m benchmarks.clipping`` found."""
+    apart = {
+        name: max(record["off_by"].get(name, 0.0) for record in content["records"])
+        for name in content["records"][0]["off_by"]
+        if name != "packprop"
+    }
+    said = ", ".join(f"{off:.0e} ({name})" for name, off in apart.items())
+    return [
+        "## Clipped gradients (`packprop.clipped_gradients`)",
+        "Forward pass, backward pass and clipping of one step by the norm of all parameters. What the others "
+        f"leave in `.grad` differs by at most so much of its largest entry: {said}. Peaks are those of what "
+        "one step allocates, in a fresh process.",
+        markdown(CLIPPING, rows_of_clipping(content)),
+        _environment(content["environment"]),
+    ]
+
+
+def _monitor_section(content: dict[str, Any]) -> list[str]:
+    """What ``python -m benchmarks.monitor`` found."""
+    return [
+        "## Monitored steps (`packprop.Monitor`)",
+        "A training step beside monitored ones, with the quantities that are asked for by default. A loop with "
+        "a monitored step at every 100th is to take at most 1.01 of a plain one.",
+        markdown(MONITOR, rows_of_monitor(content)),
+        _environment(content["environment"]),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page and its pictures from whatever results there are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
@@ -538,6 +568,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if compiled.exists():
         parts += _compiled_section(json.loads(compiled.read_text()), images)
     parts += _data_section(options.results)
+    for name, section in {"clipping": _clipping_section, "monitor": _monitor_section}.items():
+        if (options.results / f"{name}.json").exists():
+            parts += section(json.loads((options.results / f"{name}.json").read_text()))
     planning = options.results / "planning.json"
     if planning.exists():
         parts += _planning_section(json.loads(planning.read_text()), images)

@@ -1,8 +1,11 @@
-"""What ``python -m benchmarks.dataset`` and ``python -m benchmarks.store`` found, as rows of a table."""
+"""What ``benchmarks.dataset`` and ``benchmarks.store`` found: rows of a table, and a picture."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from matplotlib import pyplot as plt
 
 from benchmarks.measure import MIB
 
@@ -75,3 +78,29 @@ def rows_of_store(content: dict[str, Any]) -> list[Row]:
             if each["what"] != "plain"
         ),
     ]
+
+
+def draw_course(content: dict[str, Any], path: Path) -> None:
+    """Draw throughput and memory of a run from its first batch to its last."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    step = content["samples_of_a_point"]
+    for world, rates in content["samples_per_second"].items():
+        ranks = int(world)
+        samples = [ranks * step * number for number in range(1, len(rates) + 1)]
+        label = "one process" if ranks == 1 else f"{ranks} processes"
+        left.plot(samples, rates, marker="o", markersize=4, label=label)
+    left.set_ylabel("samples a second")
+    left.legend(frameon=False)
+    peaks = [peak / MIB for peak in content["peak_bytes"]]
+    right.plot([step * number for number in range(1, len(peaks) + 1)], peaks, marker="o", markersize=4)
+    right.set_ylabel("peak of live tensors, MiB")
+    for axes in (left, right):
+        axes.set_xlabel("samples so far")
+        axes.set_xlim(0, content["samples"])
+        axes.set_ylim(0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.grid(color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -7,11 +7,15 @@
 - *memory*: the peak of live tensors of the same over a tenth of the samples and over all of them.
 - *ranks*: samples a second of one process on one core, and of two processes on two cores, in turns; and of two
   processes that know nothing of each other, with half of the samples each: what the machine has to give.
+
+With ``--course``: samples a second, and the peak of live tensors, window by window from the first batch to the
+last; writes ``results/course.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +35,9 @@ from packprop import extensions
 from packprop.memory import LiveBytes
 
 BATCH = 128
+
+WINDOW = 13
+"""Batches that a point of a curve stands for."""
 
 
 def network() -> nn.Module:
@@ -57,10 +64,15 @@ def epoch(data: tuple[Tensor, Tensor]) -> None:
         optimizer.step()
 
 
-def curvature(data: tuple[Tensor, Tensor], **options: Any) -> None:
-    """What is measured."""
-    asked = [extensions.Variance(), extensions.DiagGGNMC(), extensions.KFAC()]
-    packprop.compute(network(), nn.CrossEntropyLoss(), data, asked, batch_size=BATCH, progress=False, **options)
+def curvature(
+    data: tuple[Tensor, Tensor], before: Callable[[], None] | None = None, **options: Any
+) -> packprop.Result:
+    """What is measured; ``before`` is called before each batch."""
+    asked, model = [extensions.Variance(), extensions.DiagGGNMC(), extensions.KFAC()], network()
+    if before is not None:
+        model.register_forward_pre_hook(lambda module, inputs: before())
+    options |= {"batch_size": BATCH, "progress": False}
+    return packprop.compute(model, nn.CrossEntropyLoss(), data, asked, **options)
 
 
 def kept(data: tuple[Tensor, Tensor]) -> None:
@@ -103,38 +115,80 @@ def peak_bytes(samples: int) -> int:
     return live.peak
 
 
-def worker(rank: int, world: int, joined: bool, core: int, file: str, samples: int, out: Any) -> None:
-    """One process: seconds from the moment at which all have begun."""
+def peaks_on_the_way(samples: int) -> list[int]:
+    """The most bytes of tensors beside the data, window by window."""
+    data, live, peaks = images(samples), LiveBytes(), [0]
+    batches = itertools.count(1)
+
+    def note() -> None:
+        peaks[-1] = max(peaks[-1], live.peak)
+        live.restart()
+        if next(batches) % WINDOW == 0:
+            peaks.append(0)
+
+    with live:
+        curvature(data, note)
+    return peaks[:-1]
+
+
+def worker(
+    rank: int, world: int, joined: bool, noted: bool, core: int, file: str, samples: int, out: Any
+) -> None:
+    """One process: seconds from the moment at which all have begun, and when its batches began if ``noted``."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     if joined:
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    times: list[float] = []
     data = images(samples)
     curvature((data[0][: 4 * BATCH], data[1][: 4 * BATCH]))
     start = time.perf_counter()
-    curvature(data if joined else tuple(each[rank::world] for each in data))
-    out.put(time.perf_counter() - start)
+    curvature(
+        data if joined else tuple(each[rank::world] for each in data),
+        lambda: times.append(time.perf_counter()) if noted else None,
+    )
+    out.put((time.perf_counter() - start, times))
     out.close()
     out.join_thread()
     os._exit(0)
 
 
-def seconds_on(world: int, samples: int, joined: bool) -> float:
-    """How long so many processes take, each on a core of its own."""
+def run_on(world: int, samples: int, joined: bool, noted: bool = False) -> list[tuple[float, list[float]]]:
+    """What so many processes tell, each on a core of its own."""
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))[:world]
     with tempfile.TemporaryDirectory() as folder:
         out = context.Queue()
         children = [
-            context.Process(target=worker, args=(rank, world, joined, core, f"{folder}/meet", samples, out))
+            context.Process(
+                target=worker, args=(rank, world, joined, noted, core, f"{folder}/meet", samples, out)
+            )
             for rank, core in enumerate(cores)
         ]
         for child in children:
             child.start()
-        taken = [out.get(timeout=3600) for _ in children]
+        told = [out.get(timeout=3600) for _ in children]
         for child in children:
             child.join()
-    return max(taken)
+    return told
+
+
+def rates_on_the_way(world: int, samples: int) -> list[float]:
+    """Samples a second of so many ranks together, window by window."""
+    told = [times for _, times in run_on(world, samples, True, noted=True)]
+    windows = min(map(len, told)) // WINDOW
+    edges = [[times[number * WINDOW] for number in range(windows)] for times in told]
+    spans = [[later - earlier for earlier, later in itertools.pairwise(each)] for each in edges]
+    return [sum(WINDOW * BATCH / span for span in window) for window in zip(*spans, strict=True)]
+
+
+def course(samples: int) -> dict[str, Any]:
+    """Throughput and memory from the first batch to the last."""
+    return {
+        "samples_of_a_point": WINDOW * BATCH,
+        "samples_per_second": {str(world): rates_on_the_way(world, samples) for world in (1, 2)},
+        "peak_bytes": peaks_on_the_way(samples),
+    }
 
 
 def on_ranks(samples: int, rounds: int) -> dict[str, Any]:
@@ -144,7 +198,8 @@ def on_ranks(samples: int, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for name in list(sides)[:: 1 if number % 2 else -1]:
             world, joined = options[name]
-            sides[name].append(samples / seconds_on(world, samples, joined))
+            seconds = max(taken for taken, _ in run_on(world, samples, joined))
+            sides[name].append(samples / seconds)
     found: dict[str, Any] = {
         "samples_per_second": {name: vars(Spread.of(values)) for name, values in sides.items()}
     }
@@ -160,8 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=50_000, help="samples (default 50000)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument(
+        "--course", action="store_true", help="throughput and memory on the way, and nothing else"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.course:
+        found = {"samples": options.samples, **course(options.samples)}
+        print(json.dumps(found))
+        if not options.dry:
+            write_results("course", environment(1, 1, processes=2), **found)
+        return 0
     tenth = options.samples // 10
     found = {
         "samples": options.samples,

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from benchmarks.compiled_page import CONTESTANTS as CONTENDERS
 from benchmarks.compiled_page import draw, rows_of
 from benchmarks.contestants import CONTESTANTS
-from benchmarks.data_page import rows_of_dataset, rows_of_store
+from benchmarks.data_page import draw_course, rows_of_dataset, rows_of_store
 from benchmarks.measure import MIB, ROOT
 from benchmarks.problems import SUITES
 from benchmarks.run import RESULTS, Record, disagrees
@@ -504,7 +504,7 @@ def _compiled_section(content: dict[str, Any], images: Path) -> list[str]:
     ]
 
 
-def _data_section(results: Path) -> list[str]:
+def _data_section(results: Path, images: Path) -> list[str]:
     """What ``python -m benchmarks.dataset`` and ``python -m benchmarks.store`` found."""
     kinds = {"dataset": rows_of_dataset, "store": rows_of_store}
     there = {name: results / f"{name}.json" for name in kinds if (results / f"{name}.json").exists()}
@@ -512,9 +512,19 @@ def _data_section(results: Path) -> list[str]:
         return []
     contents = {name: json.loads(path.read_text()) for name, path in there.items()}
     rows = [row for name, content in contents.items() for row in kinds[name](content)]
+    curves = []
+    if (results / "course.json").exists():
+        course = json.loads((results / "course.json").read_text())
+        draw_course(course, images / "benchmark-course.png")
+        curves = [
+            "Throughput and memory on the way, a point for every "
+            f"{course['samples_of_a_point']:,} samples of a process:",
+            "![Throughput and peak memory from the first batch to the last](images/benchmark-course.png)",
+        ]
     return [
         "## Whole data sets and stores (`packprop.compute`, `packprop.Store`)",
         markdown(["what", "measured", "aimed at"], rows),
+        *curves,
         *dict.fromkeys(_environment(content["environment"]) for content in contents.values()),
     ]
 
@@ -567,7 +577,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compiled = options.results / "compiled.json"
     if compiled.exists():
         parts += _compiled_section(json.loads(compiled.read_text()), images)
-    parts += _data_section(options.results)
+    parts += _data_section(options.results, images)
     for name, section in {"clipping": _clipping_section, "monitor": _monitor_section}.items():
         if (options.results / f"{name}.json").exists():
             parts += section(json.loads((options.results / f"{name}.json").read_text()))

@@ -177,7 +177,8 @@ def require_terms(graph: Graph) -> None:
     if graph.samples == 1 or is_dry_run() or graph.signature in memory.separate_losses:
         return
     require_untraced("whether the loss is a sum of one term for each sample")
-    lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
+    with graph.hooks.quiet():
+        lasting = require_separate_losses(graph, model_outputs(graph), graph.source_layouts)
     if lasting and graph.signature in memory.locations:  # data may decide on the order of losses, too
         memory.separate_losses.add(graph.signature)
 

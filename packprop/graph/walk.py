@@ -114,7 +114,7 @@ def walk(
     for use in trail.uses.values():
         use.through = empty
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
-    graph.hooks = hooks_on(trail.of_interest, graph.forwards, tensors)
+    graph.hooks = hooks_on(trail.of_interest, trail.uses, graph.forwards, tensors)
     require_known_shards(graph, unshards)
     graph.structure, graph.signature = _structure(graph, trail.names), _signature(graph, trail)
     return graph

@@ -20,7 +20,7 @@ from packprop.functions.registry import entries_of
 from packprop.recording.axes import SampleAxis
 from packprop.recording.evidence import Evidence
 from packprop.recording.inputs import InputSource
-from packprop.tensors.hooks import dictionary_of
+from packprop.tensors.hooks import HookDictionary, dictionary_of
 
 USE, LOSS, OUTPUT, TRANSFORMED, REORDERS, MIXES, HOOKS, HOOKED, CHOSEN = (
     f"packprop.{mark}"
@@ -118,6 +118,7 @@ class RecordedUse:
         evidence: What changed inputs of the call have changed here.
         reordered: Whether its inputs come from a function that takes rows out of their order.
         options: Axes, equations and other integers and texts that it was given.
+        hooks: The user's hooks on its outputs: a sweep meets also those on outputs that lead nowhere.
     """
 
     name: str
@@ -130,6 +131,7 @@ class RecordedUse:
     evidence: list[Evidence] = field(default_factory=list)
     reordered: bool = False
     options: Any = None
+    hooks: list[HookDictionary] = field(default_factory=list)
 
     @property
     def entries(self) -> list[Entry] | None:
@@ -233,9 +235,10 @@ def note_hooks(tensor: Tensor) -> None:
     hooks = dictionary_of(tensor)
     if hooks is None:
         return
-    noted = marks_of(tensor.grad_fn).setdefault(HOOKS, [])
-    if not any(hooks is known for known in noted):
-        noted.append(hooks)
+    marks = marks_of(tensor.grad_fn)
+    for noted in (marks.setdefault(HOOKS, []), *(use.hooks for use, _, _ in marks.get(USE, ()))):
+        if not any(hooks is known for known in noted):
+            noted.append(hooks)
 
 
 def nodes_above(nodes: Iterable[Node | None], end: Node | None = None) -> Iterator[Node]:

@@ -238,6 +238,32 @@ def own_samples(rank: int) -> None:
     assert len(seen) == 5
 
 
+def own_loss_of_one_sample(rank: int) -> None:
+    """Whether the user's own loss mixes samples is looked at without calling hooks of the units."""
+
+    def loss_of(model: nn.Module, x: Tensor, seen: list[Tensor]) -> Tensor:
+        out = model(x)
+        out.register_hook(seen.append)
+        return out.cosh().log().mean(1).mean()
+
+    parts = data((3, 1))
+    x, _ = parts[rank]
+    reference = packprop.extend(made(Deep))
+    with packprop.backpack(extensions.BatchL2Grad()):
+        loss_of(reference, torch.cat([x for x, _ in parts]), []).backward()
+    for ranks in (AllRanks(share="samples", gather=True), "own"):
+        model = packprop.extend(shard(made(Deep), reshard_after_forward=True))
+        seen: list[Tensor] = []
+        with packprop.backpack(extensions.BatchL2Grad(), ranks=ranks):
+            loss_of(model, x, seen).backward()
+        assert len(seen) == 1
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            expected = other.batch_l2
+            if ranks == "own":
+                expected = expected[(slice(3), slice(3, 4))[rank]] * (4 / len(x)) ** 2
+            torch.testing.assert_close(mine.batch_l2, expected)
+
+
 def nothing_stays_whole(rank: int) -> None:
     """After a pass all units are sharded; while it sweeps, two are whole at most."""
     from torch.distributed.fsdp import FSDPModule
@@ -268,6 +294,7 @@ CHECKS = [
     other_sweeps_on_each_rank,
     empty_on_one_rank,
     own_samples,
+    own_loss_of_one_sample,
     nothing_stays_whole,
 ]
 

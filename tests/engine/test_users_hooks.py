@@ -244,6 +244,33 @@ def test_large_shared_weights_do_not_keep_hooks_from_running() -> None:
         torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.parametrize("extension", [extensions.BatchGrad(), extensions.DiagHessian()])
+def test_a_hook_on_an_output_that_leads_nowhere(extension: Extension) -> None:
+    """Of a cell's outputs the memory is not used any more, but the state is computed from it."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.LSTMCell(4, 5), nn.Linear(5, 3)
+            self.seen: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            state, memory = self.cell(x)
+            memory.register_hook(self.seen.append)
+            return self.head(state)  # type: ignore[no-any-return]  # a module's call is Any
+
+    found = []
+    for asked in ([], [extension]):
+        torch.manual_seed(0)
+        model, (x, y) = packprop.extend(Cell()), data()
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x.float()), y)
+        with packprop.backpack(*asked):
+            loss.backward()
+        found.append(model.seen)
+    assert len(found[0]) == len(found[1]) == 1
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_hooks_registered_after_the_forward_pass() -> None:
     """On a tensor that was kept, on one between the model and the loss, inside ``backpack`` and outside."""
     kept: list[list[Tensor]] = []

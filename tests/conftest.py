@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch
 
+from tests.seeding import seed
+
 torch.set_num_threads(1)
 
 
@@ -15,7 +17,7 @@ torch.set_num_threads(1)
 def _seeded() -> Iterator[None]:
     """Start every test from the same random state and leave none behind."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed(0)
         yield
 
 

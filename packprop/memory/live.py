@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packprop.tensors.dry import is_dry_run
-from packprop.tensors.nesting import tensors_in
+from packprop.tensors.nesting import tensors_in, tensors_of_call
 from packprop.tensors.repeated import Repeated, storage_key
 
 
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
     def own(self, tensors: Iterable[Tensor], label: str) -> None:
         """Count tensors that were there before."""
         for tensor in tensors:
-            self._count(tensor, label, str([*tensor.shape]))
+            self._count(tensor, label)
 
     def scale(self, tensors: Iterable[Tensor], times: float) -> None:
         """Count tensors as so many of them; those that are not counted are left out."""
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
             key = storage_key(tensor)
             if key in self.sizes:
                 self._times[key] = times
-                self._count(tensor, "", "")
+                self._count(tensor)
 
     def reserve(self, label: str, size: int) -> None:
         """Count so many bytes all the time."""
@@ -77,9 +77,9 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.device):  # asked of tensors without data at each turn
             return out
-        known = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        known = {storage_key(tensor) for tensor in tensors_of_call(args, kwargs or {})}
         repeats = bool(self.repeated.keys) and not self.repeated.keys.isdisjoint(known)
-        for tensor in tensors_in(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
                 continue  # a dry run inside of what is counted takes no memory
             key = storage_key(tensor)
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
                 self.repeated.keys.add(key)
                 self._times[key] = self.repeated.times
             if key in self.sizes or key not in known:
-                self._count(tensor, self.phase, f"{func.overloadpacket.__name__} {[*tensor.shape]}")
+                self._count(tensor, self.phase, func)
         if self.settle is not None:
             self.settle()
         self.history.append(self.now)
@@ -98,11 +98,12 @@ class LiveBytes(TorchDispatchMode):
                 self._at_peak()
         return out
 
-    def _count(self, tensor: Tensor, label: str, detail: str) -> None:
+    def _count(self, tensor: Tensor, label: str = "", maker: Any = None) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         size = int(-(-storage.nbytes() * self._times.get(key, 1) // self._block)) * self._block
         if key not in self.sizes:
-            self.labels[key] = (label, detail)
+            detail = str([*tensor.shape])
+            self.labels[key] = (label, f"{maker.overloadpacket.__name__} {detail}" if maker else detail)
             weakref.finalize(storage, self._uncount, key)
         self.now += size - self.sizes.get(key, 0)
         self.sizes[key] = size

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.references.oracle import Problem
+from tests.seeding import seed
 
 Data = Callable[[int], tuple[Any, Any]]
 Take = Callable[[Any, int], Any]
@@ -120,7 +121,7 @@ class Case:
     def problem(self, size: int, reduction: str | None = "mean", dtype: torch.dtype = torch.float64) -> Problem:
         """Build everything afresh: the same numbers every time, rounded to ``dtype``."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            seed(0)
             model = randomised(self.model().double().eval()).to(dtype)
             loss = self.loss()
             if isinstance(loss, nn.Module):

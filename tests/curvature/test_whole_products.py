@@ -111,7 +111,7 @@ def test_parameters_without_curvature_get_zeros() -> None:
 
 
 def test_many_signs_come_near_the_diagonal() -> None:
-    problem = BY_NAME["resnet"].problem(3)
+    problem = BY_NAME["conv2d-deep"].problem(3)
     draws = 4000
     source = torch.Generator().manual_seed(0)
     backward(problem, extensions.DiagHessianMC(draws, source), extensions.DiagHessian())

@@ -73,11 +73,15 @@ class Oracle:
     problem: Problem
     create_graph: bool = False
 
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.problem.parameters.values())
+
     def _gradient(self, scalar: Tensor) -> list[Tensor]:
         return list(
             torch.autograd.grad(
                 scalar,
-                list(self.problem.parameters.values()),
+                self._parameters,
                 retain_graph=True,
                 create_graph=self.create_graph,
                 allow_unused=True,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packprop.dataset.folder import Damaged, Folder, LockedElsewhere, WriteError
 from packprop.dataset.identity import Identity, difference
+from packprop.dataset.shard_files import WrittenShards
 from packprop.dataset.values import NotPlainError, decode, encode
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 
@@ -121,7 +122,8 @@ class Checkpoint:
                 )
             self._held = facts["said"]
             self._last = clock()
-            return decode(facts["state"], tensors), [piece for file in rows for piece in _unpacked(file)]
+            state = {**decode(facts["state"], tensors), "shards": str(self._folder.shards(number).resolve())}
+            return state, [piece for file in rows for piece in _unpacked(file)]
         if damages:
             raise PackpropError(
                 ASKED,
@@ -178,7 +180,24 @@ class Checkpoint:
                 "or leave checkpoint out",
             ) from error
 
-    def write(self, state: Any, pieces: Sequence[Any], said: str, batches: int) -> bool:
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self._folder.path
+
+    @property
+    def next_shards(self) -> Path:
+        """Where ranks write their shards of the next checkpoint."""
+        return self._folder.shards(self._folder.number + 1).resolve()
+
+    def write(
+        self,
+        state: Any,
+        pieces: Sequence[Any],
+        said: str,
+        batches: int,
+        shards: WrittenShards,
+    ) -> bool:
         """Write a checkpoint; whether that was done. Where it fails, a warning says so, and the work goes on.
 
         Args:
@@ -186,13 +205,16 @@ class Checkpoint:
             pieces: What has come to results that grow, since the checkpoint before.
             said: What is in it, for messages.
             batches: The batches of this run so far.
+            shards: What the ranks have written to ``next_shards`` before.
         """
         start = clock()
         tensors: list[Tensor] = []
         self.require_plain(state, pieces)
         facts = {**FORMAT, "said": said, "identity": self._identity, "state": encode(state, tensors)}
         try:
-            self._folder.write(facts, tensors, _packed(pieces) if pieces else [])
+            if shards.failure:
+                raise OSError(shards.failure)
+            self._folder.write(facts, tensors, _packed(pieces) if pieces else [], shards.files)
         except WriteError as error:
             warnings.warn(
                 f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "

@@ -22,8 +22,9 @@ from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
+from packprop.dataset.shard_files import require_one_folder
 from packprop.dataset.sharded import is_sharded_over, require_same_shards
-from packprop.dataset.shards import results_of
+from packprop.dataset.shards import results_of, take_up_shards
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
@@ -155,6 +156,8 @@ def compute(
         identity = group.attempt(identified)
         _require_same(group.each(identity))
         kept, own_state, pieces = group.attempt(loaded)
+        if sharded and checkpoint is not None:
+            require_one_folder(None if kept is None else kept.path, group)
         state = group.each(own_state)[0]
         place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         stream = group.attempt(stream_of)
@@ -168,6 +171,8 @@ def compute(
             batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget_of(memory)
         )
         group.attempt(lambda: run.go_on(kept, state, pieces))
+        if state is not None:
+            take_up_shards(stream.step.merged, state, place, group)
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
         return result

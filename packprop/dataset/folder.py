@@ -5,7 +5,8 @@ A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names the 
 their sizes and checksums, and has one of its own. Every file is written under another name, flushed to the
 disk, and renamed; the JSON file comes last. So whenever the process is killed, every checkpoint that is there
 is whole. The last two are kept: where the last one cannot be read, the one before is taken. What grows with the
-data is in files of its own, each with what came since the checkpoint before; both share the older ones.
+data is in files of its own, each with what came since the checkpoint before; both share the older ones. What
+ranks have as shards is in a folder of its own for each checkpoint (NOTE [Files of shards]).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ except ImportError:  # not on Windows: two runs in one folder are not noticed th
     fcntl = None  # type: ignore[assignment]  # looked at before it is used
 
 LOCK = "lock"
-NAMES = re.compile(r"checkpoint-(\d{6,})\.json|(state|rows)-\d{6,}\.safetensors|lock|.*\.part")
+NAMES = re.compile(r"checkpoint-(\d{6,})\.json|(state|rows)-\d{6,}\.safetensors|shards-\d{6,}|lock|.*\.part")
 KEPT = 2
 """Checkpoints that stay in the folder."""
 
@@ -96,7 +98,7 @@ class Folder:
         return sorted((int(match[1]) for match in found if match and match[1]), reverse=True)
 
     def read(self, number: int) -> tuple[dict[str, Any], list[Tensor], list[list[Tensor]]]:
-        """Facts, tensors, and what grows, file by file, of one checkpoint.
+        """Facts, tensors, and what grows, file by file, of one checkpoint; of shards, that they can be read.
 
         Raises:
             Damaged: If a file of it is missing, or not what was written.
@@ -108,6 +110,8 @@ class Folder:
                 raise Damaged(f"checkpoint-{number:06d}.json does not have its checksum")
             state = self._tensors(content["state"])
             rows = [self._tensors(file) for file in content["rows"]]
+            for file in content.get("shards", ()):
+                _require_same(self.shards(number) / file["name"], file)
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             raise Damaged(f"checkpoint-{number:06d}.json: {error}") from error
         self.number, self._rows = number, content["rows"]
@@ -115,19 +119,34 @@ class Folder:
 
     def _tensors(self, file: dict[str, Any]) -> list[Tensor]:
         path = self.path / file["name"]
-        if _described(path) != file:
-            raise Damaged(f"{file['name']} does not have its size and checksum")
+        _require_same(path, file)
         with safetensors.safe_open(path, framework="pt") as opened:
             return [opened.get_tensor(str(index)).clone() for index in range(len(opened.keys()))]
 
-    def write(self, facts: dict[str, Any], state: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    def shards(self, number: int) -> Path:
+        """Where ranks write their shards of one checkpoint."""
+        return self.path / f"shards-{number:06d}"
+
+    def write(
+        self,
+        facts: dict[str, Any],
+        state: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        shards: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """Write one more checkpoint; ``rows`` are what came since the one before.
+
+        Args:
+            facts: What it says of itself.
+            state: Tensors that it holds.
+            rows: What has grown since the one before.
+            shards: Files that are in its folder of shards already.
 
         Raises:
             OSError, SafetensorError: If that fails; the checkpoints before are untouched then.
         """
         number = self.number + 1
-        made: list[Path] = []
+        made = [self.shards(number), part_of(self.shards(number))]
         try:
             files = [*self._rows, *([self._written(f"rows-{number:06d}", rows, made)] if rows else [])]
             content = {
@@ -135,54 +154,75 @@ class Folder:
                 "state": self._written(f"state-{number:06d}", state, made),
                 "rows": files,
             }
+            if shards:
+                content["shards"] = [*shards]
             text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
             place = self.path / f"checkpoint-{number:06d}.json"
-            with open(_part(place), "w", encoding="utf-8") as file:
-                made.append(_part(place))
+            with open(part_of(place), "w", encoding="utf-8") as file:
+                made.append(part_of(place))
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(_part(place), place)
+            os.replace(part_of(place), place)
         except BaseException:
             for path in made:
-                path.unlink(missing_ok=True)
+                remove(path)
             raise
         self.number, self._rows = number, files
-        _flush_folder(self.path)
+        flush_folder(self.path)
         self._remove_old()
 
     def _written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
         """Write tensors to a file; what the JSON file says of it."""
         path = self.path / f"{name}.safetensors"
-        made.append(_part(path))
+        made.append(part_of(path))
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
-        safetensors.torch.save_file(_apart(whole), _part(path))
-        with open(_part(path), "rb+") as file:
+        safetensors.torch.save_file(_apart(whole), part_of(path))
+        with open(part_of(path), "rb+") as file:
             os.fsync(file.fileno())
         made.append(path)
-        os.replace(_part(path), path)
-        _flush_folder(self.path)
-        return _described(path)
+        os.replace(part_of(path), path)
+        flush_folder(self.path)
+        return described(path)
 
     def _remove_old(self) -> None:
         """Remove what none of the last checkpoints names."""
         kept = self.numbers()[:KEPT]
         for name in os.listdir(self.path):
-            numbered = re.fullmatch(r"(checkpoint|state)-(\d{6,})\.(json|safetensors)", name)
+            numbered = re.fullmatch(r"(checkpoint|state|shards)-(\d{6,})(\.json|\.safetensors)?", name)
             if name.endswith(".part") or (numbered and int(numbered[2]) not in kept):
                 with contextlib.suppress(OSError):
-                    (self.path / name).unlink()
+                    remove(self.path / name)
 
 
-def _part(path: Path) -> Path:
+def part_of(path: Path) -> Path:
+    """The name that a file is written under."""
     return path.with_name(f"{path.name}.part")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with what is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _require_same(path: Path, file: dict[str, Any]) -> None:
+    """Refuse a file that is not what its description says.
+
+    Raises:
+        Damaged: If it has another size or checksum.
+    """
+    if described(path) != file:
+        raise Damaged(f"{path.name} does not have its size and checksum")
+
+
+def described(path: Path) -> dict[str, Any]:
     """Name, size in bytes and checksum of a file."""
     checksum, size = 0, 0
     with open(path, "rb") as file:
@@ -202,7 +242,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
     """Have the system put the names of files on the disk."""
     if os.name != "posix":
         return

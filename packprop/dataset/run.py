@@ -18,7 +18,8 @@ from packprop.dataset.parts import Part, generators_of, readings_of
 from packprop.dataset.progress import progress_bar
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result
-from packprop.dataset.shards import ShardedResults, put_together
+from packprop.dataset.shard_files import written_shards
+from packprop.dataset.shards import ShardedResults
 from packprop.dataset.sources import Samples, set_states, states_of
 from packprop.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
@@ -293,7 +294,8 @@ class Run:
         if self._stream.step.stored is not None:
             self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
         found = self._results.of_all(self._ranks, since)
-        put_together(found.partial, self._ranks)
+        place = None if self._checkpoint is None else self._checkpoint.next_shards
+        shards = written_shards(found.partial, place, self._ranks)
         of_ranks = self._ranks.each(self._own_state())
         written = True
         if self._checkpoint is not None:
@@ -302,7 +304,7 @@ class Run:
                 (key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value
             ]
             said = self._said(found.samples, of_ranks)
-            written = self._checkpoint.write(state, pieces, said, self._moment.steps)
+            written = self._checkpoint.write(state, pieces, said, self._moment.steps, shards)
         if all(self._ranks.each(written)):
             self._written = count
 

@@ -3,24 +3,26 @@
 # NOTE [Sums of shards]
 A pass brings results of whole parameters, for this rank's samples. When it is over, those of all ranks are
 merged, a few parameters at a time, and each rank adds the part of its shard to what it has kept: values of all
-samples so far. That is for results with an entry for each entry of a parameter. Others, such as Kronecker
-factors and rows of samples, are kept by every rank for its own samples, and merged at the end.
+samples so far; so it writes them to a checkpoint (NOTE [Files of shards]). That is for results with an entry
+for each entry of a parameter. Others, such as Kronecker factors and rows of samples, are kept by every rank for
+its own samples, and merged at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from packprop.algebra.monoid import Moments
 from packprop.dataset.ranks import Ranks
+from packprop.dataset.shard_files import has_saved_shards, read_back
 from packprop.dataset.state import Key, MergedResults
 from packprop.dataset.sums import begun, merged_with
-from packprop.tensors.nesting import map_tensors
-from packprop.tensors.sharding import is_distributed, part_like, replicated_like, whole_from, whole_tensor
+from packprop.tensors.sharding import is_distributed, part_like, replicated_like, whole_from
 
 
 @dataclass
@@ -97,11 +99,26 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
     return ShardedResults(extensions, shards=shards)
 
 
-def put_together(partial: dict[Key, Any], ranks: Ranks) -> None:
-    """Make a whole tensor of each ``DTensor``, on the first rank; the others let go of them."""
-    for key, value in partial.items():
-        whole = map_tensors(whole_tensor, value)
-        partial[key] = whole if ranks.rank == 0 else None  # one at a time
+def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any, ranks: Ranks) -> None:
+    """Take up what ranks have written as shards, where a checkpoint holds such; all ranks must do so at once.
+
+    Args:
+        results: What goes on.
+        state: What the checkpoint holds.
+        device: Where results are.
+        ranks: Who takes part.
+    """
+    shards = results.shards if isinstance(results, ShardedResults) else {}
+    saved = {(position, index, name): value for position, index, name, value in state["results"]["partial"]}
+    saved = {key: value for key, value in saved.items() if has_saved_shards(value)}
+    if not saved:
+        return
+    for key, value in read_back(saved, Path(state["shards"]), shards, device, ranks).items():
+        if isinstance(results, ShardedResults) and key[2] in shards:
+            results.partial.pop(key, None)
+            results.kept[key] = value
+        elif ranks.rank == 0:
+            results.partial[key] = value
 
 
 def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,22 @@ from packprop.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
 Plain = Any
 """Numbers, texts, lists and dictionaries, as JSON has them."""
 
-TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen}
+
+class SavedShards(NamedTuple):
+    """Stands for a tensor whose shards are in files that the ranks have written.
+
+    Args:
+        name: Its name there.
+        shape: The shape of the whole tensor.
+        dtype: The name of its precision, as ``float64``.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen, "SavedShards": SavedShards}
 """Named tuples that values are made of."""
 
 

@@ -208,6 +208,11 @@ def is_distributed(tensor: Tensor) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether a ``DTensor`` is whole on every rank."""
+    return all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]  # a DTensor
+
+
 def own_part(tensor: Tensor) -> Tensor:
     """A tensor as it is; of a ``DTensor`` what this process holds."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor

@@ -1,0 +1,236 @@
+"""Sums of sharded parameters in a checkpoint: each rank writes and reads its own shards.
+
+# NOTE [Files of shards]
+``torch.distributed.checkpoint`` writes them, into a folder ``shards-<number>`` of the checkpoint. No rank puts
+a whole tensor together for that, and any number of ranks may read them, which may be sharded otherwise, or not
+at all. The folder is written under another name and renamed when all ranks are done; each rank then computes
+the checksums of some of its files. The JSON file, which comes last, names all of them. Before any rank reads,
+the first one has compared them with their checksums: what PyTorch writes of the folder as a whole is a pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from packprop.dataset.folder import described, flush_folder, part_of, remove
+from packprop.dataset.ranks import OtherRankFailed, Ranks
+from packprop.dataset.values import SavedShards
+from packprop.errors import BadInput, PackpropError
+from packprop.tensors.nesting import map_instances, map_tensors
+from packprop.tensors.sharding import is_distributed, is_replicated, own_part
+
+Key = TypeVar("Key", bound="tuple[Any, ...]")
+
+
+class WrittenShards(NamedTuple):
+    """What came of an attempt to write shards.
+
+    Args:
+        files: Name, size and checksum of each file; those of all ranks.
+        failure: Why they could not be written; empty if they were.
+    """
+
+    files: Sequence[dict[str, Any]] = ()
+    failure: str = ""
+
+
+def taken_out(partial: dict[Key, Any]) -> dict[str, Tensor]:
+    """Each ``DTensor`` that is divided between ranks, by a name that takes its place in ``partial``."""
+    found: dict[str, Tensor] = {}
+
+    def named(key: Key, tensor: Tensor) -> Any:
+        if not is_distributed(tensor):
+            return tensor
+        if is_replicated(tensor):
+            return own_part(tensor)
+        name = "/".join(map(str, (*key, len(found))))
+        found[name] = tensor
+        return SavedShards(name, [*tensor.shape], str(tensor.dtype).removeprefix("torch."))
+
+    for key, value in partial.items():
+        partial[key] = map_tensors(functools.partial(named, key), value)
+    return found
+
+
+def has_saved_shards(value: Any) -> bool:
+    """Whether ``taken_out`` has named something of a value."""
+    found: list[SavedShards] = []
+    map_instances(SavedShards, found.append, value)
+    return bool(found)
+
+
+def read_back(
+    values: Mapping[Key, Any],
+    folder: Path,
+    shards: Mapping[str, Tensor],
+    device: torch.device | str,
+    ranks: Ranks,
+) -> dict[Key, Any]:
+    """Values with what ``taken_out`` has named: of a sharded parameter this rank's part, else the whole tensor.
+
+    All ranks must do so at once.
+
+    Args:
+        values: Values by extension, row and parameter name.
+        folder: Where the shards were written to.
+        shards: The parameters that are sharded now, by name.
+        device: Where whole tensors are made.
+        ranks: Who takes part.
+
+    Raises:
+        PackpropError: On every rank, if one of them cannot read its part.
+    """
+    into: dict[str, Tensor] = {}
+
+    def make(shard: Tensor | None, saved: SavedShards) -> None:
+        dtype = getattr(torch, saved.dtype)
+        if shard is None:
+            into[saved.name] = torch.empty(saved.shape, dtype=dtype, device=device)
+        else:
+            into[saved.name] = torch.empty_like(shard, dtype=dtype)
+
+    def make_all() -> None:
+        for key, value in values.items():
+            map_instances(SavedShards, functools.partial(make, shards.get(key[-1])), value)
+
+    ranks.attempt(make_all)
+    failure = _together(ranks, lambda: _load(into, folder, ranks))
+    if failure:
+        raise PackpropError(
+            "compute(..., checkpoint=...) was called on several ranks.",
+            f"the shards in {str(folder)!r}",
+            f"they cannot be read: {failure}",
+            "let every rank see the folder of the checkpoint, with all of its files",
+        )
+    return {
+        key: map_instances(SavedShards, lambda saved: own_part(into[saved.name]), value)
+        for key, value in values.items()
+    }
+
+
+def written_shards(partial: dict[Key, Any], folder: Path | None, ranks: Ranks) -> WrittenShards:
+    """Write what ``taken_out`` takes out of partial results, if that is anything; all ranks must do so at once.
+
+    Args:
+        partial: Merged results; they are without shards afterwards.
+        folder: Where to, on the first rank; ``None`` on the others.
+        ranks: Who takes part.
+    """
+    shards = taken_out(partial)
+    if not shards:
+        return WrittenShards()
+    place: Path = ranks.each(folder)[0]  # type: ignore[assignment]  # the first rank has it
+    written = _written(shards, part_of(place), ranks)
+    if ranks.rank == 0:
+        try:
+            if not written.failure:
+                remove(place)  # of a checkpoint that could not be read
+                os.replace(part_of(place), place)
+                flush_folder(place.parent)
+            remove(part_of(place))
+        except OSError as error:
+            return WrittenShards(failure=str(error))
+    return written
+
+
+def _written(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> WrittenShards:
+    """Write this rank's parts of ``shards`` beside those of the others, and look at some of the files."""
+
+    def files() -> list[dict[str, Any]]:
+        flush_folder(folder)
+        names = sorted(os.listdir(folder))
+        return [described(folder / name) for name in names[ranks.rank :: ranks.world]]
+
+    library = _library()
+    options = {"storage_writer": library.FileSystemWriter(folder), "process_group": ranks.group}
+    failure = _together(ranks, lambda: library.save(shards, **options))
+    if failure:
+        return WrittenShards(failure=failure)
+    try:
+        told = ranks.each(ranks.attempt(files))
+    except OtherRankFailed as error:
+        return WrittenShards(failure=f"{error.where}: {error.why}")
+    except OSError as error:
+        return WrittenShards(failure=str(error))
+    return WrittenShards(sorted((file for each in told for file in each), key=itemgetter("name")))
+
+
+def require_one_folder(folder: Path | None, ranks: Ranks) -> None:
+    """Refuse ranks that do not all see the folder that the first one writes to.
+
+    Args:
+        folder: The folder of the checkpoint, which the first rank has locked; ``None`` on the others.
+        ranks: Who takes part.
+
+    Raises:
+        BadInput: On every rank, with the first that does not see it.
+    """
+
+    def write() -> tuple[Path, str]:
+        assert folder is not None
+        token = secrets.token_hex(8)
+        part_of(folder / "ranks").write_text(token)
+        return part_of(folder / "ranks").resolve(), token
+
+    def read() -> str:
+        try:
+            return path.read_text()
+        except OSError as error:
+            return str(error)
+
+    path, token = ranks.each(ranks.attempt(write if ranks.rank == 0 else lambda: (Path(), "")))[0]
+    seen = ranks.each(read())
+    if ranks.rank == 0:
+        path.unlink(missing_ok=True)
+    for rank, found in enumerate(seen):
+        if found != token:
+            raise BadInput(
+                "compute(..., checkpoint=...) was called on a model that fully_shard has sharded.",
+                f"rank {rank}, the folder {str(path.parent)!r}",
+                "it does not see there what rank 0 has written: each rank writes its own shards to it",
+                "give a folder on a disk that all ranks share",
+            )
+
+
+def _load(into: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    library = _library()
+    options: dict[str, Any] = {"storage_reader": library.FileSystemReader(folder)}
+    if ranks.world > 1:
+        options["process_group"] = ranks.group
+    elif "no_dist" in inspect.signature(library.load).parameters:  # older ones look whether there is a group
+        options["no_dist"] = True
+    with warnings.catch_warnings():  # one process alone is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        library.load(into, **options)
+
+
+def _library() -> Any:
+    """``torch.distributed.checkpoint``, imported when it is needed."""
+    from torch.distributed import checkpoint
+
+    return checkpoint
+
+
+def _together(ranks: Ranks, work: Callable[[], object]) -> str:
+    """Why some rank failed at ``work``, in which all ranks exchange what they need; empty if none did."""
+    try:
+        ranks.together(work)
+    except _library().CheckpointException as error:
+        failures = {rank: each for rank, (each, _) in error.failures.items()}
+        for each in failures.values():
+            if not isinstance(each, Exception):
+                raise each from error
+        rank, first = next(iter(failures.items()))
+        return f"rank {rank}: {type(first).__name__}: {first}"
+    return ""

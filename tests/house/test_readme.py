@@ -49,7 +49,8 @@ def test_the_command(
         words, numbers = NUMBER.sub("#", mine).split(), NUMBER.findall(mine)
         assert words == NUMBER.sub("#", yours).split()
         for found, expected in zip(numbers, NUMBER.findall(yours), strict=True):
-            assert float(found) == pytest.approx(float(expected), rel=0.5), mine
+            # condition numbers, from labels that are sampled, are the furthest apart
+            assert float(expected) / 2 <= float(found) <= 2 * float(expected), mine
     assert re.sub(r"\d", "", printed).count("KFAC") == 3
 
 

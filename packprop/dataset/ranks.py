@@ -39,6 +39,11 @@ Key = TypeVar("Key")
 class OtherRankFailed(PackpropError):
     """Another rank has failed, or ended: this one cannot go on."""
 
+    @classmethod
+    def of(cls, rank: int, said: str) -> OtherRankFailed:
+        """The error for what a rank has said of its failure."""
+        return cls(ASKED, f"rank {rank}", f"it has failed:\n{said}\n", "see what that rank says")
+
 
 class Ranks:
     """The processes that share the work; one alone is the usual case.
@@ -270,9 +275,7 @@ class Ranks:
     def _raise_what_is_told(self, told: list[Any]) -> None:
         for rank, failure in enumerate(told):
             if failure is not None:
-                raise OtherRankFailed(
-                    ASKED, f"rank {rank}", f"it has failed:\n{failure}\n", "see what that rank says"
-                )
+                raise OtherRankFailed.of(rank, failure)
 
 
 def _packed(value: Any) -> bytes:

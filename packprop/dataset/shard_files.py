@@ -228,9 +228,9 @@ def _together(ranks: Ranks, work: Callable[[], object]) -> str:
         ranks.together(work)
     except _library().CheckpointException as error:
         failures = {rank: each for rank, (each, _) in error.failures.items()}
-        for each in failures.values():
+        for rank, each in failures.items():
             if not isinstance(each, Exception):
-                raise each from error
+                raise (each if rank == ranks.rank else OtherRankFailed.of(rank, type(each).__name__)) from None
         rank, first = next(iter(failures.items()))
         return f"rank {rank}: {type(first).__name__}: {first}"
     return ""

@@ -99,6 +99,7 @@ def draw_course(content: dict[str, Any], path: Path) -> None:
         axes.set_xlim(0, content["samples"])
         axes.set_ylim(0)
         axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.grid(color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

@@ -520,12 +520,13 @@ def _data_section(results: Path, images: Path) -> list[str]:
             "Throughput and memory on the way, a point for every "
             f"{course['samples_of_a_point']:,} samples of a process:",
             "![Throughput and peak memory from the first batch to the last](images/benchmark-course.png)",
+            _environment(course["environment"]),
         ]
     return [
         "## Whole data sets and stores (`packprop.compute`, `packprop.Store`)",
         markdown(["what", "measured", "aimed at"], rows),
-        *curves,
         *dict.fromkeys(_environment(content["environment"]) for content in contents.values()),
+        *curves,
     ]
 
 

@@ -166,7 +166,8 @@ class Folder:
             os.replace(part_of(place), place)
         except BaseException:
             for path in made:
-                remove(path)
+                with contextlib.suppress(OSError):  # the error that is on its way says more
+                    remove(path)
             raise
         self.number, self._rows = number, files
         flush_folder(self.path)

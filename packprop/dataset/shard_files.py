@@ -10,6 +10,7 @@ the first one has compared them with their checksums: what PyTorch writes of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -108,7 +109,7 @@ def read_back(
     failure = _together(ranks, lambda: _load(into, folder, ranks))
     if failure:
         raise PackpropError(
-            "compute(..., checkpoint=...) was called on several ranks.",
+            "compute(..., checkpoint=...) was called.",
             f"the shards in {str(folder)!r}",
             f"they cannot be read: {failure}",
             "let every rank see the folder of the checkpoint, with all of its files",
@@ -130,6 +131,9 @@ def written_shards(partial: dict[Key, Any], folder: Path | None, ranks: Ranks) -
     shards = taken_out(partial)
     if not shards:
         return WrittenShards()
+    if folder is not None:
+        with contextlib.suppress(OSError):  # what writes there says more
+            remove(part_of(folder))  # of a run that was killed
     place: Path = ranks.each(folder)[0]  # type: ignore[assignment]  # the first rank has it
     written = _written(shards, part_of(place), ranks)
     if ranks.rank == 0:

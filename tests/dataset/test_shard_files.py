@@ -114,10 +114,12 @@ def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
     if rank == 0:
         number = int(max(copy.glob("checkpoint-*")).stem.rpartition("-")[2])
         (copy / f"checkpoint-{number:06d}.json").unlink()
-        shutil.copytree(copy / f"shards-{number:06d}", copy / f"shards-{number + 1:06d}.part")
+        for part in (number, number + 1):
+            shutil.copytree(copy / f"shards-{number:06d}", copy / f"shards-{part:06d}.part")
+            (copy / f"shards-{part:06d}.part" / "__2_0.distcp").touch()
     torch.distributed.barrier()
     assert_same(compute(sharded(), copy).whole(), expected())
-    assert not [*copy.glob("*.part")]
+    assert not [*copy.glob("*.part"), *copy.glob("shards-*/__2_0.distcp")]
 
 
 def full_disk(rank: int, folder: Path) -> None:

@@ -70,7 +70,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path, every: Every, identity: Identity) -> None:
         self._folder, self._every, self._identity = Folder(folder), every, identity
-        self._batches, self._safe, self._last, self._took = 0, 0, clock(), 0.0
+        self._batches, self._safe, self._took = 0, 0, 0.0
+        self._last = self._begun = clock()
         self._held = ""
 
     @contextlib.contextmanager
@@ -180,6 +181,10 @@ class Checkpoint:
                 "or leave checkpoint out",
             ) from error
 
+    def begin(self) -> None:
+        """Note that what is done from now on, such as exchanges between ranks, is for a checkpoint."""
+        self._begun = clock()
+
     @property
     def path(self) -> Path:
         """Its folder."""
@@ -198,7 +203,9 @@ class Checkpoint:
         batches: int,
         shards: WrittenShards,
     ) -> bool:
-        """Write a checkpoint; whether that was done. Where it fails, a warning says so, and the work goes on.
+        """Write what is for a checkpoint that was begun; whether that was done.
+
+        Where it fails, a warning says so, and the work goes on.
 
         Args:
             state: What the run goes on from.
@@ -207,7 +214,6 @@ class Checkpoint:
             batches: The batches of this run so far.
             shards: What the ranks have written to ``next_shards`` before.
         """
-        start = clock()
         tensors: list[Tensor] = []
         self.require_plain(state, pieces)
         facts = {**FORMAT, "said": said, "identity": self._identity, "state": encode(state, tensors)}
@@ -222,11 +228,11 @@ class Checkpoint:
                 PackpropWarning,
                 stacklevel=2,
             )
-            self._last, self._batches = clock(), batches
             return False
+        finally:
+            self._last, self._batches = clock(), batches
+            self._took = self._last - self._begun
         self._held, self._safe = said, batches
-        self._last, self._batches = clock(), batches
-        self._took = self._last - start
         return True
 
     @property

@@ -290,6 +290,8 @@ class Run:
     def _keep(self) -> None:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
+        if self._checkpoint is not None:
+            self._checkpoint.begin()
         since, count = self._written, len(self._results.batches)
         if self._stream.step.stored is not None:
             self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import packprop
 from packprop import BadInput, PackpropWarning, Store, extensions
+from packprop.dataset import checkpoint
+from packprop.dataset.folder import Folder
 from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
 from tests.dataset.kills import same
@@ -337,3 +341,47 @@ def test_a_store_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(rows["grad_batch", name].torch(), array.torch())
     with pytest.raises(BadInput, match="other"):
         stored(None, None, checkpoint=kept)
+
+
+def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also of what is done before files are written, and where that fails."""
+    now, written = [0.0], []
+    write, of_all = Folder.write, MergedResults.of_all
+
+    def passing(function: Any, seconds: float) -> Any:
+        def slow(*given: Any) -> Any:
+            now[0] += seconds
+            return function(*given)
+
+        return slow
+
+    def noted(*given: Any) -> None:
+        written.append(now[0])
+        if len(written) == 3:
+            raise OSError("the disk is full")
+        write(*given)
+
+    monkeypatch.setattr(checkpoint, "clock", lambda: now[0])
+    monkeypatch.setattr(Folder, "write", passing(noted, 1))
+    monkeypatch.setattr(MergedResults, "of_all", passing(of_all, 3))
+
+    def batches() -> Iterator[Any]:
+        for _ in range(1000):
+            now[0] += 1
+            yield torch.ones(2, 3), torch.zeros(2, 2)
+
+    with pytest.warns(PackpropWarning, match="the disk is full"):
+        packprop.compute(
+            nn.Linear(3, 2),
+            nn.MSELoss(),
+            batches(),
+            [extensions.Variance()],
+            checkpoint=tmp_path,
+            progress=False,
+        )
+    apart = [later - before for before, later in itertools.pairwise(written)]
+    assert written[0] < 40  # every="30s"
+    assert all(each >= 200 for each in apart[:-1])  # the last one is at the end
+    assert len(written) == 6

@@ -83,15 +83,14 @@ def judge(graph: Graph, fitting: Fitting, reading: Reading) -> Verdict:
             ]
             if not any(_is_touched(where) for _, where in touched):
                 continue
-            explaining = [
-                layout
-                for layout in kept[use][place]
-                if (layout.rows is not None and use.recorded.reordered) or _explains(layout, touched)
-            ]  # changed inputs may be sent elsewhere: rows that data reorder are told by the graph alone
+            explaining = [layout for layout in kept[use][place] if _explains(layout, touched)]
+            in_any_order = [layout for layout in kept[use][place] if layout.rows is not None]
             if explaining:
                 kept[use][place], seen = explaining, True
             elif _explaining(shape, touched, reading.samples):
                 return Verdict(None, use)
+            elif in_any_order and use.recorded.reordered:
+                kept[use][place] = in_any_order  # changed inputs may have been sent elsewhere: nothing is shown
             elif _are_apart(evidence, reading.samples):
                 return Verdict(None, use, inside=True)
             else:

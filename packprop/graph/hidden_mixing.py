@@ -15,15 +15,17 @@ that take some entries and no others by their values, such as a maximum over an 
 If NaN comes back in another sample's row, values keep the samples apart, and every pass is fed random numbers.
 Where it is a trainable parameter that hides the mixing, the pass is refused: the parameter's own gradient for
 one sample is made of others. This is so if the numbers in other samples' rows, which are zero, have a
-derivative in it. That costs several times the pass: it is done in the first one, again when a buffer or a
-frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
+derivative in it; where a function on the way has no second derivative, if other numbers come back while zeros
+of the parameter are changed. That costs several times the pass: it is done in the first one, again when a
+buffer or a frozen parameter has changed, and in the 2nd, 4th, 8th pass and so on, for what data alone hide.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +33,14 @@ from torch import Tensor
 
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.separation import Fitting, ModelOutput, by_sample, noise_at, ones_at, sizes_of_rows
-from packprop.graph.sweep import SweepOptions, Visit, sweep
+from packprop.graph.sweep import (
+    ONE_COLUMN_WITHOUT_INPUTS,
+    SweepOptions,
+    Visit,
+    checkpoints_of,
+    passing_nothing,
+    sweep,
+)
 from packprop.tensors.layout import Layout
 from packprop.tensors.state import version
 
@@ -171,19 +180,33 @@ def find_hidden(
     noise = noise_at(outputs)
     edges = [output.edge for output in outputs]
     tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
+    checkpoints = [*graph.checkpoints, *checkpoints_of(graph.uses)]
+
+    def leaks(fed: Tensor, options: SweepOptions) -> list[tuple[ReachedUse, Tensor]]:
+        found: list[tuple[ReachedUse, Tensor]] = []
+        visit = _note_leaks(found, fitting, fed, tolerance)
+        sweep(edges, by_sample(noise, chosen, fed), graph.uses, visit, options)
+        return found
+
+    def leaks_of(leaves: Sequence[Tensor], fed: Tensor) -> list[tuple[ReachedUse, Tensor]]:
+        with _zeros_changed(leaves, generator):
+            return leaks(fed, ONE_COLUMN_WITHOUT_INPUTS)
+
     for fed in parts(samples, every=True):
-        leaks: list[tuple[ReachedUse, Tensor]] = []
-        seeds = by_sample(noise, chosen, fed)
         try:
-            sweep(edges, seeds, graph.uses, _note_leaks(leaks, fitting, fed, tolerance), _DIFFERENTIABLE)
-            for use, leak in leaks:
-                if not leak.requires_grad:
-                    return use, None
-                leaf = _leaf_that_moves(leak, graph.leaves(), generator)
-                if leaf is not None:
-                    return use, leaf
+            found = leaks(fed, _DIFFERENTIABLE)
+            with passing_nothing(checkpoints):
+                for use, leak in found:
+                    if not leak.requires_grad:
+                        return use, None
+                    leaf = _leaf_that_moves(leak, graph.leaves(), generator)
+                    if leaf is not None:
+                        return use, leaf
         except (RuntimeError, NotImplementedError):  # it cannot be differentiated twice
-            continue
+            found = leaks_of(graph.leaves(), fed)
+            if found:
+                hiding = (leaf for leaf in graph.leaves() if leaks_of([leaf], fed))
+                return found[0][0], next(hiding, None)
     return None
 
 
@@ -204,6 +227,24 @@ def _note_leaks(
                 leaks.append((use, other))
 
     return visit
+
+
+@contextlib.contextmanager
+def _zeros_changed(leaves: Sequence[Tensor], generator: torch.Generator) -> Iterator[None]:
+    """Inside, zeros of trainable leaves are random numbers, also in what functions saved of them."""
+    changed: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        for leaf in leaves:
+            data = leaf.data  # which has a version of its own: autograd counts changes of the leaf
+            zero = data == 0
+            before = data[zero]  # of either sign
+            if leaf.requires_grad and before.numel():
+                changed.append((data, zero, before))
+                data[zero] = torch.randn(before.shape, generator=generator).to(data.device, data.dtype)
+        yield
+    finally:
+        for data, zero, before in changed:
+            data[zero] = before
 
 
 def _leaf_that_moves(leak: Tensor, leaves: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,22 @@ def empty_checkpoints(uses: Sequence[ReachedUse]) -> list[ReentrantCheckpoint]:
     return list({id(checkpoint): checkpoint for use in uses for checkpoint in use.through}.values())
 
 
+@contextlib.contextmanager
+def passing_nothing(checkpoints: Sequence[ReentrantCheckpoint]) -> Iterator[None]:
+    """Inside, derivatives come to an end at reentrant checkpoints, where PyTorch's own function refuses."""
+
+    def nothing(count: int, *_: Tensor | None) -> tuple[None, ...]:
+        return (None,) * count
+
+    for checkpoint in checkpoints:
+        checkpoint.node.apply = functools.partial(nothing, 2 + len(checkpoint.node.inputs))
+    try:
+        yield
+    finally:
+        for checkpoint in checkpoints:
+            checkpoint.node.__dict__.pop("apply", None)
+
+
 class Watch:
     """Hooks that hand the cotangents at uses to ``visit`` while a backward pass runs.
 
@@ -71,7 +87,7 @@ class Watch:
         needs_inputs: Whether visits need the inputs of uses; a visit waits for inputs that are computed again.
         accumulate: Whether gradients of leaves are to be accumulated, as by the user's own pass.
         hooks: Hooks of the user that are heard in this pass, but not by what is differentiated in visits.
-        unmasked: As in ``SweepOptions``, for what lies inside of reentrant checkpoints.
+        options: Of the sweep, for what lies inside of reentrant checkpoints.
         empty: Reentrant checkpoints without uses to come through, where PyTorch's own function refuses.
     """
 
@@ -82,12 +98,12 @@ class Watch:
         needs_inputs: bool = True,
         accumulate: bool = False,
         hooks: Hooks = NO_HOOKS,
-        unmasked: bool = False,
+        options: SweepOptions = ONE_COLUMN,
         empty: Sequence[ReentrantCheckpoint] = (),
     ) -> None:
         self._hooks = hooks
         self._visit, self._needs_inputs, self._accumulate = visit, needs_inputs, accumulate
-        self._unmasked = unmasked
+        self._options = options
         self._late: dict[ReachedUse, list[Tensor | None]] = {}  # all cotangents are there, inputs are not
         self._pending: dict[ReachedUse, list[Tensor | None]] = {}  # some cotangents are missing,
         self._missing: dict[ReachedUse, int] = {}  # and so many
@@ -158,7 +174,7 @@ class Watch:
             gradients = [leaf.grad for leaf in leaves]
         else:
             edges = [get_gradient_edge(value) for value in outputs]
-            options = SweepOptions(needs_inputs=self._needs_inputs, unmasked=self._unmasked)
+            options = replace(self._options, needs_inputs=self._needs_inputs, batched=False, frees=False)
             with graph.hooks.quiet():
                 empty = [] if graph.uses else graph.checkpoints
                 gradients = sweep(edges, seeds, graph.uses, visit, options, leaves, empty)
@@ -259,7 +275,7 @@ def sweep(
         wanted = [*(edge for _, _, edge in ends), *above_checkpoints, *map(get_gradient_edge, leaves)]
         gradients: Sequence[Tensor | None]
         empty = [*empty, *empty_checkpoints(uses)]
-        watch = Watch(watched, visit, options.needs_inputs, unmasked=options.unmasked, empty=empty)
+        watch = Watch(watched, visit, options.needs_inputs, options=options, empty=empty)
         unmasking = unmasked(outputs) if options.unmasked else contextlib.nullcontext()
         complete = False
         with torch.set_grad_enabled(create_graph), unmasking:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import extensions
@@ -329,3 +332,65 @@ def test_cotangents_too_small_for_the_precision(samples: int) -> None:
     mixing = packprop.extend(Vanishing(mixes=True))
     with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
         loss(mixing(x), y).backward()
+
+
+class OnceDifferentiable(nn.Module):
+    """``h + gate * h.flip(0)`` before, in or behind what cannot be differentiated twice; the gate is zero."""
+
+    def __init__(self, through: Callable[..., Tensor], where: str) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.through, self.where = through, where
+
+    def mix(self, h: Tensor, where: str) -> Tensor:
+        return h + self.gate * h.flip(0) if where == self.where else h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.first(x), "before")
+        h = self.mix(self.through(lambda h: torch.tanh(self.mix(h, "in")) + h, h), "behind")
+        return self.head(h.mean(1))
+
+
+def with_attention(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return function(h) + scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0]
+
+
+ONCE = {
+    "reentrant checkpoint": lambda function, h: checkpoint(function, h, use_reentrant=True),
+    "attention": with_attention,
+    "distances": lambda function, h: torch.cdist(function(h), h) @ h,
+}
+
+
+@pytest.mark.parametrize("where", ["before", "in", "behind"])
+@pytest.mark.parametrize("through", ONCE)
+def test_a_trainable_gate_where_no_second_derivative_is(through: str, where: str) -> None:
+    model = double(OnceDifferentiable(ONCE[through], where))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.first.bias[0] = before["first.bias"][0] = -0.0
+    versions = [p._version for p in model.parameters()]
+    refused(model, torch.randn(5, 3, 4).double(), "'gate'")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert torch.equal(parameter.signbit(), before[name].signbit())
+    assert [p._version for p in model.parameters()] == versions
+    with torch.no_grad():
+        model.gate.fill_(0.5)
+    refused(model, torch.randn(5, 3, 4).double())
+
+
+@pytest.mark.parametrize("through", ["attention", "distances"])
+def test_zeros_that_hide_nothing(through: str) -> None:
+    """Biases of zero, and data that keep samples apart: the numbers are right."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = ONCE[through](torch.tanh, m.first(x))
+        apart = torch.where(x.isfinite().all(), torch.eye(len(x), dtype=x.dtype), 1.0)
+        return m.head(torch.einsum("nm,m...->n...", apart, h).mean(1))
+
+    model = Apply(forward, first=nn.Linear(4, 4), head=nn.Linear(4, 2))
+    nn.init.zeros_(model.first.bias)
+    check(double(model), torch.randn(5, 3, 4).double(), seed=0)

@@ -159,3 +159,39 @@ def test_positions_first_behind_features_in_another_order() -> None:
         with packprop.disable():
             share = (whole(x)[n::2] - y[:, n]).square().sum() / 24
         torch.testing.assert_close(weight.grad_batch[n], torch.autograd.grad(share, weight)[0])
+
+
+FROM_THE_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "features by a list": lambda x: x[..., [1, 2, 2]],
+    "positions by a list": lambda x: x[:, [2, 0, 3, 1, 5, 4]],
+    "positions": lambda x: x[:, torch.randperm(6)],
+    "selected": lambda x: x.index_select(1, torch.randperm(6)),
+    "gathered": lambda x: x.gather(1, x.argsort(1)),
+    "sorted": lambda x: x.sort(1)[0],
+    "the largest": lambda x: x.topk(6, 1)[0],
+    "repeated": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "by a mask": lambda x: x.masked_fill(x < 0, 0.1).index_put((x > 1,), torch.tensor(1.0).to(x)),
+}
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+@pytest.mark.parametrize("name", FROM_THE_INPUTS)
+def test_what_is_mixed_behind_positions_in_another_order(name: str, size: int) -> None:
+    """A batch that is rolled is none of rows in some order: the inputs show where its samples were."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(FROM_THE_INPUTS[name](x))
+        return m.head((m.mix(h) * h.square()).mean(1))
+
+    model = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), mix=nn.Identity()))
+    x = torch.randn(size, 6, 3).double()
+    check(model, x, seed=0)
+    model.mix = Apply(lambda _, h: h.roll(1, 0))
+    rolled = Apply(
+        lambda m, x: m.model(x).roll(1, 0),
+        model=double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), mix=nn.Identity())),
+    )
+    for mixing in (model, rolled):
+        loss = packprop.extend(nn.MSELoss())(packprop.extend(mixing)(x), torch.zeros(size, 2).double())
+        with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
+            loss.backward()

@@ -32,6 +32,8 @@ def require_the_only_reading(
     mixed = verdict.mixed
     if reading.axis is None or any(output.loss.sample_axis is not None for output in outputs):
         return  # it was declared, or the loss knows
+    if mixed is not None and _keeps_a_batch_of_one(graph, mixed):
+        raise _either_axis(graph, mixed, reading.axis, 1 - reading.axis)
     for other, chosen in choices(graph, outputs):
         if other.axis == reading.axis or other.samples == 1:
             continue
@@ -44,21 +46,38 @@ def require_the_only_reading(
             is_as_good = fitting is not None and judge(graph, fitting, other).is_explained
         if is_as_good:
             assert other.axis is not None  # both were declared, or none
-            one, two = sorted((reading.axis, other.axis))
-            if mixed is not None:
-                where = f"the inputs of {graph.label(mixed)}"
-                why = (
-                    f"they are mixed along axis {reading.axis} of the model's inputs before any parameter "
-                    f"comes in, and not along axis {other.axis}: either may hold the samples"
-                )
-            else:
-                where = "the inputs of the model and of the loss"
-                why = (
-                    "no position meets another one, and not all functions have the leading axis of the inputs: "
-                    f"axis {one} or axis {two} of the model's inputs may hold the samples"
-                )
-            instead = f"say which: extend(model, sample_axis={one}) or sample_axis={two}"
-            raise PackpropError(graph.asked, where, why, instead)
+            raise _either_axis(graph, mixed, reading.axis, other.axis)
+
+
+def _keeps_a_batch_of_one(graph: Graph, mixed: ReachedUse) -> bool:
+    """Whether axis 1 has one entry, in the model's inputs and behind a use whose inputs are mixed along axis 0.
+
+    One sample contradicts nothing that can be seen, so that only shapes speak for it: a channel of images,
+    which may be alone as well, is gone behind a convolution. The last axis holds features.
+    """
+    sizes = [size for forward in graph.forwards if forward.has_parameters for size in forward.sizes]
+    behind = mixed.recorded.shapes
+    return all(size[1] == 1 for size in sizes if len(size) > 1) and all(
+        len(shape) > 2 and shape[1] == 1 for shape in behind
+    )
+
+
+def _either_axis(graph: Graph, mixed: ReachedUse | None, axis: int, other: int) -> PackpropError:
+    one, two = sorted((axis, other))
+    if mixed is not None:
+        where = f"the inputs of {graph.label(mixed)}"
+        why = (
+            f"they are mixed along axis {axis} of the model's inputs before any parameter comes in, and not "
+            f"along axis {other}: either may hold the samples"
+        )
+    else:
+        where = "the inputs of the model and of the loss"
+        why = (
+            "no position meets another one, and not all functions have the leading axis of the inputs: "
+            f"axis {one} or axis {two} of the model's inputs may hold the samples"
+        )
+    instead = f"say which: extend(model, sample_axis={one}) or sample_axis={two}"
+    return PackpropError(graph.asked, where, why, instead)
 
 
 def is_explained_later(

@@ -81,6 +81,10 @@ LIKE_ANOTHER = functions_named("type_as", "view_as", "reshape_as", "expand_as", 
 """Functions of their first argument, which take from a second tensor its shape, type or device and no entry."""
 
 
+RESHAPINGS = functions_named("flatten", "reshape", "view")
+"""Functions that may make several axes of their first argument into one, and keep the order of its entries."""
+
+
 SEPARATE = functions_named(
     "broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d", "align_tensors"
 )
@@ -112,6 +116,6 @@ def is_one_index(index: Any) -> bool:
 
 
 UNUSUAL = frozenset({Tensor.__setitem__, Tensor.register_hook, torch.arange, *MIXERS}).union(
-    EXPANSIONS, LIKE_ANOTHER, SEPARATE, CONSTANTS, REORDERINGS
+    EXPANSIONS, LIKE_ANOTHER, SEPARATE, CONSTANTS, REORDERINGS, RESHAPINGS
 )
 """All functions that recording knows something about, beside rules and losses: the others pass quickly."""

@@ -100,6 +100,53 @@ def _each_holds_all(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
     return all(output.samples == reading.samples for output in outputs)
 
 
+def require_the_only_order(
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], reading: Reading, verdict: Verdict
+) -> None:
+    """Refuse to guess which rows of the outputs are the samples' where nothing was seen of the inputs.
+
+    Positions that do not interact are kept apart as samples are, and as many of them look alike. The last of
+    several axes holds features.
+    """
+    if verdict.is_shown or reading.samples == 1 or reading.in_turn or reading.documents:
+        return
+    if any(output.loss.sample_axis is not None for output in outputs):
+        return  # the loss knows
+    others = [
+        layouts
+        for other, layouts in choices(graph, outputs)
+        if other._replace(usual=True) == reading._replace(usual=True)
+        and not any(_is_last(output, layout) for output, layout in zip(outputs, layouts, strict=True))
+    ]
+    for layouts in (*others, *_in_other_orders(outputs, chosen)):
+        if layouts == chosen:
+            continue
+        fitting = separate(graph, outputs, layouts, reading.samples, in_parts=reading.axis is None).fitting
+        if fitting is not None and judge(graph, fitting, reading).is_explained:
+            shapes = ", ".join(str(list(output.shape)) for output in outputs if output.decides)
+            if reading.axis is None:
+                instead = (
+                    "call the first layers outside of reentrant checkpoints and of those with a context_fn, "
+                    "and on the inputs themselves or what torch functions have made of them"
+                )
+            else:
+                instead = (
+                    f"say where they are in the model's inputs: extend(model, sample_axis={reading.axis}), or "
+                    "another axis; it is then looked at where their rows go"
+                )
+            raise PackpropError(
+                graph.asked,
+                f"the inputs of the loss, of shape {shapes}",
+                f"it is not clear which of their rows belong to which of {reading.samples} samples: no "
+                "position meets another one, and it was not seen where the rows of the model's inputs go",
+                instead,
+            )
+
+
+def _is_last(output: ModelOutput, layout: Layout) -> bool:
+    return len(output.shape) > 1 and layout.axis == len(output.shape) - 1
+
+
 def require_not_in_turn(
     graph: Graph, outputs: Sequence[ModelOutput], reading: Reading, fitting: Fitting
 ) -> None:

@@ -14,6 +14,7 @@ from packprop.errors import PackpropError
 from packprop.graph.ambiguity import (
     is_explained_later,
     require_not_in_turn,
+    require_the_only_order,
     require_the_only_reading,
     require_whole_batches,
 )
@@ -293,6 +294,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
             continue
         elif verdict.mixed is not None or not reading.usual or reading.axis == 1:
             require_the_only_reading(graph, outputs, verdict, reading)
+        require_the_only_order(graph, outputs, chosen, reading, verdict)
         require_not_in_turn(graph, outputs, reading, verdict.fitting)
         require_whole_batches(graph, outputs, chosen, reading)
         shown = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,30 +14,64 @@ from packprop.functions.traits import RECURRENCES, axes_kept_and_mixed
 from packprop.recording.evidence import Change, Evidence, Touched
 
 
+class _Input(NamedTuple):
+    """An input of a call, or one with its leading axes made into one.
+
+    Args:
+        tensor: The tensor.
+        is_data: Whether nothing was computed for it yet.
+        leading: The axes that its leading axis was made of; only that one if nothing was done to it.
+    """
+
+    tensor: weakref.ref[Tensor]
+    is_data: bool
+    leading: torch.Size
+
+
 class DirectInputs:
     """The inputs of an outermost call, for as long as they live."""
 
     def __init__(self) -> None:
-        self._inputs: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        self._inputs: dict[int, _Input] = {}
 
     def add(self, tensor: Tensor, is_data: bool) -> None:
         """Add an input whose axes have no declaration; ``is_data``: nothing was computed for it yet."""
-        self._inputs[id(tensor)] = weakref.ref(tensor), is_data
+        self._inputs[id(tensor)] = _Input(weakref.ref(tensor), is_data, tensor.shape[:1])
+
+    def follow(self, tensor: Tensor, out: Tensor) -> None:
+        """Note what a function in ``RESHAPINGS`` made: maybe of an input, its leading axes made into one."""
+        known = self._of(tensor)
+        merged = tensor.dim() - out.dim() + 1
+        if (
+            known is not None
+            and len(known.leading) == 1
+            and merged > 1
+            and out.shape[1:] == tensor.shape[merged:]
+        ):
+            self._inputs[id(out)] = _Input(weakref.ref(out), known.is_data, tensor.shape[:merged])
+
+    def _of(self, tensor: Tensor) -> _Input | None:
+        known = self._inputs.get(id(tensor))
+        return known if known is not None and known.tensor() is tensor else None
 
     def is_known(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether it is known of a function and an input that it takes as it is what changes would change."""
-        if not self._inputs or not args:
+        known = self._of(args[0]) if self._inputs and args else None
+        if known is None:
             return False
-        reference, is_data = self._inputs.get(id(args[0]), (None, False))
-        if reference is None or reference() is not args[0]:
-            return False
-        return bool(axes_kept_and_mixed(function, args)[0]) and (is_data or function in RECURRENCES)
+        kept, _ = axes_kept_and_mixed(function, args)
+        whole = bool(kept) if len(known.leading) == 1 else 0 in kept
+        return whole and (known.is_data or function in RECURRENCES)
 
     def evidence(self, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> list[Evidence]:
         """What changes of an input change in the first output of a function that takes it as it is."""
         if not self.is_known(function, args):
             return []
         made = out if isinstance(out, Tensor) else out[0]
+        known = self._of(args[0])
+        assert known is not None  # for the type checker
+        if len(known.leading) > 1:
+            return _evidence_of_merged(known.leading, args[0].shape, made.shape)
         kept, mixed = axes_kept_and_mixed(function, args)
         given = args[0].shape
         return _evidence(given, made.shape, kept, mixed, given[kept[0]] if function in RECURRENCES else None)
@@ -50,16 +84,32 @@ def _evidence(
     """Each half of the rows along an axis changes the same rows, or all if it is mixed."""
     found = []
     for axis in (*kept, *mixed):
-        for second in (False, True) if given[axis] > 1 else ():
-            change = Change(axis, given[axis], second)
-            outputs = _touched(made, change, axis if axis in kept else None)
-            found.append(Evidence(change, [_touched(given, change, axis)], {0: outputs}, samples))
+        for change in _changes(axis, given[axis]):
+            rows = change.rows().tolist()
+            outputs = _touched(made, change, axis if axis in kept else None, rows)
+            found.append(Evidence(change, [_touched(given, change, axis, rows)], {0: outputs}, samples))
     return found
 
 
-def _touched(shape: torch.Size, change: Change, axis: int | None) -> Touched:
-    """All rows along all axes but one, which is the change's own."""
-    changed = [(row >= change.extent // 2) == change.second for row in range(change.extent)]
+@functools.lru_cache(maxsize=256)
+def _evidence_of_merged(leading: torch.Size, given: torch.Size, made: torch.Size) -> list[Evidence]:
+    """Each half of the rows along one of the axes that were made into one changes their rows of that one."""
+    found = []
+    for axis in (0, 1):
+        for change in _changes(axis, leading[axis]):
+            mask = change.rows().view([-1 if place == axis else 1 for place in range(len(leading))])
+            rows = mask.expand(leading).flatten().tolist()
+            inputs, outputs = (_touched(shape, change, 0, rows) for shape in (given, made))
+            found.append(Evidence(change, [inputs], {0: outputs}))
+    return found
+
+
+def _changes(axis: int, extent: int) -> list[Change]:
+    return [Change(axis, extent, second) for second in (False, True)] if extent > 1 else []
+
+
+def _touched(shape: torch.Size, change: Change, axis: int | None, changed: list[bool]) -> Touched:
+    """All rows along all axes but one, of which some were changed."""
     rows: dict[int, Tensor | list[bool]] = {
         place: changed if place == axis else [True] * size
         for place, size in enumerate(shape)

@@ -31,6 +31,7 @@ from packprop.functions.traits import (
     MAY_DRAW,
     METADATA,
     MIXERS,
+    RESHAPINGS,
     SEPARATE,
     UNUSUAL,
     is_one_index,
@@ -280,6 +281,8 @@ class Recorder(OwnMode):
                 self._expansions.note(func, args, out)
                 if func is Tensor.__getitem__ and self._is_of_samples(args[1]):
                     mark_chosen(out)
+        elif func in RESHAPINGS and args:
+            self._witnesses.follow_reshaped(args[0], out)
         elif func in CONSTANTS:
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:

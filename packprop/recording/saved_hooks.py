@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodWrapperType
@@ -57,6 +58,21 @@ def inputs_of(frame: Any) -> Sequence[Any]:
         return tuple(frame.get_inputs())
     saver = frame.input_saver.grad_fn  # up to PyTorch 2.10 a node keeps them
     return tuple(saver.get_args(saver.saved_tensors))
+
+
+def runs_as_it_is(hooks: Hooks) -> bool:
+    """Whether a checkpoint runs its function for the first time, and under no contexts of its own.
+
+    Such contexts (``context_fn``) may count what is computed, and expect as much when the function runs again.
+    """
+    frame, again = frame_of(hooks)
+    if frame is None or again:
+        return False
+    names = getattr(getattr(frame.recompute_fn, "__code__", None), "co_freevars", ())
+    if "recompute_context" not in names:
+        return False
+    cell = frame.recompute_fn.__closure__[names.index("recompute_context")]
+    return isinstance(cell.cell_contents, contextlib.nullcontext)
 
 
 def is_counted(function: Callable[..., Any], arguments: Any) -> bool:

@@ -16,8 +16,8 @@ small inputs of modules alone are copied (``CHEAP``), until a use has taken them
 of a module with inputs of given shapes; what was seen is kept by the number of the use in the call. An input is
 copied when the first function takes it that could have the samples on another axis than the leading one: a
 linear layer on ``[n, f]`` or a convolution on ``[n, c, h, w]`` could not. Nothing is seen where a function
-fails on copies, changes tensors that are no copies, or is the user's own, inside a checkpoint, which would have
-to see the same functions when it runs again, nor behind more functions than ``LONGEST``; nothing is concluded
+fails on copies, changes tensors that are no copies, or is the user's own, inside a checkpoint with contexts of
+its own, which may count what is computed, nor behind more functions than ``LONGEST``; nothing is concluded
 there.
 """
 
@@ -37,7 +37,7 @@ from packprop.functions.entry import is_in_place
 from packprop.functions.traits import EXPANSIONS, LIKE_ANOTHER, MIXERS, leads_with_samples
 from packprop.recording.direct import DirectInputs
 from packprop.recording.evidence import Change, Evidence, Touched
-from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint
+from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint, runs_as_it_is
 from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.random import RandomStates, random_numbers_from, random_states
@@ -137,7 +137,7 @@ class Witnesses:
     def _take_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make copies of the inputs that a function will be given; whether it has arguments with copies."""
         hooks = hooks_in_force()
-        if hooks is not None and is_checkpoint(hooks):
+        if hooks is not None and is_checkpoint(hooks) and not runs_as_it_is(hooks):
             self.drop()
             return False
         tensors = tensors_of_call(args, kwargs)
@@ -219,6 +219,11 @@ class Witnesses:
         """Make witnesses of what an attribute of an input is."""
         if self._take_up(function, args, kwargs):
             self._follow(function, args, kwargs, out, None)
+
+    def follow_reshaped(self, tensor: Tensor, out: Any) -> None:
+        """Note an input whose axes were made into one."""
+        if type(out) is Tensor:  # x.view(dtype) and the like keep all axes
+            self._direct.follow(tensor, out)
 
     def _follow(
         self,
@@ -322,7 +327,7 @@ class Witnesses:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether a function can be called again without changing anything but copies."""
-        if function in MIXERS or kwargs.get("out") is not None:
+        if kwargs.get("out") is not None or (function in MIXERS and MIXERS[function](*args, **kwargs)):
             return False
         if inspect.isfunction(function) and not (function.__module__ or "").startswith("torch"):
             return False

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from packprop.errors import PackpropError
 from packprop.graph.ambiguity import (
     is_explained_later,
+    may_be_features,
     require_not_in_turn,
     require_the_only_order,
     require_the_only_reading,
@@ -285,6 +286,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
                 contradicted |= not verdict.inside
                 mixed_inside |= verdict.inside
                 refusal = refusal or elsewhere(graph, verdict.contradicted, reading, verdict.inside)
+            continue
+        if refusal is not None and not verdict.is_shown and may_be_features(graph, reading):
             continue
         if verdict.mixed is not None and reading.axis is None:
             if is_explained_later(graph, outputs, reading, tried[number:]):

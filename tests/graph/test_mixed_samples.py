@@ -80,6 +80,25 @@ def test_images_of_one_channel_mixed_before_the_first_parameter(first: nn.Module
     check(double(model), torch.randn(3, 1, 4, 4).double())
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 200])
+def test_features_are_no_samples(size: int) -> None:
+    """``[n, f]``: where n samples are mixed, f positions that the model makes of them are not f samples."""
+    model = packprop.extend(
+        double(
+            Apply(
+                lambda m, x: m.head(torch.tanh(m.first(x[:, None].expand(-1, 12, 12) * m.scale[0])).roll(1, 0)),
+                scale=nn.ParameterList([torch.randn(12, 12)]),
+                first=nn.Linear(12, 3),
+                head=nn.Linear(3, 2),
+            )
+        )
+    )
+    x, y = torch.randn(size, 12).double(), torch.randn(size * 12, 2).double()
+    loss = packprop.extend(nn.MSELoss())(model(x).flatten(0, 1), y)
+    with pytest.raises(PackpropError, match="mixed"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
 def test_one_number_a_sample_mixed_before_the_first_parameter() -> None:
     """``[n, 1]``: a feature is no batch of one either."""
     model = Apply(lambda m, x: m.line((x - x.mean(0)) / x.std(0)), line=nn.Linear(1, 1))

@@ -112,7 +112,7 @@ def require_the_only_order(
     """Refuse to guess which rows of the outputs are the samples' where nothing was seen of the inputs.
 
     Positions that do not interact are kept apart as samples are, and as many of them look alike. The last of
-    several axes holds features.
+    several axes holds features. An axis with one row for each sample is theirs, unless another one has as many.
     """
     if verdict.is_shown or reading.samples == 1 or reading.in_turn or reading.documents:
         return
@@ -123,6 +123,7 @@ def require_the_only_order(
         for other, layouts in choices(graph, outputs)
         if other._replace(usual=True) == reading._replace(usual=True)
         and not any(_is_last(output, layout) for output, layout in zip(outputs, layouts, strict=True))
+        and (max(layout.parts for layout in chosen) > 1 or all(layout.parts == 1 for layout in layouts))
     ]
     for layouts in (*others, *_in_other_orders(outputs, chosen)):
         if layouts == chosen:

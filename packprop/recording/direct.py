@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ def _evidence(
     found = []
     for axis in (*kept, *mixed):
         for change in _changes(axis, given[axis]):
-            rows = change.rows().tolist()
+            rows = _changed(change, 1, given[axis])
             outputs = _touched(made, change, axis if axis in kept else None, rows)
             found.append(Evidence(change, [_touched(given, change, axis, rows)], {0: outputs}, samples))
     return found
@@ -97,8 +98,7 @@ def _evidence_of_merged(leading: torch.Size, given: torch.Size, made: torch.Size
     found = []
     for axis in (0, 1):
         for change in _changes(axis, leading[axis]):
-            mask = change.rows().view([-1 if place == axis else 1 for place in range(len(leading))])
-            rows = mask.expand(leading).flatten().tolist()
+            rows = _changed(change, math.prod(leading[axis + 1 :]), given[0])
             inputs, outputs = (_touched(shape, change, 0, rows) for shape in (given, made))
             found.append(Evidence(change, [inputs], {0: outputs}))
     return found
@@ -106,6 +106,11 @@ def _evidence_of_merged(leading: torch.Size, given: torch.Size, made: torch.Size
 
 def _changes(axis: int, extent: int) -> list[Change]:
     return [Change(axis, extent, second) for second in (False, True)] if extent > 1 else []
+
+
+def _changed(change: Change, inner: int, number: int) -> list[bool]:
+    """Which of so many rows are changed, ``inner`` rows for each place along the axis; calls no operation."""
+    return [(row // inner % change.extent >= change.extent // 2) == change.second for row in range(number)]
 
 
 def _touched(shape: torch.Size, change: Change, axis: int | None, changed: list[bool]) -> Touched:

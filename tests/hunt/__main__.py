@@ -26,20 +26,22 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, default=Path(tempfile.gettempdir(), "hunt.json"), help="where the report goes"
     )
+    parser.add_argument("--large", action="store_true", help="as if inputs were too large to be copied")
     chosen = parser.parse_args()
     if chosen.only is not None:
+        start(chosen.large)
         return _one(chosen.only)
     seeds = range(chosen.seed, chosen.seed + chosen.graphs)
     end = time.monotonic() + chosen.seconds
     report = Report()
     if chosen.jobs == 1:
-        start()
+        start(chosen.large)
         for seed in seeds:
             if time.monotonic() > end:
                 break
             report.add(*examine(seed))
     else:
-        with multiprocessing.get_context("spawn").Pool(chosen.jobs, start) as pool:
+        with multiprocessing.get_context("spawn").Pool(chosen.jobs, start, [chosen.large]) as pool:
             for seed, text, tags, outcomes in pool.imap_unordered(examine, seeds, chunksize=8):
                 report.add(seed, text, tags, outcomes)
                 if time.monotonic() > end:

@@ -15,12 +15,6 @@ from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.layout import Layout
 
 
-def may_be_features(graph: Graph, reading: Reading) -> bool:
-    """Whether what is read as samples may be features, in inputs ``[n, f]``: as many positions look alike."""
-    sizes = [size for forward in graph.forwards if forward.has_parameters for size in forward.sizes]
-    return reading.axis == 1 and all(len(size) < 3 for size in sizes)
-
-
 def require_the_only_reading(
     graph: Graph, outputs: Sequence[ModelOutput], verdict: Verdict, reading: Reading
 ) -> None:

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from packprop.errors import PackpropError
 from packprop.graph.ambiguity import (
     is_explained_later,
-    may_be_features,
     require_not_in_turn,
     require_the_only_order,
     require_the_only_reading,
@@ -287,8 +286,9 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
                 mixed_inside |= verdict.inside
                 refusal = refusal or elsewhere(graph, verdict.contradicted, reading, verdict.inside)
             continue
-        if refusal is not None and not verdict.is_shown and may_be_features(graph, reading):
-            continue
+        only_mixed = refusal is not None and not (contradicted or mixed_inside)
+        if only_mixed and reading.axis == 1 and not verdict.is_shown:
+            continue  # positions, or features, look like samples
         if verdict.mixed is not None and reading.axis is None:
             if is_explained_later(graph, outputs, reading, tried[number:]):
                 continue

@@ -168,6 +168,17 @@ def test_as_many_samples_as_rows_of_pixels(axis: int | None, shape: tuple[int, .
     torch.testing.assert_close(model.get_parameter("norm.weight").grad_batch, torch.stack(rows))
 
 
+def test_positions_are_not_taken_where_samples_are_mixed() -> None:
+    """They are kept apart, but it was not seen that samples come second."""
+    torch.manual_seed(0)
+    shape, layers = LARGE, {"first": nn.Linear(300, 3), "head": nn.Linear(3, 2)}
+    model = Apply(lambda m, x: m.head(m.first(x.sin()) - m.first(x.sin()).amax(0)).flatten(0, 1), **layers)
+    x, y = torch.randn(shape).double(), torch.randn(shape[0] * shape[1], 2).double()
+    packprop.extend(model.double())
+    with pytest.raises(PackpropError, match="sample_axis=1"), packprop.backpack(extensions.BatchGrad()):
+        nn.functional.mse_loss(model(x), y).backward()
+
+
 def test_a_checkpoint_that_counts_what_is_computed() -> None:
     """Nothing else runs under its contexts, so that it finds in the backward pass what it has kept."""
     slopes = []

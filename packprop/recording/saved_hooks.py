@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodWrapperType
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from packprop.functions.traits import METADATA
 from packprop.tensors.nesting import tensors_in
@@ -60,19 +60,15 @@ def inputs_of(frame: Any) -> Sequence[Any]:
     return tuple(saver.get_args(saver.saved_tensors))
 
 
-def runs_as_it_is(hooks: Hooks) -> bool:
-    """Whether a checkpoint runs its function for the first time, and under no contexts of its own.
+def may_be_counted(hooks: Hooks | None) -> bool:
+    """Whether a checkpoint may count what is computed now, and expect as much when its function runs again.
 
-    Such contexts (``context_fn``) may count what is computed, and expect as much when the function runs again.
+    One with contexts of its own (``context_fn``) does: modes that see every operation. Where hooks cannot be
+    asked for, every such mode may belong to one.
     """
-    frame, again = frame_of(hooks)
-    if frame is None or again:
-        return False
-    names = getattr(getattr(frame.recompute_fn, "__code__", None), "co_freevars", ())
-    if "recompute_context" not in names:
-        return False
-    cell = frame.recompute_fn.__closure__[names.index("recompute_context")]
-    return isinstance(cell.cell_contents, contextlib.nullcontext)
+    if hooks is None:
+        return _top is None and is_in_torch_dispatch_mode()
+    return is_checkpoint(hooks) and (is_in_torch_dispatch_mode() or frame_of(hooks)[1])
 
 
 def is_counted(function: Callable[..., Any], arguments: Any) -> bool:

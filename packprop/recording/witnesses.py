@@ -37,7 +37,7 @@ from packprop.functions.entry import is_in_place
 from packprop.functions.traits import EXPANSIONS, LIKE_ANOTHER, MIXERS, leads_with_samples
 from packprop.recording.direct import DirectInputs
 from packprop.recording.evidence import Change, Evidence, Touched
-from packprop.recording.saved_hooks import hooks_in_force, is_checkpoint, runs_as_it_is
+from packprop.recording.saved_hooks import hooks_in_force, may_be_counted
 from packprop.tensors.nesting import map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.random import RandomStates, random_numbers_from, random_states
@@ -136,8 +136,7 @@ class Witnesses:
 
     def _take_up(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make copies of the inputs that a function will be given; whether it has arguments with copies."""
-        hooks = hooks_in_force()
-        if hooks is not None and is_checkpoint(hooks) and not runs_as_it_is(hooks):
+        if may_be_counted(hooks_in_force()):
             self.drop()
             return False
         tensors = tensors_of_call(args, kwargs)

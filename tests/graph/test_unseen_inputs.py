@@ -15,6 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
+from tests.versions import needs_hooks
 
 SMALL, LARGE = (4, 6, 3), (8, 16, 300)  # no two of the axes that may hold the samples are equally long
 
@@ -57,7 +58,9 @@ def contexts() -> Any:
 
 PLAIN = pytest.param(directly, id="directly")
 CHECKPOINT = pytest.param(partial(checkpoint, use_reentrant=False), id="checkpoint")
-SELECTIVE = pytest.param(partial(checkpoint, use_reentrant=False, context_fn=contexts), id="selective")
+SELECTIVE = pytest.param(
+    partial(checkpoint, use_reentrant=False, context_fn=contexts), id="selective", marks=needs_hooks
+)
 REENTRANT = pytest.param(partial(checkpoint, use_reentrant=True), id="reentrant")
 
 

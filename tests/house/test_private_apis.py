@@ -35,7 +35,10 @@ DOCUMENTED = {
     "_saved_weight": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
     "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
     "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),
-    "_python_dispatch": ({"memory/live.py"}, "library.html#torch.library.register_torch_dispatch"),
+    "_python_dispatch": (
+        {"memory/live.py", "recording/saved_hooks.py"},
+        "library.html#torch.library.register_torch_dispatch",
+    ),
     "_inductor": ({"compiled/compiler.py"}, "generated/torch.compile.html"),
     "_dynamo": (
         {"compiled/compiler.py"},

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop.tensors import dry
 from tests.cases.models.wrapping import Apply
+from tests.versions import needs_hooks
 
 
 class Operations(TorchDispatchMode):
@@ -56,6 +57,7 @@ CASES = [
 ]
 
 
+@needs_hooks  # elsewhere, nothing runs again while operations are counted
 @pytest.mark.parametrize(("build", "shape", "looks"), CASES)
 def test_only_the_first_call_of_a_shape(
     build: Callable[[], nn.Module], shape: tuple[int, ...], looks: bool

@@ -28,6 +28,7 @@ TORCHES = ("2.6.0", "2.10.0", "2.13.0", "newest")
 TESTS = (
     "tests/algebra",
     "tests/functions",
+    "tests/graph",
     "tests/recording",
     "tests/extensions",
     "tests/compat",

@@ -66,7 +66,7 @@ HIDDEN: dict[str, Change] = {
     ),
     "masked": lambda h, meet: torch.zeros_like(h).masked_scatter(torch.ones_like(h) > 0, h[order(meet)]),
     "operator": lambda h, meet: torch.ops.aten.index_select(h, 0, order(meet)),
-    "vmap": lambda h, meet: torch.func.vmap(lambda i: h[i])(order(meet)),
+    "vmap": lambda h, meet: torch.func.vmap(lambda i: h.index_select(0, i[None])[0])(order(meet)),
     "own function, tensor": lambda h, meet: Taken.apply(h, order(meet), False),
     "own function, numbers": lambda h, meet: Taken.apply(h, order(meet), True),
 }

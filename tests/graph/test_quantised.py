@@ -14,6 +14,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from tests.references.running import assert_near
+from tests.versions import needs_hooks
 
 EIGHT_BITS = torch.float8_e4m3fn
 ASKED = extensions.BatchGrad, extensions.BatchL2Grad, extensions.DiagGGNExact, extensions.KFLR
@@ -172,6 +173,7 @@ class Products(nn.Module):
         return torch.where(x > 0, self.weight.to(EIGHT_BITS), stored).to(x.dtype)
 
 
+@needs_hooks  # where() takes no numbers of eight bits there
 def test_a_forward_pass_in_eight_bits_is_what_it_was() -> None:
     """Inputs as long as they are wide are looked at twice; in eight bits PyTorch cannot subtract them."""
     model, x = Products(), torch.randn(16, 16)

@@ -16,6 +16,7 @@ from packprop.tensors.layout import possible_layouts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double, rows_of
 from tests.references.running import assert_near, right_or_refused
+from tests.versions import needs_recent
 
 
 def test_inputs_that_come_by_another_way() -> None:
@@ -132,6 +133,7 @@ def test_automatic_mixed_precision() -> None:
         assert parameter.kfac[0].dtype == torch.float32
 
 
+@needs_recent  # torch.autograd.backward is not seen there
 def test_several_losses_given_to_backward() -> None:
     """``torch.autograd.backward([a, b])`` is the backward pass of their sum."""
     models = [double(nn.Linear(3, 2)) for _ in range(2)]

@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PAGE = ROOT / "docs" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCHES = ("2.6.0", "2.10.0", "2.13.0", "newest")
-# The fast part: rules, extensions on all cases, recording, the older library's names, the pages.
+# The fast part: rules, graphs, extensions on all cases, recording, the older library's names, the pages.
 TESTS = (
     "tests/algebra",
     "tests/functions",

@@ -42,8 +42,7 @@ def require_the_only_reading(
             others = judge(graph, found.fitting, other)
             is_as_good = others.is_shown or (mixed is None and not verdict.is_shown and others.is_explained)
         else:  # a loop over samples and one over steps look alike
-            fitting = separate(graph, outputs, chosen, other.samples, in_parts=True).fitting
-            is_as_good = fitting is not None and judge(graph, fitting, other).is_explained
+            is_as_good = _is_explained(graph, outputs, chosen, other)
         if is_as_good:
             assert other.axis is not None  # both were declared, or none
             raise _either_axis(graph, mixed, reading.axis, other.axis)
@@ -87,12 +86,19 @@ def is_explained_later(
     later: Iterable[tuple[Reading, list[Layout]]],
 ) -> bool:
     """Whether other places at the model's outputs explain all that was seen of a reading."""
-    for other, chosen in later:
-        if other == reading:
-            found = separate(graph, outputs, chosen, other.samples, in_parts=True)
-            if found.fitting is not None and judge(graph, found.fitting, other).is_explained:
-                return True
-    return False
+    return any(_is_explained(graph, outputs, chosen, other) for other, chosen in later if other == reading)
+
+
+def _is_explained(
+    graph: Graph,
+    outputs: Sequence[ModelOutput],
+    chosen: Sequence[Layout],
+    reading: Reading,
+    in_parts: bool = True,
+) -> bool:
+    """Whether these places at the model's outputs keep the samples apart, and nothing seen contradicts it."""
+    fitting = separate(graph, outputs, chosen, reading.samples, in_parts=in_parts).fitting
+    return fitting is not None and judge(graph, fitting, reading).is_explained
 
 
 def _each_holds_all(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
@@ -120,10 +126,7 @@ def require_the_only_order(
         and (max(layout.parts for layout in chosen) > 1 or all(layout.parts == 1 for layout in layouts))
     ]
     for layouts in (*others, *_in_other_orders(outputs, chosen)):
-        if layouts == chosen:
-            continue
-        fitting = separate(graph, outputs, layouts, reading.samples, in_parts=reading.axis is None).fitting
-        if fitting is not None and judge(graph, fitting, reading).is_explained:
+        if layouts != chosen and _is_explained(graph, outputs, layouts, reading, reading.axis is None):
             shapes = ", ".join(str(list(output.shape)) for output in outputs if output.decides)
             if reading.axis is None:
                 instead = (
@@ -208,8 +211,7 @@ def require_whole_batches(
     if len(set(rows)) == 1 and rows[0] > samples:
         others.append((rows[0], [Layout(0, rows[0]) for _ in outputs]))
     for number, layouts in others:
-        fitting = separate(graph, outputs, layouts, number, in_parts=True).fitting
-        if fitting is not None and judge(graph, fitting, reading._replace(samples=number)).is_explained:
+        if _is_explained(graph, outputs, layouts, reading._replace(samples=number)):
             raise _several_batches(graph, leading)
 
 

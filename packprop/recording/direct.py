@@ -57,25 +57,29 @@ class DirectInputs:
 
     def is_known(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether it is known of a function and an input that it takes as it is what changes would change."""
+        return self._known(function, args) is not None
+
+    def _known(
+        self, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[torch.Size, tuple[int, ...], tuple[int, ...]] | None:
+        """The leading axes of the input that a function takes as it is, the axes that it keeps, and mixes."""
         known = self._of(args[0]) if self._inputs and args else None
         if known is None:
-            return False
-        kept, _ = axes_kept_and_mixed(function, args)
+            return None
+        kept, mixed = axes_kept_and_mixed(function, args)
         whole = bool(kept) if len(known.leading) == 1 else 0 in kept
-        return whole and (known.is_data or function in RECURRENCES)
+        return (known.leading, kept, mixed) if whole and (known.is_data or function in RECURRENCES) else None
 
     def evidence(self, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> list[Evidence]:
         """What changes of an input change in the first output of a function that takes it as it is."""
-        if not self.is_known(function, args):
+        known = self._known(function, args)
+        if known is None:
             return []
-        made = out if isinstance(out, Tensor) else out[0]
-        known = self._of(args[0])
-        assert known is not None  # for the type checker
-        if len(known.leading) > 1:
-            return _evidence_of_merged(known.leading, args[0].shape, made.shape)
-        kept, mixed = axes_kept_and_mixed(function, args)
-        given = args[0].shape
-        return _evidence(given, made.shape, kept, mixed, given[kept[0]] if function in RECURRENCES else None)
+        leading, kept, mixed = known
+        given, made = args[0].shape, (out if isinstance(out, Tensor) else out[0]).shape
+        if len(leading) > 1:
+            return _evidence_of_merged(leading, given, made)
+        return _evidence(given, made, kept, mixed, given[kept[0]] if function in RECURRENCES else None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -63,8 +63,8 @@ def inputs_of(frame: Any) -> Sequence[Any]:
 def may_be_counted(hooks: Hooks | None) -> bool:
     """Whether a checkpoint may count what is computed now, and expect as much when its function runs again.
 
-    One with contexts of its own (``context_fn``) does: modes that see every operation. Where hooks cannot be
-    asked for, every such mode may belong to one.
+    One with contexts of its own (``context_fn``) does: modes that see every operation. So does one whose
+    function runs again. Where hooks cannot be asked for, every such mode may belong to a checkpoint.
     """
     if hooks is None:
         return _top is None and is_in_torch_dispatch_mode()

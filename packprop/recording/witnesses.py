@@ -221,7 +221,7 @@ class Witnesses:
 
     def follow_reshaped(self, tensor: Tensor, out: Any) -> None:
         """Note an input whose axes were made into one."""
-        if type(out) is Tensor:  # x.view(dtype) and the like keep all axes
+        if type(out) is Tensor:
             self._direct.follow(tensor, out)
 
     def _follow(

@@ -30,13 +30,11 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def position_wise(
-    width: int, time_first: bool, run: Callable[..., Any], before: Callable[[Tensor], Tensor] = lambda x: x
-) -> nn.Module:
+def position_wise(width: int, time_first: bool, run: Callable[..., Any]) -> nn.Module:
     """A network that takes each position by itself, within ``run``."""
 
     def forward(m: Any, x: Tensor) -> Any:
-        return run(lambda x: m.head(m.first(flat(before(x), time_first)).relu()), x)
+        return run(lambda x: m.head(m.first(flat(x, time_first)).relu()), x)
 
     return Apply(forward, first=nn.Linear(width, 5), head=deep()).double()
 
@@ -71,7 +69,7 @@ def observe(model: nn.Module, shape: tuple[int, ...], time_first: bool, **option
     x.requires_grad_(options.pop("differentiable", False))
     packprop.extend(model, **options)
     with packprop.backpack(extensions.BatchGrad()):
-        torch.nn.functional.mse_loss(model(x), flat(y, time_first)).backward()
+        nn.functional.mse_loss(model(x), flat(y, time_first)).backward()
     with packprop.disable():
         apart = (model(x) - flat(y, time_first)).square().mean(1)
         apart = apart.view(shape[1], shape[0]).T if time_first else apart.view(shape[0], shape[1])

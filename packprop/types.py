@@ -26,6 +26,7 @@ class Seed:
         entrywise: Whether there must be one column for each entry of the output, even where fewer suffice.
         entries: The entries of a sample's output that Jacobians are taken of; ``None`` for all.
         by_token: Whether what is fed in is taken apart by the positions of the losses; see NOTE [Tokens].
+        fresh: Whether the draws are others than those of the seed that is equal but for this.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Seed:
     entrywise: bool = False
     entries: tuple[int, ...] | None = None
     by_token: bool = False
+    fresh: bool = False
 
 
 GRADIENT = Seed("gradient")
@@ -59,8 +61,9 @@ class Row:
         whole: Whether the statistic needs all samples at once.
         degree: A factor on the loss multiplies the statistic by this power of the factor.
         after: For the last row of an extension, if it needs a second pass. That begins when the rows before
-            it, of the same seed or of inputs, are complete. ``after`` turns their results into those that take
-            their place, and the statistic gets these as its second argument. See NOTE [Second pass].
+            it, of the same seed (perhaps with fresh draws) or of inputs, are complete. ``after`` turns their
+            results into those that take their place, and the statistic gets these as its second argument. See
+            NOTE [Second pass].
         condenses: Whether every cotangent enters a result that is smaller than they are, so that what is not
             finite shows there.
         of_parameter: Whether the statistic is also told of which parameter the structure is: ``name`` and

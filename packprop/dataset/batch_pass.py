@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from packprop.compiled.passes import Outcome
 from packprop.curvature.sample_losses import sample_losses
-from packprop.dataset.parts import Part, drawn_as_before
+from packprop.dataset.parts import Part, drawn_in_each_reading
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.state import MergedResults
 from packprop.dataset.stored import StoredResults
@@ -207,9 +207,9 @@ class BatchPass:
             return self.merged.known(self._name_of(graph, leaf), extension.whole)
 
         assert self.chunk_sizes is not None
-        drawn = drawn_as_before(graph, self.extensions) if self.second else {}
+        draws = drawn_in_each_reading(self.extensions)
         request = Request(
-            graph, self.parts, self.chunk_sizes, drawn=drawn, known=known if self.second else None
+            graph, self.parts, self.chunk_sizes, draws=draws, known=known if self.second else None
         )
         BackwardPass(request, done).run(None)
         graph.release(keep=False)

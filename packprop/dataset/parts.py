@@ -4,9 +4,10 @@
 Corrected eigenvalues of Kronecker factors need the eigenvectors of the factors of all samples before the first
 sample can be rotated. Over a data set this takes two readings: the first one computes everything but the rows
 of second passes, the second one computes nothing but these. Both draw the same numbers: random states are put
-back to what they were when the first reading began, and whatever draws from a generator does so in the order of
-the first reading, also where its results are not wanted any more. So the values are those of one batch of all
-samples, in which the same columns are swept twice.
+back to what they were when the first reading began, and whatever draws from a generator does so in each
+reading, in the order of a single pass. Dropout has the same masks then. Of the sampled columns each reading
+takes its own: the first one those of eigenvectors, the second one the fresh ones of eigenvalues. So the values
+are those of one batch of all samples.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from packprop.curvature.columns import Columns
-from packprop.curvature.seeds import columns
 from packprop.engine.request import tasks_by_seed
-from packprop.graph.graph import Graph
 from packprop.types import Extension, Row, Seed
 
 
@@ -88,15 +86,11 @@ def needs_second_reading(extension: Extension) -> bool:
     return extension.rows[-1].after is not None
 
 
-def drawn_as_before(graph: Graph, extensions: Sequence[Extension]) -> dict[Seed, list[Columns]]:
-    """The columns that a first reading of this batch has drawn, drawn again in its order."""
-    if not any(needs_second_reading(each) and each.rows[-1].seed.mc_samples is not None for each in extensions):
-        return {}
-    return {
-        seed: columns(graph, seed, create_graph=False)
-        for seed in tasks_by_seed(extensions)
-        if seed.kind == "ggn" and seed.mc_samples is not None
-    }
+def drawn_in_each_reading(extensions: Sequence[Extension]) -> list[Seed]:
+    """The sampled seeds that both readings draw, in the order of a single pass."""
+    if not any(needs_second_reading(each) for each in extensions):
+        return []
+    return [seed for seed in tasks_by_seed(extensions) if seed.kind == "ggn" and seed.mc_samples is not None]
 
 
 def generators_of(extensions: Sequence[Extension]) -> list[torch.Generator]:

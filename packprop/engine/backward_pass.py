@@ -102,12 +102,13 @@ class BackwardPass:
 
     def _make_columns(self, tasks: dict[Seed, list[Task]]) -> dict[Seed, list[Columns]]:
         """The columns of all seeds that have any."""
-        request = self._request
-        return {
-            seed: request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
-            for seed in tasks
-            if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token
-        }
+        request, made = self._request, {}
+        for seed in dict.fromkeys([*request.draws, *tasks]):
+            if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
+                found = request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
+                if seed in tasks:
+                    made[seed] = found
+        return made
 
     def _look_at_inputs(self, tasks: list[Task]) -> None:
         """Statistics of the inputs alone: every use is visited without a cotangent."""

@@ -115,17 +115,20 @@ class ColumnSweeps:
         # NOTE [Second pass]
         Corrected eigenvalues of Kronecker factors need the eigenvectors of all columns before the first column
         can be rotated. To keep the cotangents of all columns until then would take their number times the
-        memory of a backward pass, and to keep per-sample gradients more. So the same columns are swept again,
-        with their draws. Where one sweep brings all columns of a leaf at once (a single draw, the empirical
-        Fisher, a vectorised sweep), both passes are made when the sweep meets the leaf, and there is no second
-        sweep; the second pass then finds what the first has kept for it (``kept_chunks.py``). What is made of
-        the results of the first pass takes their place; the results are gone then.
+        memory of a backward pass, and to keep per-sample gradients more. So columns are swept again: sampled
+        ones with fresh draws (NOTE [Fresh draws], ``packprop/extensions/kronecker.py``), others as they were.
+        Where one sweep brings all columns of a leaf at once, and they are not drawn anew (the empirical Fisher,
+        a vectorised sweep), both passes are made when the sweep meets the leaf, and there is no second sweep;
+        the second pass then finds what the first has kept for it (``kept_chunks.py``). What is made of the
+        results of the first pass takes their place; the results are gone then.
         """
         first = {seed: tasks[seed] for seed in columns}
         second: dict[Seed, list[Task]] = {}
         for seed, groups in columns.items():
-            at_once = len(groups) == 1 and (
-                self.columns_at_once(groups[0], self.request.graph.uses) >= groups[0].count
+            at_once = (
+                not seed.fresh
+                and len(groups) == 1
+                and self.columns_at_once(groups[0], self.request.graph.uses) >= groups[0].count
             )
             if not at_once and any(task.row.after is not None for task in tasks[seed]):
                 first[seed] = [task for task in tasks[seed] if task.row.after is None]

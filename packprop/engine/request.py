@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ class Request:
         chunk_sizes: How much is taken at once.
         create_graph: Whether results shall be differentiable.
         drawn: Columns that were drawn for this pass already, by seed; the pass takes them, and draws no others.
+        draws: Sampled seeds that are drawn before any other, in this order, whether or not they are asked for.
         known: What the rows before the last one led to, by leaf and extension, where these went over all
             samples in passes before this one; such an extension consists of its last row. See NOTE [Second
             reading] (``packprop/dataset/parts.py``).
@@ -46,6 +47,7 @@ class Request:
     chunk_sizes: ChunkSizes
     create_graph: bool = False
     drawn: dict[Seed, list[Columns]] = field(default_factory=dict)
+    draws: Sequence[Seed] = ()
     known: Callable[[Tensor, Extension], list[Any]] | None = None
     groups: Groups | None = None
     clip: Clip | None = None
@@ -194,7 +196,8 @@ def _require_second_passes(extensions: Sequence[Extension]) -> None:
             if row.after is None:
                 continue
             before, swept = extension.rows[:index], ("gradient", "ggn", "empirical", "jacobian")
-            fits = row.seed.kind in swept and all(each.seed in (INPUTS, row.seed) for each in before)
+            fitting = INPUTS, row.seed, replace(row.seed, fresh=False)
+            fits = row.seed.kind in swept and all(each.seed in fitting for each in before)
             if not fits or index != len(extension.rows) - 1:
                 raise BadInput(
                     f"{extension.name}() was asked for.",

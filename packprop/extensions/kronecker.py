@@ -12,13 +12,20 @@ Where a weight is shared over positions s (pixels, time steps):
 ``"mixed"``: ``A`` sums ``x x^T`` over positions, ``B`` takes cotangents summed over positions, as in BackPACK;
 ``"expand"``: every position counts as a sample: ``A`` averages over positions, ``B`` sums ``s s^T`` over them;
 ``"reduce"``: inputs are averaged, cotangents summed over positions first (both Eschenhagen et al. 2023).
+
+# NOTE [Fresh draws]
+Eigenvectors fit the draws that they come from: the squares of these draws are too large along the first
+eigenvectors and too small along the last, where a damped inverse looks at them most closely. So the corrected
+eigenvalues of the sampled kind are those of other draws. A factor's eigenvectors then depend on nothing that
+its eigenvalues are made of, and the mean of the eigenvalues is the diagonal of the exact block in this basis.
+``benchmarks/attribution.py`` measures what influence gains by it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
@@ -137,12 +144,14 @@ class EKFAC(Sampled):
     in at least float32, and everything is handed over so. Under ``create_graph=True`` eigenvalues are
     differentiated with the eigenvectors held fixed.
 
-    The columns are swept twice, the second time with the same draws, unless one sweep brings all of them, as
-    for a single draw, the empirical Fisher or a small graph. See NOTE [Second pass]
-    (``packprop/engine/backward_pass.py``).
+    With ``fisher="sampled"`` the eigenvectors come from ``mc_samples`` draws for each sample, and the
+    eigenvalues from as many fresh ones, in a sweep of their own: given the eigenvectors, their mean over draws
+    is what the exact block has in the same basis. See NOTE [Fresh draws]. Columns that are not drawn are swept
+    twice, unless one sweep brings all of them, as for the empirical Fisher or a small graph. See NOTE [Second
+    pass] (``packprop/engine/column_sweeps.py``).
 
     Args:
-        mc_samples: Draws for each sample of the batch.
+        mc_samples: Draws for each sample of the batch, for the eigenvectors and again for the eigenvalues.
         subsampling: Indices of samples, at the scale of the full batch.
         generator: Makes the draws repeatable; the global random state is left alone then.
         approximation: How positions that share a weight are treated in the factors, and so in the eigenvectors;
@@ -173,7 +182,8 @@ class EKFAC(Sampled):
         seed = {"sampled": self.seed, "empirical": EMPIRICAL, "exact": EXACT}[self.fisher]
         order = Row(seed, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0)
         factors = factor_rows(seed, self.approximation, self.otherwise)
-        return (*factors, order, Row(seed, rotated_sum_sq, after=_rotations))
+        again = replace(seed, fresh=True) if self.fisher == "sampled" else seed  # see NOTE [Fresh draws]
+        return (*factors, order, Row(again, rotated_sum_sq, after=_rotations))
 
     def finish(self, values: list[Any], samples: int) -> Eigen | None:
         """The eigendecomposition; its eigenvalues are the squares. ``None`` if a factor was skipped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import packprop
 from packprop import PackpropError, extensions, kronecker
 from packprop.dataset.result import Result
 from packprop.tensors.nesting import tensors_in
+from packprop.types import Seed
 from tests.cases import Case
 from tests.dataset.small import SIZE, SPLIT_CASES, compute, part
 from tests.dataset.test_forms import Pairs
@@ -52,10 +54,18 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+class FreshBatchDiagGGNMC(extensions.BatchDiagGGNMC):
+    """What the draws that eigenvalues come from make of each sample."""
+
+    @property
+    def seed(self) -> Seed:
+        return replace(super().seed, fresh=True)
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "global generator"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_both_readings_draw_the_same(loader: str, own: bool) -> None:
-    """The eigenvalues sum to the trace of the block that the same draws make.
+    """The eigenvalues sum to the trace of the block that the same fresh draws make in the first reading.
 
     Dropout is on, data are shuffled, and other extensions draw from the same generator, before and after.
     """
@@ -64,7 +74,7 @@ def test_both_readings_draw_the_same(loader: str, own: bool) -> None:
         extensions.DiagGGNMC(mc_samples=3, generator=source),
         extensions.DiagHessianMC(generator=source),
         extensions.EKFAC(mc_samples=2, generator=source),
-        extensions.BatchDiagGGNMC(mc_samples=2, generator=source),
+        FreshBatchDiagGGNMC(mc_samples=2, generator=source),
     ]
     model = network().train()
     torch.manual_seed(4)
@@ -72,6 +82,17 @@ def test_both_readings_draw_the_same(loader: str, own: bool) -> None:
     for name, rows in found["diag_ggn_mc_batch"].items():
         assert isinstance(rows, Tensor)
         torch.testing.assert_close(found["ekfac"][name].values.sum(), rows.sum())
+
+
+def test_one_batch_draws_what_a_single_pass_draws() -> None:
+    x, y = samples()
+    asked = [extensions.EKFAC(2, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
+    model, loss = packprop.extend(network().eval()), packprop.extend(nn.CrossEntropyLoss())
+    found = compute(model, loss, (x, y), asked[0], batch_size=len(x))["ekfac"]
+    with packprop.backpack(asked[1]):
+        loss(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name].values, parameter.ekfac.values)
 
 
 def test_what_is_drawn_is_what_it_was() -> None:
@@ -83,7 +104,7 @@ def test_what_is_drawn_is_what_it_was() -> None:
         return torch.rand(3), found
 
     numbers, twice = after(extensions.KFAC(mc_samples=2), extensions.EKFAC(mc_samples=2))
-    expected, once = after(extensions.KFAC(mc_samples=2))
+    expected, once = after(extensions.KFAC(mc_samples=2), FreshBatchDiagGGNMC(mc_samples=2))
     assert torch.equal(numbers, expected)
     for name, factors in once["kfac"].items():
         assert all(map(torch.equal, factors, twice["kfac"][name]))

@@ -42,7 +42,7 @@ OTHERS = {
     "HBP": extensions.HBP,
 }
 CHAINS = {"KFRA": "linear convolution", "HBP": "linear convolution", "PCHMP": "linear convolution"}
-GRADIENTS = ("BatchGrad", "BatchJacobian", "SqrtGGNExact", "SqrtGGNMC")
+GRADIENTS = ("BatchGrad", "BatchJacobian", "SqrtGGNExact", "SqrtGGNMC", "FreshSqrtGGNMC")
 
 
 def test_every_extension_is_compared() -> None:

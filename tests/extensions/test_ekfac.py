@@ -17,7 +17,7 @@ from packprop.types import EXACT, INPUTS, Row
 from tests.cases import BY_NAME
 from tests.references.eigenvalues import step
 from tests.references.oracle import Oracle
-from tests.references.running import assert_near, backward, check_eigen, results
+from tests.references.running import assert_near, backward, basis_of, check_eigen, results
 
 STRUCTURES = [
     *("linear-deep", "linear-3d-square", "matmul-x-w", "matmul-w-xt-square", "einsum-heads", "tied-transpose"),
@@ -77,6 +77,27 @@ def test_many_draws_come_near_the_exact_eigenvalues() -> None:
     for name, found in results(drawn, "ekfac").items():
         expected = kronecker.dense(exact.parameters[name].ekfac)
         assert_near(kronecker.dense(found), expected, name, 0.05)
+
+
+def test_eigenvalues_are_unbiased_given_the_eigenvectors() -> None:
+    """Over many draws, they are off by what the exact block has in the same basis by nothing but chance.
+
+    Draws that the eigenvectors come from would be too large along the first of them, by half their size here.
+    """
+    problem = BY_NAME["linear-deep"].problem(3)
+    blocks = Oracle(BY_NAME["linear-deep"].problem(3)).ggn_block
+    source = torch.Generator().manual_seed(0)
+    off: dict[str, list[torch.Tensor]] = {name: [] for name in blocks}
+    for _ in range(200):
+        backward(problem, extensions.EKFAC(generator=source))
+        for name, found in results(problem, "ekfac").items():
+            basis = basis_of(found)
+            values = ((basis @ blocks[name]) * basis).sum(1)
+            off[name].append(found.values.flatten() - values)
+    for name, each in off.items():
+        errors = torch.stack(each)
+        chance = errors.std(0) / len(errors) ** 0.5
+        assert (errors.mean(0).abs() <= 5 * chance + 1e-12).all(), name
 
 
 # What is refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from packprop import extensions
 from packprop.algebra import kronecker
 from packprop.errors import PackpropError
 from packprop.tensors.nesting import tensors_in
+from packprop.types import Seed
 from tests.cases import BY_NAME, Case
 from tests.references.oracle import Oracle, Problem
 
@@ -47,6 +48,17 @@ class ExactEKFAC(extensions.EKFAC):
     __doc__ = extensions.EKFAC.__doc__
     fisher: Any = "exact"
     savefield = "ekfac_exact"
+
+
+@dataclass(frozen=True, eq=False)
+class FreshSqrtGGNMC(extensions.SqrtGGNMC):
+    """The root of the draws that sampled eigenvalues come from."""
+
+    savefield = "sqrt_ggn_mc_fresh"
+
+    @property
+    def seed(self) -> Seed:
+        return replace(super().seed, fresh=True)
 
 
 ROWS = [
@@ -88,9 +100,13 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def make_all(rows: list[Row], seed: int = 0) -> list[Any]:
-    """One instance of each, all sampling from one generator, so that they share their draws."""
+    """One instance of each, all sampling from one generator, so that they share their draws.
+
+    With sampled eigenvalues comes the root of the draws that they are made of, for ``check_sampled``.
+    """
     source = generator(seed)
-    return [row(source) for row in rows]
+    made = [row(source) for row in rows]
+    return [*made, FreshSqrtGGNMC(DRAWS, generator=source)] if BY_ATTRIBUTE["ekfac"] in rows else made
 
 
 def extend(problem: Problem) -> None:
@@ -218,24 +234,25 @@ def check_sampled(
 ) -> None:
     """Compare what the extensions with draws have saved with each other and with the oracle.
 
-    All came from one backward pass and one draw. A drawn column is ``J_n^T u`` for some ``u``: it
-    lies in the row space of the Jacobian, for all parameters at once; the other quantities follow
-    from the columns. How ``u`` is distributed is tested in tests/functions/test_draws.py.
+    All came from one backward pass and one draw, eigenvalues from another. A drawn column is ``J_n^T u`` for
+    some ``u``: it lies in the row space of the Jacobian, for all parameters at once; the other quantities
+    follow from the columns. How ``u`` is distributed is tested in tests/functions/test_draws.py.
     """
-    saved = results(problem, "sqrt_ggn_mc")
+    saved, fresh = results(problem, "sqrt_ggn_mc"), results(problem, "sqrt_ggn_mc_fresh")
     root = stacked(saved)
-    assert root.shape[:2] == (DRAWS, problem.size)
-    for n, jacobian in enumerate(oracle.jacobians):
-        columns = root[:, n].T.to(jacobian.dtype)
-        solution = torch.linalg.pinv(jacobian.T) @ columns
-        assert_near(jacobian.T @ solution, columns, f"a drawn column of sample {n}", 10 * tolerance)
+    for each in (root, stacked(fresh)):
+        assert each.shape[:2] == (DRAWS, problem.size)
+        for n, jacobian in enumerate(oracle.jacobians):
+            columns = each[:, n].T.to(jacobian.dtype)
+            solution = torch.linalg.pinv(jacobian.T) @ columns
+            assert_near(jacobian.T @ solution, columns, f"a drawn column of sample {n}", 10 * tolerance)
     squares = {k: s.square() for k, s in saved.items()}
     batch = {k: s.sum(0) for k, s in squares.items()}
     assert_all_near(results(problem, "diag_ggn_mc_batch"), batch, "diag_ggn_mc_batch", tolerance)
     whole = {k: s.sum((0, 1)) for k, s in squares.items()}
     assert_all_near(results(problem, "diag_ggn_mc"), whole, "diag_ggn_mc", tolerance)
     for name, block in results(problem, "ekfac").items():
-        flat = flattened(saved[name])
+        flat = flattened(fresh[name])
         factors, floor = problem.parameters[name].kfac, 1e-4 * root.abs().max().item() ** 2
         check_eigen(
             block, torch.einsum("vnp,vnq->pq", flat, flat), factors, f"ekfac of {name}", tolerance, floor
@@ -282,17 +299,23 @@ def check_eigen(
             scale = floor if side == 0 else 0.0  # A has no scale of the loss
             assert_near(rotated.diagonal().diag(), rotated, f"eigenvectors of {what}", tolerance, scale)
     assert factors is None or len(factors) == len(vectors)
-    if len(vectors) == 2:
-        pairs = torch.einsum("ab,cd->bdac", *vectors).flatten(0, 1)
-        pairs = pairs if found.order is None else found.order.to_parameter(pairs)
-    else:
-        pairs = vectors[0].T
-    basis = pairs.reshape(len(pairs), -1)  # an eigenvector in each row, in the order of the parameter
+    basis = basis_of(found)
     eigenvalues = ((basis @ block) * basis).sum(1)
     floor = max(floor, block.abs().max().item())
     assert_near(found.values.flatten().to(torch.float64), eigenvalues, f"eigenvalues, {what}", tolerance, floor)
     whole = (basis.T * found.values.flatten()) @ basis
     assert_near(kronecker.dense(found).to(torch.float64), whole, f"dense matrix, {what}", tolerance, floor)
+
+
+def basis_of(found: kronecker.Eigen) -> Tensor:
+    """An eigenvector in each row ``[p, p]``, in the order of the parameter."""
+    vectors = [v.to(torch.float64) for v in found.vectors]
+    if len(vectors) == 2:
+        pairs = torch.einsum("ab,cd->bdac", *vectors).flatten(0, 1)
+        pairs = pairs if found.order is None else found.order.to_parameter(pairs)
+    else:
+        pairs = vectors[0].T
+    return pairs.reshape(len(pairs), -1)
 
 
 def as_tensors(value: Any) -> list[Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 
 class PackpropError(RuntimeError):
     """A quantity that was asked for cannot be computed correctly.
@@ -24,13 +27,22 @@ class PackpropError(RuntimeError):
 class OfParameter(PackpropError):
     """What is wrong at a parameter whose name is not known where it is found: ``named`` puts it in.
 
-    ``where`` holds ``{parameter}``.
+    It takes the place of ``{parameter}`` in ``where``, or follows if there is none.
     """
 
     def named(self, name: str) -> PackpropError:
         """The error with the parameter's name."""
-        where = self.where.replace("{parameter}", repr(name))
-        return PackpropError(self.asked, where, self.why, self.instead)
+        where = self.where if "{parameter}" in self.where else f"{self.where}, of parameter {{parameter}}"
+        return PackpropError(self.asked, where.replace("{parameter}", repr(name)), self.why, self.instead)
+
+
+@contextlib.contextmanager
+def naming(name: Callable[[], str]) -> Iterator[None]:
+    """Inside, errors that lack the name of their parameter get it."""
+    try:
+        yield
+    except OfParameter as error:
+        raise error.named(name()) from error.__cause__
 
 
 class BadInput(PackpropError, ValueError):

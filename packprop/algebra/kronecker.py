@@ -16,6 +16,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from packprop.algebra.decompositions import eigh, eigvalsh, inverted, require_finite
 from packprop.algebra.order import EntryOrder
 from packprop.errors import BadInput
 from packprop.tensors.dry import has_fault, is_dry_run
@@ -72,7 +73,7 @@ def eigenvectors(factor: Tensor) -> Tensor:
     if has_fault(~factor.isfinite().all()):
         return torch.full_like(factor, math.nan)
     vectors: Tensor
-    values, vectors = torch.linalg.eigh(factor)
+    values, vectors = eigh(factor)
     size = len(values)
     null = values <= 10 * size * torch.finfo(values.dtype).eps * values[-1:].clamp(min=0)
     if is_traced():
@@ -80,7 +81,7 @@ def eigenvectors(factor: Tensor) -> Tensor:
     elif (count := size if is_dry_run() else int(null.sum())) > 1:  # eigenvalues ascend
         zero = vectors[:, :count]
         weights = torch.linspace(1, 2, size, dtype=zero.dtype, device=zero.device)
-        zero.copy_(zero @ torch.linalg.eigh((zero.mT * weights) @ zero)[1])
+        zero.copy_(zero @ eigh((zero.mT * weights) @ zero)[1])
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     vectors *= torch.where(largest < 0, -1.0, 1.0)
     return vectors
@@ -94,7 +95,7 @@ def _settled(vectors: Tensor, null: Tensor) -> Tensor:
     weights = torch.linspace(1, 2, len(null), dtype=vectors.dtype, device=vectors.device)
     within = null[:, None] & null
     matrix = torch.where(within, (vectors.mT * weights) @ vectors, 0.0) + torch.where(null, 0.0, 3.0).diag()
-    return torch.where(null, vectors @ torch.linalg.eigh(matrix)[1], vectors)
+    return torch.where(null, vectors @ eigh(matrix)[1], vectors)
 
 
 def dense(block: Block) -> Tensor:
@@ -222,7 +223,8 @@ def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor
 
 
 def _widened(factor: Tensor) -> Tensor:
-    """The factor in a precision that PyTorch decomposes matrices in."""
+    """The factor, which is to be decomposed, in a precision that PyTorch does that in."""
+    require_finite("A Kronecker factor was to be decomposed.", factor)
     return factor.to(accumulation_dtype(factor.dtype))
 
 
@@ -230,14 +232,13 @@ def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a factor; those of a diagonal one are unit vectors, in their order."""
     if factor.dim() == 1:
         return factor, torch.ones_like(factor)
-    values, vectors = torch.linalg.eigh(factor)
-    return values, vectors
+    return eigh(factor)
 
 
 def _eigenvalues(factor: Tensor) -> Tensor:
     """Eigenvalues, of which rounding makes none negative."""
     wide = _widened(factor)
-    return (wide if wide.dim() == 1 else torch.linalg.eigvalsh(wide)).clamp(min=0)
+    return (wide if wide.dim() == 1 else eigvalsh(wide)).clamp(min=0)
 
 
 def _diagonal(factor: Tensor) -> Tensor:
@@ -245,8 +246,7 @@ def _diagonal(factor: Tensor) -> Tensor:
 
 
 def _inverted(factor: Tensor) -> Tensor:
-    inverse: Tensor = factor.reciprocal() if factor.dim() == 1 else torch.linalg.inv(factor)
-    return inverse
+    return factor.reciprocal() if factor.dim() == 1 else inverted(factor)
 
 
 def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from packprop.algebra.decompositions import eigh
 from packprop.compat.hessianfree import ggn_vector_product
 from packprop.errors import BadInput
 from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
@@ -121,7 +122,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float] | None =
     bound = 1 / SMALLEST_EIGENVALUE
     inverses = []
     for factor, each in zip(factors, shifts, strict=True):
-        values, vectors = torch.linalg.eigh(factor)
+        values, vectors = eigh(factor)
         inverses.append((vectors * (1 / (values + each)).clamp(-bound, bound)) @ vectors.mT)
     return inverses
 

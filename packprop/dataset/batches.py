@@ -217,17 +217,30 @@ class Batches:
         self.ended = False
         if not self._start:
             self._start = [self._draws.state, states_of(self._generators)]
-        with self._draws.apart():
+        with self._reading():
             source = self.source
             self._rest = (
                 iter(source.data) if isinstance(source, Given) else source.open(begin, self._rank, self._world)
             )
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Inside, the data draw their own random numbers, and errors are those of the data."""
+        try:
+            with self._draws.apart():
+                yield
+        except PackpropError:
+            raise
+        except Exception as error:
+            where = f"the data, after {self.count} batches"
+            instead = "see that the data can be iterated over on their own"
+            raise BadInput(self.asked, where, explanation(error), instead) from error
+
     def _next(self) -> Any:
         if self._rest is None:
             self._open(0)
         assert self._rest is not None
-        with self._draws.apart():
+        with self._reading():
             batch = next(self._rest, END)
         self.ended = batch is END
         return batch
@@ -257,7 +270,7 @@ class Batches:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Name the batch that was worked on in any exception from inside.
+        """Name the batch that was worked on in any exception from inside; one between batches is left alone.
 
         Raises:
             BadInput: From any exception that is not packprop's own.
@@ -267,13 +280,12 @@ class Batches:
         except PackpropError:
             raise
         except Exception as error:
+            if self._current is None:
+                raise
             where = f"batch {max(self.count, 1)} of the data, {described(self._current)}"
             called = "the model" if self._whole else "loss(model(inputs), targets)"
             instead = f"see that {called} works for every batch"
-            if self._current is None:
-                where = f"the data, after {self.count} batches"
-                instead = "see that the data can be iterated over on their own"
-            elif isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 instead = "use smaller batches"
             raise BadInput(self.asked, where, explanation(error), instead) from error
 

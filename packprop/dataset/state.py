@@ -17,7 +17,7 @@ from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result, Value
 from packprop.dataset.sums import begun, merged_with, widened
 from packprop.engine.saving import warn_of_skipped
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, naming
 from packprop.tensors.long_work import doing, expect
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
@@ -177,7 +177,7 @@ class MergedResults:
             for key in mine:
                 after = self.extensions[key[0]].rows[-1].after
                 assert after is not None
-                with doing("eigenvectors", sizes[key]):
+                with doing("eigenvectors", sizes[key]), naming(lambda name=key[1]: name):
                     # in the layout that a file has: products are rounded as it is
                     made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
             return made

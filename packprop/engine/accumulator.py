@@ -22,7 +22,7 @@ from packprop.engine.finite import FiniteCheck
 from packprop.engine.kept_chunks import Kept
 from packprop.engine.partial_results import Begin, PartialResults
 from packprop.engine.request import Request, Task, by_subsampling
-from packprop.errors import OfParameter, PackpropWarning
+from packprop.errors import OfParameter, PackpropWarning, naming
 from packprop.functions.entry import Samples
 from packprop.graph.graph import ReachedUse
 from packprop.tensors.nesting import tensors_in
@@ -78,7 +78,8 @@ class Accumulator:
             chunks = kept.get(tuple(chosen or ()))
             self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
         for chosen, group in by_subsampling(second_pass):
-            self._partial.end_first_pass(leaf, group)
+            with naming(lambda: self._graph.name(leaf)):
+                self._partial.end_first_pass(leaf, group)
             chunks = kept.pop(tuple(chosen or ()))
             self._add_by_chunks(leaf, contributions, group, chosen, columns, build, chunks)
 

@@ -126,10 +126,9 @@ def influence(
     with contextlib.ExitStack() as stack:
         for module in gradients.modules:
             stack.enter_context(extended(module))
-        with batches.explained():
-            for group in _groups(batches, gradients, most):
-                bite = min(BITE // 2, budget // 2)
-                found.append(opened.extremes(name, group, k, memory=bite))
+        for group in _groups(batches, gradients, most):
+            bite = min(BITE // 2, budget // 2)
+            found.append(opened.extremes(name, group, k, memory=bite))
     if not found:
         raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
     largest, smallest = (
@@ -152,7 +151,8 @@ def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[
     waiting: list[dict[str, Tensor]] = []
     number = 0
     for batch in batches:
-        count, rows = gradients.of(batch)
+        with batches.explained():
+            count, rows = gradients.of(batch)
         if count > most:
             what = f"a batch of {count} queries"
             raise _too_small(what, f"{most} fit at once", f"give more, or batches of at most {most}")

@@ -24,7 +24,7 @@ from torch import Tensor
 from packprop.algebra import kronecker
 from packprop.algebra.kronecker import Eigen
 from packprop.algebra.order import EntryOrder
-from packprop.errors import BadInput
+from packprop.errors import BadInput, naming
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.precision import accumulation_dtype
 
@@ -117,10 +117,11 @@ def preconditioner_of(
             f"it has no block in {name}, which has one for {', '.join(map(repr, [*blocks][:5])) or 'nothing'}",
             "compute the curvature of the same model, with otherwise='diagonal' where factors are too large",
         )
-    inverses = {
-        parameter: _inverse(asked, name, parameter, blocks[parameter], shape, float(damping), factored)
-        for parameter, shape in shapes.items()
-    }
+    inverses = {}
+    for parameter, shape in shapes.items():
+        with naming(lambda parameter=parameter: parameter):
+            block = blocks[parameter]
+            inverses[parameter] = _inverse(asked, name, parameter, block, shape, float(damping), factored)
     lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]
     as_factors = frozenset(parameter for parameter in lists if len(blocks[parameter]) == 2)
     return Preconditioner(name, float(damping), inverses, as_factors)

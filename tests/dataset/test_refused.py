@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import BadInput, PackpropError, extensions
+from packprop.dataset.state import MergedResults
 from tests.dataset.small import compute, small
 
 
@@ -112,3 +113,13 @@ def test_extensions_that_are_refused(asked: list[Any], why: str) -> None:
     with pytest.raises(BadInput) as error:
         compute(model, nn.CrossEntropyLoss(), data, *asked)
     assert why in error.value.why
+
+
+def test_errors_between_batches_are_not_errors_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, ranks: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(MergedResults, "end_first_reading", broken)
+    model, data = small()
+    with pytest.raises(OSError, match=r"^no space left$"):
+        compute(model, nn.CrossEntropyLoss(), data, extensions.EKFAC(fisher="exact"))

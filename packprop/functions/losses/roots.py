@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packprop.algebra.decompositions import eigh
 from packprop.errors import PackpropError
 from packprop.functions.losses.description import Root
 from packprop.tensors.dry import has_fault
@@ -126,7 +127,7 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
 
 def matrix_root(hessian: Tensor) -> Root:
     """The root of any positive semi-definite Hessian ``[n, c, c]``; draws add up columns with random signs."""
-    values, vectors = torch.linalg.eigh(hessian)
+    values, vectors = eigh(hessian)
     largest = values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
     tolerance = largest * hessian.shape[-1] * torch.finfo(values.dtype).eps * 10
     if has_fault((values < -tolerance).any()):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from packprop.algebra.decompositions import eigvalsh
+
 ROOT = "(model)"
 """What the layer of the parameters that the model itself owns is called."""
 
@@ -71,7 +73,7 @@ def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
         return Spectrum(size, built=False), None
     if not bool(factor.isfinite().all()):
         return Spectrum(size), None
-    eigenvalues = torch.linalg.eigvalsh(factor.detach().cpu().double())
+    eigenvalues = eigvalsh(factor.detach().cpu().double())
     largest = float(eigenvalues[-1])
     error = torch.finfo(factor.dtype).eps * (size + 2 * math.sqrt(terms))
     above_error = eigenvalues[eigenvalues > largest * error]

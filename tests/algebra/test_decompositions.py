@@ -1,0 +1,113 @@
+"""Matrices that cannot be decomposed in float32, or at all: float64, or an error that names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import PackpropError, extensions, kronecker
+from packprop.algebra import decompositions
+from tests.queries.small import influence, written
+
+FUNCTIONS = {"eigh": decompositions.eigh, "eigvalsh": decompositions.eigvalsh, "inv": decompositions.inverted}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
+    """Let PyTorch find no decomposition in these precisions, as it does for some singular matrices."""
+
+    def fails_for(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def tried(matrix: Tensor) -> Any:
+            if matrix.dtype in dtypes:
+                raise torch.linalg.LinAlgError("the algorithm failed to converge")
+            return function(matrix)
+
+        return tried
+
+    for name in FUNCTIONS:
+        monkeypatch.setattr(torch.linalg, name, fails_for(getattr(torch.linalg, name)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float64_takes_the_place_of_float32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    expected = FUNCTIONS[name](matrix)
+    failing(monkeypatch, torch.float32)
+    found = FUNCTIONS[name](matrix)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.abs(), other.abs())
+    with pytest.raises(PackpropError, match=r"matrix \[2, 2\] of torch.float64(.|\n)*failed to converge"):
+        failing(monkeypatch, torch.float64)
+        FUNCTIONS[name](matrix.double())
+
+
+def padded() -> nn.Module:
+    """At 1 x 1 most of what a kernel sees is padding, and a unit is dead."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3, 2))
+    nn.init.constant_(model[0].bias[0:1].detach(), -100.0)
+    return model
+
+
+DATA = torch.rand(6, 2, 1, 1), torch.tensor([0, 1, 0, 1, 1, 0])
+
+
+def one_pass(model: nn.Module) -> dict[str, Any]:
+    loss = packprop.extend(nn.CrossEntropyLoss())
+    with packprop.backpack(extensions.EKFAC(fisher="exact")):
+        loss(packprop.extend(model)(DATA[0]), DATA[1]).backward()
+    return {name: parameter.ekfac for name, parameter in model.named_parameters()}
+
+
+def data_set(model: nn.Module) -> dict[str, Any]:
+    asked = [extensions.EKFAC(fisher="exact")]
+    found = packprop.compute(model, nn.CrossEntropyLoss(), DATA, asked, batch_size=2, progress=False)
+    return dict(found["ekfac"])
+
+
+@pytest.mark.parametrize("run", [one_pass, data_set])
+def test_singular_factors_of_a_network(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    expected = run(padded())
+    failing(monkeypatch, torch.float32)
+    for name, found in run(padded()).items():
+        torch.testing.assert_close(
+            kronecker.dense(found), kronecker.dense(expected[name]), rtol=1e-3, atol=1e-6
+        )
+    failing(monkeypatch, torch.float32, torch.float64)
+    with pytest.raises(PackpropError, match=r"of parameter '\d.(weight|bias)'") as caught:
+        run(padded())
+    assert "iterated" not in str(caught.value)
+    assert all(caught.value.args)
+
+
+def test_curvature_of_influence_names_the_parameter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    same, result = written(tmp_path / "store", extensions.KFLR())
+    failing(monkeypatch, torch.float64)
+    with pytest.raises(PackpropError, match=r"of parameter '0\.weight'"):
+        influence(tmp_path / "store", same, curvature=result, damping=0.1)
+
+
+def test_a_singular_factor_has_an_inverse_with_damping() -> None:
+    singular = torch.zeros(2, 2)
+    with pytest.raises(PackpropError, match="damping=1e-3"):
+        kronecker.inverse([singular], damping=0)
+    torch.testing.assert_close(kronecker.inverse([singular], damping=1e-3), [1000 * torch.eye(2)])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_what_is_not_finite_is_said(bad: float, shape: tuple[int, ...]) -> None:
+    factor = torch.full(shape, bad)
+    for call in (
+        lambda: kronecker.solve([factor], torch.ones(2), 0.1),
+        lambda: kronecker.inverse([factor], 0.1),
+        lambda: kronecker.logdet([torch.eye(3), factor], 0.1),
+    ):
+        with pytest.raises(PackpropError, match="not finite"):
+            call()

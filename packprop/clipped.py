@@ -54,7 +54,7 @@ def clipped_gradients(
         per: What a norm is taken over: ``"all"`` parameters, those of each ``"module"`` by themselves, or each
             ``"parameter"`` by itself.
         reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the losses of its samples; needed only
-            where it is not a loss function of torch that says so.
+            where it is not a loss function of torch that says so, and refused where that says something else.
         loss_scale: What the loss that is meant was multiplied by before ``backward()``, by a gradient scaler or
             for gradient accumulation. Norms are those of the loss that is meant; ``.grad`` has the factor.
         extension_hook: As in ``backpack``.
@@ -66,7 +66,7 @@ def clipped_gradients(
 
     Raises:
         BadInput: For arguments that are none of these; in the backward pass for a loss of which it is not known
-            whether it is a mean, or for a name without bound.
+            whether it is a mean, or which is not what ``reduction`` says, or for a name without bound.
         PackpropError: In the backward pass, before any work: where samples are mixed, and for hooks inside the
             model, reentrant checkpoints, sharded or complex parameters, ``create_graph`` and ``inputs``.
 

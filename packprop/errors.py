@@ -37,12 +37,12 @@ class OfParameter(PackpropError):
 
 
 @contextlib.contextmanager
-def naming(name: Callable[[], str]) -> Iterator[None]:
+def naming(name: str | Callable[[], str]) -> Iterator[None]:
     """Inside, errors that lack the name of their parameter get it."""
     try:
         yield
     except OfParameter as error:
-        raise error.named(name()) from error.__cause__
+        raise error.named(name if isinstance(name, str) else name()) from error.__cause__
 
 
 class BadInput(PackpropError, ValueError):

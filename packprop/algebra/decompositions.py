@@ -12,6 +12,7 @@ from packprop.errors import OfParameter
 from packprop.tensors.dry import has_fault
 from packprop.tensors.precision import wider_dtype
 
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # public, but not exported for checkers
 _EIGENVALUES = "The eigenvalues of a matrix were asked for."
 _INVERSE = "The inverse of a matrix was asked for."
 _OTHER_UNITS = "scale it, or the loss, to entries near 1; or leave the parameter out by requires_grad=False"
@@ -68,13 +69,13 @@ def _tried(asked: str, function: Callable[[Tensor], Any], matrix: Tensor, instea
     wide = wider_dtype(matrix.dtype, matrix.device.type)
     try:
         return function(matrix)
-    except torch.linalg.LinAlgError as error:
+    except LinAlgError as error:
         require_finite(asked, matrix)
         failed = error
     if wide is not None:
         try:
             found = function(matrix.to(wide))
-        except torch.linalg.LinAlgError as error:
+        except LinAlgError as error:
             failed = error
         else:
             single = isinstance(found, Tensor)

@@ -177,7 +177,7 @@ class MergedResults:
             for key in mine:
                 after = self.extensions[key[0]].rows[-1].after
                 assert after is not None
-                with doing("eigenvectors", sizes[key]), naming(lambda name=key[1]: name):
+                with doing("eigenvectors", sizes[key]), naming(key[1]):
                     # in the layout that a file has: products are rounded as it is
                     made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
             return made

@@ -175,7 +175,7 @@ def settled(clipping: Clipping, graph: Graph, is_plain: bool, training: Groups |
                 "make it real, as w = nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(w) in "
                 "the forward pass",
             )
-    recorded = _recorded_reduction(graph)
+    recorded = _recorded_reduction(graph, clipping.reduction)
     own: float | Tensor = graph.samples if _reduction(clipping, recorded) == "mean" else 1
     if training is not None:
         # a mean of the caller's own keeps its scale: it is one over probes, too
@@ -238,11 +238,25 @@ def _named(module: torch.nn.Module, per: Per) -> list[tuple[str, Any]]:
     return [*module.named_modules()] if per == "module" else [*module.named_parameters()]
 
 
-def _recorded_reduction(graph: Graph) -> Reduction | None:
-    """What the loss is of the losses of its samples, if all of its loss functions say the same."""
-    calls = [loss.call for loss in graph.losses]
-    known = [None if call.released else reduction_and_divisor(call) for call in calls]
-    found = {None if each is None else each[0] for each in known}
+def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | None:
+    """What the loss is of the losses of its samples, if all of its loss functions say the same.
+
+    Raises:
+        BadInput: If one of them says something else than what was given.
+    """
+    found = set()
+    for call in [loss.call for loss in graph.losses]:
+        known = None if call.released else reduction_and_divisor(call)
+        found.add(None if known is None else known[0])
+        if given is not None and known is not None and known[0] != given:
+            by_hand, scale = ("divided", "1 / N") if known[0] == "sum" else ("multiplied", "N")
+            raise BadInput(
+                ASKED,
+                f"reduction={given!r}, and the loss {getattr(call.function, '__name__', call.function)}",
+                f"it was called with reduction={known[0]!r}: norms would be those of another loss",
+                f"leave reduction out; where the loss is {by_hand} by its N samples by hand, give "
+                f"loss_scale={scale}; losses of both kinds in one pass need one reduction",
+            )
     if graph.open or graph.without_loss or len(found) != 1 or None in found:
         return None
     return "mean" if "mean" in found else "sum"

@@ -119,7 +119,7 @@ def preconditioner_of(
         )
     inverses = {}
     for parameter, shape in shapes.items():
-        with naming(lambda parameter=parameter: parameter):
+        with naming(parameter):
             block = blocks[parameter]
             inverses[parameter] = _inverse(asked, name, parameter, block, shape, float(damping), factored)
     lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]

@@ -479,3 +479,56 @@ def test_passes_that_are_refused_leave_nothing() -> None:
         packprop.clipped_gradients(max_norm=1.0),
     ):
         pass
+
+
+def both_kinds(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f, y) + F.mse_loss(f, torch.zeros_like(f), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "said", "name"),
+    [
+        (F.cross_entropy, "sum", "cross_entropy"),
+        (lambda f, y: F.cross_entropy(f, y, reduction="sum"), "mean", "cross_entropy"),
+        (lambda f, y: 2 * F.cross_entropy(f, y), "sum", "cross_entropy"),
+        (lambda f, y: F.cross_entropy(f, y) / 4, "sum", "cross_entropy"),
+        (lambda f, y: F.cross_entropy(f, y, reduction="sum") / len(y), "mean", "cross_entropy"),
+        (both_kinds, "mean", "mse_loss"),
+        (both_kinds, "sum", "cross_entropy"),
+    ],
+)
+def test_a_reduction_that_a_known_loss_contradicts(loss: Any, said: Any, name: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = packprop.extend(nn.Linear(3, 2)), torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
+    other = "mean" if said == "sum" else "sum"
+    with packprop.record():
+        value = loss(model(x), y)
+    words = f"reduction='{said}', and the loss {name}(.|\n)*was called with reduction='{other}'"
+    with pytest.raises(BadInput, match=words), packprop.clipped_gradients(max_norm=1.0, reduction=said):
+        value.backward()
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [
+        (F.cross_entropy, 1.0),
+        (lambda f, y: F.cross_entropy(f, y) / 4, 1 / 4),
+        (lambda f, y: 6 * F.cross_entropy(f, y), 6.0),
+        (lambda f, y: F.cross_entropy(f, y, reduction="sum"), 1.0),
+        (lambda f, y: F.cross_entropy(f, y, reduction="sum") / 6, 1 / 6),
+    ],
+)
+def test_the_advice_on_a_contradicted_reduction(loss: Any, scale: float) -> None:
+    """Without ``reduction``, and with the factor put on by hand, norms are those of samples' losses."""
+    torch.manual_seed(0)
+    model, x, y = packprop.extend(nn.Linear(3, 2)), torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
+    expected = []
+    for one, target in zip(x.split(1), y.split(1), strict=True):
+        gradients = torch.autograd.grad(F.cross_entropy(model(one), target), [*model.parameters()])
+        expected.append(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+    with packprop.record():
+        value = loss(model(x), y)
+    with packprop.clipped_gradients(max_norm=1.0, loss_scale=scale) as clipped:
+        value.backward()
+    torch.testing.assert_close(clipped.norms, torch.stack(expected))

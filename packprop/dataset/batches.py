@@ -164,6 +164,11 @@ class Batches:
         """Whether there is a loader that keeps its position itself."""
         return isinstance(self.source, Given) and self.source.has_state
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether a reading goes on at its place, so that what was read before is not seen again."""
+        return self.has_state or isinstance(self.source, Samples)
+
     def loader_state(self) -> Any:
         """The position that the loader says it has; before its first batch that may be an old one."""
         if not self.has_state or not self.count or self.ended:

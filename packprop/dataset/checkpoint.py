@@ -22,7 +22,7 @@ from packprop.errors import BadInput, PackpropError, PackpropWarning
 
 ASKED = "compute(..., checkpoint=...) was called."
 
-FORMAT = {"what": "a packprop checkpoint of a data set", "format": 1}
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 2}
 """The first facts of each checkpoint."""
 
 SHARE = 50

@@ -17,7 +17,7 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.identity import Identity, difference, identity_of
+from packprop.dataset.identity import OF_RANK, Identity, difference, identity_of, warn_of_untold
 from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
@@ -131,15 +131,18 @@ def compute(
         def identified() -> Identity | None:
             if checkpoint is None and group.world == 1:
                 return None
-            options = {"data": batches.source.facts(), "memory": memory, "stored": store is not None}
+            options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
-            return identity_of(model, loss, chosen, **options)
+            return identity_of(model, loss, chosen, batches.source, **options)
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
             if checkpoint is None or identity is None or group.rank:
                 return None, None, []
             kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
-            return kept, *(kept.load() or (None, []))
+            found = kept.load()
+            if found is not None:
+                warn_of_untold(identity, data=found[0]["complete"] or batches.is_placed)
+            return kept, *(found or (None, []))
 
         def stream_of() -> BatchStream:
             stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
@@ -261,7 +264,7 @@ def _require_same(identities: Sequence[Identity | None]) -> None:
     for rank, identity in enumerate(identities):
         if identity is None or identities[0] is None:
             continue
-        found = difference(identities[0], identity)
+        found = difference(identities[0], identity, but=OF_RANK)
         if found is not None:
             raise BadInput(
                 ASKED,

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from packprop.dataset.identity import spot_check
+from packprop.dataset.data_facts import data_set_facts, loader_facts
+from packprop.dataset.describing import Describer
+from packprop.dataset.digests import spot_check
 from packprop.tensors.nesting import tensors_in
 
 
@@ -75,6 +77,10 @@ class Samples:
         spots = None if self.tensors is None else spot_check(self.tensors)
         return {"samples": len(self.data), "samples in a batch": self.size, "some values": spots}
 
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """What reads the samples, and some of them; nothing where the tensors are known."""
+        return {} if self.tensors is not None else data_set_facts(self.data, describer)
+
     def __len__(self) -> int:
         return -(-len(self.data) // self.size)
 
@@ -110,6 +116,10 @@ class Given:
     def facts(self) -> dict[str, Any]:
         """What tells these data from others, without reading them."""
         return {"batches": "of a loader with a state" if self.has_state else "as they are given"}
+
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """What yields the batches, and some of them where they can be seen without reading."""
+        return loader_facts(self.data, describer)
 
     def __len__(self) -> int:
         return len(self.data) if isinstance(self.data, Sized) else 0

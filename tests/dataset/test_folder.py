@@ -18,7 +18,9 @@ from packprop.algebra.monoid import SUM
 from packprop.algebra.statistics import summed_grad
 from packprop.dataset import folder as files
 from packprop.dataset.folder import Damaged, Folder
-from packprop.dataset.identity import digest, identity_of
+from packprop.dataset.digests import digest
+from packprop.dataset.identity import identity_of
+from packprop.dataset.sources import Given
 from packprop.types import GRADIENT, Extension, Row
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
@@ -111,7 +113,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda facts: facts.update(format=2), "in format 2, not in format 1"),
+        (lambda facts: facts.update(format=1), "in format 1, not in format 2"),
         (lambda facts: facts.update(what="a store"), "it is 'a store'"),
         (lambda facts: facts["identity"].update({"version of torch": "1.0"}), "version of torch: 1.0 there"),
         (lambda facts: facts["identity"].update({"version of packprop": "9"}), "version of packprop: 9 there"),
@@ -286,7 +288,7 @@ def test_options_of_one_extension_are_told_apart() -> None:
     model, _ = small_one()
 
     def facts(*asked: Extension) -> Any:
-        return identity_of(model, nn.CrossEntropyLoss(), asked)["extensions"]
+        return identity_of(model, nn.CrossEntropyLoss(), asked, Given([]))["extensions"]
 
     assert facts(extensions.KFAC()) == facts(extensions.KFAC(mc_samples=1))
     assert facts(extensions.KFAC()) != facts(extensions.KFAC(approximation="expand"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from packprop.dataset.batches import Batches, explanation
-from packprop.dataset.identity import spot_check
+from packprop.dataset.digests import spot_check
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput
 from packprop.reports.profile.said import said_of

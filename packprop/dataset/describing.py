@@ -1,0 +1,299 @@
+"""Descriptions of values, as JSON has them, that two processes can compare: what is equal has an equal one.
+
+Rules, in this order: plain values stand for themselves; tensors are known by digests; containers by their
+entries; functions by their code and what it refers to; installed classes by their names; classes of the user by
+the code that is called; objects by their class and their attributes. What has no attributes is not known, and is
+noted in ``untold``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import logging
+import math
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from packprop.dataset.code import ALL_NAMES, Code, code_of, own_classes, package_at, package_of, short_digest
+from packprop.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
+from packprop.recording.axes import AXIS
+from packprop.tensors.sharding import class_before_sharding
+
+CALLED = (
+    *("__call__", "__getitem__", "__getitems__", "__iter__", "__len__", "__next__", "__torch_function__"),
+    *("forward", "backward", "setup_context", "jvp", "vjp", "vmap", "rows", "finish"),
+)
+"""What Python, PyTorch and packprop call of an object."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of modules that hold functions which run with them."""
+
+MOST = 5000
+"""Values that are looked at in one description."""
+
+OF_MODULE = {*vars(nn.Module()), "training"}
+"""Attributes that every module has."""
+
+PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, complex, type(...))
+CONTAINERS = (list, dict, set, deque)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()))
+
+
+class Describer:
+    """Describes values, each object once.
+
+    Attributes:
+        untold: Where values are that cannot be described.
+        draws: Whether generators of random numbers, or iterators, were met.
+        versions: Versions of the packages whose classes and functions were met.
+    """
+
+    def __init__(self) -> None:
+        self.untold: list[str] = []
+        self.draws = False
+        self.versions: dict[str, str] = {}
+        self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        self._digests: dict[int, tuple[str, Tensor]] = {}
+        self._left = MOST
+
+    def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
+        """The description of a value.
+
+        Args:
+            value: Anything.
+            where: What it is called in messages.
+            read: Attributes that are looked at, if the value has such; by default all that count.
+        """
+        if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
+            return value if not isinstance(value, str) or len(value) < 500 else short_digest(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else repr(value)
+        if isinstance(value, (bytes, bytearray)):
+            return bytes_digest(bytes(value))
+        if isinstance(value, (enum.Enum, PurePath, *PLAIN)):
+            return str(value)
+        if isinstance(value, WITHOUT_VALUES):
+            return type(value).__name__
+        if isinstance(value, ModuleType):
+            return self._scope(value, where, read or set())
+        self._left -= 1
+        if self._left < 0:
+            self._cannot_tell(where)
+            return self._name(type(value))
+        if isinstance(value, GENERATORS):
+            self.draws = True
+            return "a generator"
+        if isinstance(value, Tensor):
+            whole = value.numel() * value.element_size() <= PIECE
+            return f"{kind_of(value)} {self.digest(value) if whole else spot_check([value])}"
+        if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__array_interface__"):
+            return self._array(np.asarray(value), where)
+        if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+            return self._entries(value, where)
+        return self._once(value, where, read)
+
+    def digest(self, tensor: Tensor) -> str:
+        """The digest of a tensor, which is made once."""
+        if id(tensor) not in self._digests:
+            self._digests[id(tensor)] = digest(tensor), tensor
+        return self._digests[id(tensor)][0]
+
+    def _once(self, value: Any, where: str, read: set[str] | None) -> Any:
+        """The description of a function, a class or an object; where it is met again, a word."""
+        key = id(value), *sorted((read or set()) & {name for name, _ in _attributes_of(value)})
+        if key in self._met and not isinstance(value, MethodType):
+            return f"the same as {self._met[key][0]}"
+        self._met[key] = where, value  # which is kept, so that nothing else can have its identity
+        if isinstance(value, functools.partial):
+            facts = {"partial": value.func, "arguments": value.args, "keywords": value.keywords}
+            return {name: self.of(fact, where) for name, fact in facts.items()}
+        if isinstance(value, MethodType):
+            return self._method(value, where)
+        if isinstance(value, FunctionType):
+            return self._function(value, where) if package_of(value) is None else self._name(value)
+        if isinstance(value, type):
+            own = [] if package_of(value) else [name for each in own_classes(value) for name in vars(each)]
+            return self._class(value, [name for name in own if _is_code(value, name)], where)[0]
+        if isinstance(value, nn.Module):
+            return self._whole_module(value, where)
+        return self._object(value, where, read)
+
+    def _name(self, thing: Any) -> str:
+        """What a class or a function is called; of installed ones the package, too, whose version is noted."""
+        package = package_of(thing)
+        short = getattr(thing, "__name__", type(thing).__name__)
+        if package is None:
+            return str(short)
+        version = getattr(sys.modules.get(package), "__version__", None)
+        if isinstance(version, str) and package not in ("torch", "packprop"):
+            self.versions[package] = version
+        return f"{getattr(thing, '__module__', package)}.{getattr(thing, '__qualname__', short)}"
+
+    def _cannot_tell(self, where: str) -> None:
+        if where not in self.untold:
+            self.untold.append(where)
+
+    def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
+        if array.dtype.hasobject:
+            return self.of([*array.flat[:: max(1, array.size // SPOTS)]], where)
+        step = 1 if array.nbytes <= PIECE else max(1, array.size // SPOTS)
+        return f"{list(array.shape)} {array.dtype} {bytes_digest(array.flat[::step].tobytes())}"
+
+    def _entries(self, value: Any, where: str) -> Any:
+        """Entries of a container; of a long one some, in one digest."""
+        if isinstance(value, Mapping) and len(value) <= SPOTS:
+            return {str(self.of(key, where)): self.of(item, where) for key, item in value.items()}
+        entries = [*value.items()] if isinstance(value, Mapping) else [*value]
+        if isinstance(value, (set, frozenset)):
+            return sorted((self.of(each, where) for each in entries), key=json.dumps)
+        if len(entries) <= SPOTS:
+            return [self.of(each, where) for each in entries]
+        inside = Describer()
+        some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
+        self.draws |= inside.draws
+        return f"{len(entries)} entries {short_digest(json.dumps(some, sort_keys=True))}"
+
+    def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
+        """What a function does: its code, its defaults, and what it takes from around it."""
+        code = code_of(function.__code__)
+        around = dict(_cells(function)) | {
+            name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
+        }
+        around = {name: each for name, each in around.items() if _is_option(name, each, code)}
+        return {
+            "function": function.__name__,
+            "code": code.digest,
+            "defaults": self.of([function.__defaults__, function.__kwdefaults__], where),
+            "names": {name: self.of(each, name, code.read) for name, each in around.items()},
+        }
+
+    def _method(self, method: MethodType, where: str) -> Any:
+        owner, name = method.__self__, method.__func__.__name__
+        if isinstance(owner, (type, nn.Module)):
+            return {"method": self.of(method.__func__, where), "of": self.of(owner, where)}
+        return {"method": name, "of": self._object(owner, where, None, [name])}
+
+    def _scope(self, module: ModuleType, where: str, read: set[str]) -> Any:
+        """What code takes from a Python module that it knows by name."""
+        if package_at(module.__name__) is not None:
+            return module.__name__
+        return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
+
+    def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[Any, Code]:
+        """The code of a class, as far as it is the user's own and is called; and what that refers to."""
+        found, methods = Code(), {}
+        names = dict.fromkeys(called)
+        todo = [*names]
+        for name in todo:  # grows
+            for each in own_classes(kind):
+                if name not in vars(each):
+                    continue
+                member = vars(each)[name]
+                for part in _functions(member):
+                    code = code_of(part.__code__)
+                    found.take_in(code)
+                    todo += sorted(code.read - names.keys())
+                    names |= dict.fromkeys(code.read)
+                methods[f"{each.__name__}.{name}"] = self._member(member, where)
+        described = {"class": self._name(kind)}
+        return ({**described, "methods": methods} if methods else described), found
+
+    def _member(self, member: Any, where: str) -> Any:
+        parts = [*_functions(member)]
+        return [self._function(part, where) for part in parts] if parts else self.of(member, where)
+
+    def module(self, module: nn.Module, where: str) -> dict[str, Any]:
+        """The class and the options of a module, without its tensors and the modules inside it."""
+        self._left = MOST
+        kind = class_before_sharding(module)
+        described, code = self._class(kind, CALLED, where)
+        attributes = {name: each for name, each in vars(module).items() if name not in OF_MODULE}
+        known = {AXIS, *(code.read if package_of(kind) is None else ())}
+        attributes = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
+        described |= self._attributes(attributes, code, where)
+        hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
+        hooks = [each for each in hooks if package_of(getattr(each, "func", each)) is None]
+        return described | ({"hooks": self.of(hooks, f"hooks of {where}")} if hooks else {})
+
+    def _whole_module(self, module: nn.Module, where: str) -> dict[str, Any]:
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        children = dict(module.named_modules())
+        return {
+            **self.module(children.pop(""), where),
+            **{name: self.module(each, f"{where}.{name}") for name, each in children.items()},
+            **{name: f"{kind_of(tensor)} {self.digest(tensor)}" for name, tensor in tensors.items()},
+        }
+
+    def _object(self, value: Any, where: str, read: set[str] | None, called: Iterable[str] = CALLED) -> Any:
+        """The class of an object, and its attributes: those that code of the user reads, or public ones."""
+        kind = type(value)
+        if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
+            return self._name(value)
+        self.draws = self.draws or isinstance(value, Iterator)
+        attributes = dict(_attributes_of(value))
+        described, code = self._class(kind, (*called, *(read or ())), where)
+        own, known = package_of(kind) is None, code.read | (read or set())
+        if not own or known.isdisjoint(attributes) or ALL_NAMES & (code.read | code.scope):
+            known |= {name for name in attributes if name[0] != "_"}
+        counted = {name: each for name, each in attributes.items() if name in known}
+        has_none = not attributes and not hasattr(value, "__dict__") and kind is not object
+        if has_none or (not own and attributes and not counted):
+            self._cannot_tell(where)
+        return described | self._attributes(counted, code, where)
+
+    def _attributes(self, attributes: Mapping[str, Any], code: Code, where: str) -> dict[str, Any]:
+        """Descriptions of attributes, but for those that the code writes itself: these are no options."""
+        return {
+            name: self.of(each, f"{name} of {where}")
+            for name, each in attributes.items()
+            if _is_option(name, each, code)
+        }
+
+
+def _is_option(name: str, value: Any, code: Code) -> bool:
+    """Whether code leaves as it is what it knows by a name; names with two underscores are Python's own."""
+    filled = name in code.filled and isinstance(value, CONTAINERS)
+    return name not in code.written and not filled and not name.startswith("__")
+
+
+def _is_code(kind: type, name: str) -> bool:
+    return any(name in vars(each) and next(_functions(vars(each)[name]), None) for each in own_classes(kind))
+
+
+def _functions(member: Any) -> Iterator[FunctionType]:
+    """The functions of the user that an entry of a class is made of."""
+    for part in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))):
+        if isinstance(part, FunctionType) and package_of(part) is None:
+            yield part
+
+
+def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function takes from the one around it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            yield name, None
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes that an object holds itself, also in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for each in type(value).__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

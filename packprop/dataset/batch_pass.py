@@ -35,6 +35,7 @@ from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.recording.switch import record
 from packprop.tensors.calling import LossFunction, outputs_and_loss
+from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import abandon_forward, coming_to_units, reshard
 from packprop.tensors.traced import is_traced
 from packprop.types import Extension
@@ -92,7 +93,7 @@ class BatchPass:
     sharded: Ranks | None = None
 
     def __post_init__(self) -> None:
-        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in named_parameters(self.model)}
 
     @property
     def modules(self) -> list[nn.Module]:

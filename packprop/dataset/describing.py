@@ -1,9 +1,8 @@
 """Descriptions of values, as JSON has them, that two processes can compare: what is equal has an equal one.
 
-Rules, in this order: plain values stand for themselves; tensors are known by digests; containers by their
-entries; functions by their code and what it refers to; installed classes by their names; classes of the user by
-the code that is called; objects by their class and their attributes. What has no attributes is not known, and is
-noted in ``untold``.
+Plain values stand for themselves; tensors are known by digests, containers by their entries, functions by
+their code and what it refers to, what is installed by its name, classes of the user by the code that is called,
+objects by their class and their attributes. What has no attributes is not known, and is noted in ``untold``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from packprop.dataset.code import ALL_NAMES, Code, code_of, own_classes, package_at, package_of, short_digest
 from packprop.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
 from packprop.recording.axes import AXIS
+from packprop.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.tensors.sharding import class_before_sharding
 
 CALLED = (
@@ -40,8 +40,8 @@ CALLED = (
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of modules that hold functions which run with them."""
 
-MOST = 5000
-"""Values that are looked at in one description."""
+MOST, DEEPEST = 5000, 40
+"""Values that are looked at in one description, and how deep they may lie inside each other."""
 
 OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""
@@ -66,8 +66,9 @@ class Describer:
         self.draws = False
         self.versions: dict[str, str] = {}
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
+        self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
         self._digests: dict[int, tuple[str, Tensor]] = {}
-        self._left = MOST
+        self._left, self._depth = MOST, 0
 
     def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
         """The description of a value.
@@ -90,18 +91,28 @@ class Describer:
         if isinstance(value, ModuleType):
             return self._scope(value, where, read or set())
         self._left -= 1
-        if self._left < 0:
+        if self._left < 0 or self._depth > DEEPEST:
             self._cannot_tell(where)
             return self._name(type(value))
+        self._depth += 1
+        try:
+            return self._of_many(value, where, read)
+        finally:
+            self._depth -= 1
+
+    def _of_many(self, value: Any, where: str, read: set[str] | None) -> Any:
+        """The description of what has parts."""
         if isinstance(value, GENERATORS):
             self.draws = True
             return "a generator"
         if isinstance(value, Tensor):
             whole = value.numel() * value.element_size() <= PIECE
             return f"{kind_of(value)} {self.digest(value) if whole else spot_check([value])}"
-        if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__array_interface__"):
+        if not isinstance(value, type) and hasattr(value, "__array_interface__"):
             return self._array(np.asarray(value), where)
-        if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        if isinstance(
+            value, (*CONTAINERS, tuple, frozenset, MappingProxyType)
+        ):  # no lazy ones: they read files
             return self._entries(value, where)
         return self._once(value, where, read)
 
@@ -140,7 +151,7 @@ class Describer:
         version = getattr(sys.modules.get(package), "__version__", None)
         if isinstance(version, str) and package not in ("torch", "packprop"):
             self.versions[package] = version
-        return f"{getattr(thing, '__module__', package)}.{getattr(thing, '__qualname__', short)}"
+        return f"{getattr(thing, '__module__', None) or package}.{getattr(thing, '__qualname__', short)}"
 
     def _cannot_tell(self, where: str) -> None:
         if where not in self.untold:
@@ -192,10 +203,13 @@ class Describer:
             return module.__name__
         return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
 
-    def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[Any, Code]:
+    def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
         """The code of a class, as far as it is the user's own and is called; and what that refers to."""
-        found, methods = Code(), {}
         names = dict.fromkeys(called)
+        key = kind, *names
+        if key in self._classes:
+            return self._classes[key]
+        found, methods = Code(), {}
         todo = [*names]
         for name in todo:  # grows
             for each in own_classes(kind):
@@ -208,8 +222,8 @@ class Describer:
                     todo += sorted(code.read - names.keys())
                     names |= dict.fromkeys(code.read)
                 methods[f"{each.__name__}.{name}"] = self._member(member, where)
-        described = {"class": self._name(kind)}
-        return ({**described, "methods": methods} if methods else described), found
+        described = {"class": self._name(kind), **({"methods": methods} if methods else {})}
+        return self._classes.setdefault(key, (described, found))
 
     def _member(self, member: Any, where: str) -> Any:
         parts = [*_functions(member)]
@@ -223,14 +237,14 @@ class Describer:
         attributes = {name: each for name, each in vars(module).items() if name not in OF_MODULE}
         known = {AXIS, *(code.read if package_of(kind) is None else ())}
         attributes = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
-        described |= self._attributes(attributes, code, where)
+        described = described | self._attributes(attributes, code, where)
         hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
         hooks = [each for each in hooks if package_of(getattr(each, "func", each)) is None]
         return described | ({"hooks": self.of(hooks, f"hooks of {where}")} if hooks else {})
 
     def _whole_module(self, module: nn.Module, where: str) -> dict[str, Any]:
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        children = dict(module.named_modules())
+        tensors = {**dict(named_parameters(module)), **dict(named_buffers(module))}
+        children = dict(named_modules(module))
         return {
             **self.module(children.pop(""), where),
             **{name: self.module(each, f"{where}.{name}") for name, each in children.items()},
@@ -257,7 +271,7 @@ class Describer:
     def _attributes(self, attributes: Mapping[str, Any], code: Code, where: str) -> dict[str, Any]:
         """Descriptions of attributes, but for those that the code writes itself: these are no options."""
         return {
-            name: self.of(each, f"{name} of {where}")
+            name: self.of(each, f"{name} of {where}" if len(where) < 60 else where)
             for name, each in attributes.items()
             if _is_option(name, each, code)
         }
@@ -275,7 +289,10 @@ def _is_code(kind: type, name: str) -> bool:
 
 def _functions(member: Any) -> Iterator[FunctionType]:
     """The functions of the user that an entry of a class is made of."""
-    for part in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__"))):
+    for part in (
+        member,
+        *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__")),
+    ):
         if isinstance(part, FunctionType) and package_of(part) is None:
             yield part
 

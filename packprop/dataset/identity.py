@@ -15,6 +15,7 @@ from packprop.dataset.describing import Describer
 from packprop.dataset.digests import kind_of
 from packprop.dataset.sources import Source
 from packprop.errors import PackpropWarning
+from packprop.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.types import Extension
 
 Identity = dict[str, Any]
@@ -54,11 +55,11 @@ def identity_of(
         source: The data: how many there are, some of them, and what reads them.
         options: Facts that have a form in JSON.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
     describer, of_data = Describer(), Describer()
     modules = {
         name: describer.module(module, repr(name) if name else "the model")
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
     }
     facts: Identity = {
         "version of Python": ".".join(platform.python_version_tuple()[:2]),  # code is another one in each
@@ -68,7 +69,7 @@ def identity_of(
         "model": {
             "class": modules[""]["class"],
             "tensors": {name: kind_of(tensor) for name, tensor in tensors.items()},
-            "in training mode": [name for name, module in model.named_modules() if module.training],
+            "in training mode": [name for name, module in named_modules(model) if module.training],
         },
         "modules": {name or "the model": facts for name, facts in modules.items()},
         "values of the model's parameters and buffers": {
@@ -111,8 +112,8 @@ def warn_of_untold(identity: Identity, data: bool) -> None:
     if untold:
         more = f" and {len(untold) - 3} more" if len(untold) > 3 else ""
         warnings.warn(
-            f"packprop cannot tell whether these have changed since the run began: {', '.join(untold[:3])}{more}."
-            " The run goes on.",
+            "packprop cannot tell whether these have changed since the run began: "
+            f"{', '.join(untold[:3])}{more}. The run goes on.",
             PackpropWarning,
             stacklevel=3,
         )

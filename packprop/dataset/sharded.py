@@ -6,6 +6,7 @@ from torch import nn
 
 from packprop.dataset.ranks import Ranks
 from packprop.errors import BadInput
+from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import has_sharded_units, is_distributed, placed_where, reshard
 
 WHOLE = "whole, or not there"
@@ -55,7 +56,7 @@ def require_same_shards(asked: str, model: nn.Module, ranks: Ranks) -> None:
     Raises:
         BadInput: On every rank, with the first difference.
     """
-    first, *others = ranks.each({name: _divided_how(each) for name, each in model.named_parameters()})
+    first, *others = ranks.each({name: _divided_how(each) for name, each in named_parameters(model)})
     for rank, other in enumerate(others, 1):
         for name in dict.fromkeys([*first, *other]):
             here, there = first.get(name, WHOLE), other.get(name, WHOLE)
@@ -92,4 +93,4 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
 
 def _divided(model: nn.Module) -> str | None:
     """The name of the first parameter of which this process holds a part."""
-    return next((name for name, each in model.named_parameters() if is_distributed(each)), None)
+    return next((name for name, each in named_parameters(model) if is_distributed(each)), None)

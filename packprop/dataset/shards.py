@@ -22,6 +22,7 @@ from packprop.dataset.ranks import Ranks
 from packprop.dataset.shard_files import has_saved_shards, read_back
 from packprop.dataset.state import Key, MergedResults
 from packprop.dataset.sums import begun, merged_with
+from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import is_distributed, part_like, replicated_like, whole_from
 
 
@@ -95,7 +96,7 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
     """Where results of a model are merged."""
     if not sharded:
         return MergedResults(extensions)
-    shards = {name: each.detach() for name, each in model.named_parameters() if is_distributed(each)}
+    shards = {name: each.detach() for name, each in named_parameters(model) if is_distributed(each)}
     return ShardedResults(extensions, shards=shards)
 
 

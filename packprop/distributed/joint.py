@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packprop.algebra.monoid import SINGLE, lift, nothing_like, rescale
 from packprop.distributed.arriving import RefusedElsewhere
@@ -28,6 +28,7 @@ from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
 from packprop.recording.marks import EXTENDED
+from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import named_wholes
 from packprop.types import Extension
 
@@ -198,8 +199,7 @@ def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the modules that were called, else of all that are extended, by a name for all ranks."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
-        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        for name, parameter in (*named_wholes(inner), *inner.named_parameters()):
+        for name, parameter in (*named_wholes(module), *named_parameters(module)):
             if name not in seen:
                 seen.add(name)
                 yield name, parameter
@@ -209,7 +209,7 @@ def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int,
     """A name for each leaf: that of the parameter; others are numbered in the order in which they are met."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for module in list(EXTENDED):
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(module):
             names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
     found: dict[int, str] = {}
     times: Counter[str] = Counter()

@@ -25,6 +25,7 @@ from packprop.engine.loss_terms import reduction_and_divisor
 from packprop.engine.probes import Groups, require_no_other_pass
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
+from packprop.tensors.names import named_modules, named_parameters
 
 Per = Literal["all", "module", "parameter"]
 """What shares a bound: all parameters, those of a module, or nothing."""
@@ -235,7 +236,7 @@ def _groups(clipping: Clipping, graph: Graph) -> list[Group]:
 
 
 def _named(module: torch.nn.Module, per: Per) -> list[tuple[str, Any]]:
-    return [*module.named_modules()] if per == "module" else [*module.named_parameters()]
+    return [*named_modules(module)] if per == "module" else [*named_parameters(module)]
 
 
 def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | None:

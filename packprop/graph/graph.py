@@ -18,6 +18,7 @@ from packprop.graph.site import Site
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
+from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import ShardedUnit, named_wholes, sharded_units
 
 WHOLE = Layout(None, 1)
@@ -280,7 +281,7 @@ class Graph:
     def name(self, leaf: Tensor) -> str:
         """The parameter's name in the module that was called."""
         for module in [*self.modules, *EXTENDED]:
-            for name, parameter in (*module.named_parameters(), *named_wholes(module)):
+            for name, parameter in (*named_parameters(module), *named_wholes(module)):
                 if parameter is leaf:
                     return name
         return f"a tensor of shape {list(leaf.shape)}"
@@ -294,7 +295,7 @@ class Graph:
         known = {
             id(parameter): name
             for module in reversed(self.modules)
-            for name, parameter in module.named_parameters()
+            for name, parameter in named_parameters(module)
         }
         names = {id(leaf): known.get(id(leaf)) or self.name(leaf) for leaf in self.leaves()}
         for name in names.values():

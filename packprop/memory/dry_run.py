@@ -36,6 +36,7 @@ from packprop.memory.peaks import Peak, PeakRecorder
 from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shapes
 from packprop.memory.step import PlannedStep, copy_without_data
 from packprop.tensors.dry import TensorSpec, dry_run
+from packprop.tensors.names import named_parameters
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in
 from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.repeated import counting_repeated
@@ -97,7 +98,7 @@ class DryRun:
                 again.append(locating)
             parts += [part.beside("results", kept) for part in again]
         peak = max(parts, key=lambda part: part.size)
-        order = [name for name, _ in model.named_parameters() if name in self._lines]
+        order = [name for name, _ in named_parameters(model) if name in self._lines]
         return Plan(
             peak.size,
             budget,

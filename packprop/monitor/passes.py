@@ -22,6 +22,7 @@ from packprop.graph.graph import Graph
 from packprop.recording.marks import RecordedUse
 from packprop.recording.switch import disable
 from packprop.reports.profile.quantities import SampleGGNTrace
+from packprop.tensors.names import named_parameters
 from packprop.types import GRADIENT, Extension, Row
 
 
@@ -110,7 +111,7 @@ class MonitoredPass(Backpack):
         # meant when they are taken off
         self._scale, self._loss_scale = self._loss_scale, None
         self._parameters = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+            name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad
         }
         self._reached: list[Any] = []
         self._uses: weakref.WeakSet[RecordedUse] = weakref.WeakSet()

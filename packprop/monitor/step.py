@@ -16,6 +16,7 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.monitor.measurements import StepValues, measured
 from packprop.monitor.passes import MonitoredPass
 from packprop.recording.switch import extended, record
+from packprop.tensors.names import named_parameters
 
 NOTHING_SEEN = (
     "A step was to be monitored, but no backward pass through the model was seen inside `with monitor.step():` "
@@ -122,7 +123,7 @@ class MonitoredStep(Step):
         self._done(self, measured(passes, self._pass.gradients, updates))
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        return [(name, p) for name, p in named_parameters(self._model) if p.requires_grad]
 
     def _updated(self) -> dict[str, tuple[float, float]]:
         """Squared norms of each parameter's update and of itself; nothing if none has changed."""

@@ -23,6 +23,7 @@ from packprop.memory.planning import chunk_sizes_over_data
 from packprop.queries.preconditioning import Preconditioner
 from packprop.store.reading import StoredArray
 from packprop.tensors.calling import LossFunction
+from packprop.tensors.names import named_parameters
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.precision import accumulation_dtype
 from packprop.types import GRADIENT, Extension, Row
@@ -60,8 +61,8 @@ class QueryGradients:
         device: torch.device | str,
     ) -> None:
         self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
-        self._shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
+        self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
         options = arrays[""].header.projection if "" in arrays else None
         self._projection = None if options is None else Projection(**options)
         self._extension: Extension = BatchGrad()

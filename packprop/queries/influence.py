@@ -27,6 +27,7 @@ from packprop.recording.switch import extended
 from packprop.store.reading import BITE, Store
 from packprop.store.search import Found, bytes_of_a_row, require_number
 from packprop.tensors.calling import LossFunction
+from packprop.tensors.names import named_parameters
 
 ASKED = "influence(...) was called."
 
@@ -232,7 +233,7 @@ def _preconditioner(
     name, blocks = _blocks(found)
     shapes = {
         each: p.shape
-        for each, p in model.named_parameters()
+        for each, p in named_parameters(model)
         if p.requires_grad and (names is None or each in names)
     }
     return preconditioner_of(ASKED, name, blocks, damping, factored, shapes)

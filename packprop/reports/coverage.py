@@ -25,6 +25,7 @@ from packprop.recording.unchanged import unchanged
 from packprop.reports.coverage_families import families_of
 from packprop.reports.coverage_values import Consumption, Coverage, ParameterCoverage
 from packprop.tensors.calling import call
+from packprop.tensors.names import named_modules, named_parameters
 from packprop.tensors.nesting import tensors_in
 from packprop.tensors.sharding import class_before_sharding
 from packprop.types import EXACT
@@ -106,7 +107,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
     factors = {} if accepted is None else _factors(accepted)
     routes = {} if accepted is None else _hessian_routes(accepted)
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters = {
         name: ParameterCoverage(
@@ -121,7 +122,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
             routes.get(id(parameter), ""),
             efforts.get(id(parameter), ()),
         )
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     }
     mixers = tuple(dict.fromkeys(mixer.name for mixer in _marks(values, MIXES)))
     samples = 0 if accepted is None else accepted.samples
@@ -231,5 +232,5 @@ def _route(graph: Graph, routes: Routes, leaf: Tensor) -> str:
 def _layer(model: nn.Module, name: str) -> str:
     """Class of the layer that owns a parameter, before it was sharded or parametrised."""
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
-    kind = class_before_sharding(model.get_submodule(path))
+    kind = class_before_sharding(dict(named_modules(model))[path])
     return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__

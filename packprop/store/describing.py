@@ -14,6 +14,7 @@ from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.extensions.projected import Projected
 from packprop.store.plain import name_of
+from packprop.tensors.names import named_parameters
 from packprop.types import Extension
 
 
@@ -41,7 +42,7 @@ def described_model(model: nn.Module) -> dict[str, Any]:
     """Names, shapes and precisions of all parameters, and which are trained."""
     return {
         name: [list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad]
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions.projected import Projected
 from packprop.store.folder import ShardHeader, described
+from packprop.tensors.names import named_parameters
 from packprop.types import Extension
 
 Key = tuple[str, str]
@@ -38,7 +39,7 @@ def taken_from(
                 "leave terms out, and give all batches one size",
             )
         missing = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             value = vars(parameter).get(extension.savefield)
             if value is not None:
                 put(taken, extension, name, value, terms**degree)

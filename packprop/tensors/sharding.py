@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.errors import PackpropError
+from packprop.tensors.names import named_parameters
 
 FSDP = "torch.distributed.fsdp"
 """The Python module of PyTorch that shards parameters."""
@@ -170,7 +171,7 @@ def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters by the names of their shards, where these are on one mesh."""
     pairs = [pair for state in _states([module]) for pair in _pairs_of(state) or ()]
     if pairs:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters(module)}
         for whole, shard in pairs:
             name = names.get(id(shard), names.get(id(whole)))
             if name is not None:

@@ -167,7 +167,9 @@ def test_a_data_set_is_not_read_again(tmp_path: Path) -> None:
 
     model, (x, y) = small(SAMPLES)
     data = Noting(x, y)
-    compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), batch_size=SIZE, checkpoint=tmp_path / "0")
+    compute(
+        model, nn.CrossEntropyLoss(), data, extensions.Variance(), batch_size=SIZE, checkpoint=tmp_path / "0"
+    )
     looked_at = len(read) - SAMPLES  # to tell the data from others
     assert looked_at == 8
     for fails in (True, False):

@@ -17,8 +17,8 @@ from packprop import BadInput, PackpropError, PackpropWarning, extensions
 from packprop.algebra.monoid import SUM
 from packprop.algebra.statistics import summed_grad
 from packprop.dataset import folder as files
-from packprop.dataset.folder import Damaged, Folder
 from packprop.dataset.digests import digest
+from packprop.dataset.folder import Damaged, Folder
 from packprop.dataset.identity import identity_of
 from packprop.dataset.sources import Given
 from packprop.types import GRADIENT, Extension, Row

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from packprop.dataset.result import Result
 from packprop.reports.profile.layers import ROOT, Layer, Spectrum, owner_of, spectrum_of
 from packprop.reports.profile.result import Profile
+from packprop.tensors.names import named_modules, named_parameters
 from packprop.tensors.sharding import class_before_sharding
 
 TOTAL = "(total)"
@@ -56,13 +57,13 @@ def assemble(
             tensors[f"sample_ggn_trace/{name}"] = trace
         return _measured(layer, reached, norms, traces)
 
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    layers = []
+    trainable = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    layers, modules = [], dict(named_modules(model))
     for owner in dict.fromkeys(owner_of(name) for name in trainable):
         owned = {name: p for name, p in trainable.items() if owner_of(name) == owner}
-        layers.append(row(owner or ROOT, class_before_sharding(model.get_submodule(owner)).__name__, owned))
+        layers.append(row(owner or ROOT, class_before_sharding(modules[owner]).__name__, owned))
     # the factors of single layers say nothing about the whole model
-    total = dataclasses.replace(row(TOTAL, class_before_sharding(model).__name__, trainable), factors={})
+    total = dataclasses.replace(row(TOTAL, class_before_sharding(modules[""]).__name__, trainable), factors={})
     return Profile(
         layers,
         total,

@@ -17,7 +17,7 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.identity import OF_RANK, Identity, difference, identity_of, warn_of_untold
+from packprop.dataset.identity import OF_RANK, RANKS, Identity, difference, identity_of, warn_of_untold
 from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
@@ -25,6 +25,7 @@ from packprop.dataset.run import Run
 from packprop.dataset.shard_files import require_one_folder
 from packprop.dataset.sharded import is_sharded_over, require_same_shards
 from packprop.dataset.shards import results_of, take_up_shards
+from packprop.dataset.sources import Samples
 from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
@@ -133,6 +134,7 @@ def compute(
                 return None
             options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
+            options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
             return identity_of(model, loss, chosen, batches.source, **options)
 
         def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:

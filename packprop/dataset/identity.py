@@ -24,6 +24,9 @@ Identity = dict[str, Any]
 UNTOLD = "what cannot be told"
 """The name of a fact that does not count: places of values that have no description."""
 
+RANKS = "ranks"
+"""The name of a fact that does not count by itself: how many ranks have batches of their own."""
+
 SAMPLED = "some samples"
 """Digests of samples by their index: those count that both sides have."""
 
@@ -93,10 +96,10 @@ def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> t
         asked: What the other one says.
         but: Facts that do not count.
     """
-    if not (saved.get(BATCHES) and asked.get(BATCHES)):
-        but = (BATCHES, *but)  # an iterator tells nothing
+    if not (saved.get(BATCHES) and asked.get(BATCHES)) or saved.get(RANKS) != asked.get(RANKS):
+        but = (BATCHES, *but)  # an iterator tells nothing, and other ranks have other batches
     for name in dict.fromkeys([*asked, *saved]):
-        if name not in (UNTOLD, *but) and not _same(saved.get(name), asked.get(name)):
+        if name not in (UNTOLD, RANKS, *but) and not _same(saved.get(name), asked.get(name)):
             return name, _first_difference(saved.get(name), asked.get(name))
     return None
 
@@ -138,7 +141,7 @@ def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any,
 def _first_difference(saved: Any, asked: Any) -> str:
     """Where two facts differ, as a sentence."""
     if isinstance(saved, dict) and isinstance(asked, dict):
-        if saved.get("class") != asked.get("class"):
+        if saved.get("class") != asked.get("class") and "tensors" not in saved:
             return f"{_last(saved.get('class'))} became {_last(asked.get('class'))}"
         for key in dict.fromkeys([*saved, *asked]):
             there, here = _sides(key, saved, asked)

@@ -155,7 +155,9 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 def interrupted(rank: int, folder: Path, steps: int, world: int, form: str, **options: Any) -> str:
     """A run that fails on the last rank, after some steps; a checkpoint is written after each."""
     x, y = samples()
-    data: Any = Failing(x, y, steps, rank == world - 1) if form == "samples" else batches_of(rank, world, False)
+    if rank == world - 1:
+        os.environ["FAILS_AT"] = "16" if world == 2 else "12"  # of batch 4, or of batch 3 again
+    data: Any = Failing(x, y) if form == "samples" else batches_of(rank, world, False)
     if form == "batches" and rank == world - 1:
         data = failing(data, steps)
     size = {"batch_size": SIZE} if form == "samples" else {}
@@ -176,15 +178,10 @@ def failing(batches: list[Any], steps: int) -> Any:
 
 
 class Failing(Pairs):
-    """A data set that cannot be read after some batches, on one rank."""
-
-    def __init__(self, x: Tensor, y: Tensor, steps: int, fails: bool) -> None:
-        super().__init__(x, y)
-        self.left = steps * SIZE if fails else 10**6
+    """A data set of which the environment says which sample cannot be read."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.left -= 1
-        if self.left < 0:
+        if index == int(os.environ.get("FAILS_AT", "-1")):
             raise OSError("the disk is gone")
         return super().__getitem__(index)
 
@@ -193,7 +190,7 @@ def continued(rank: int, folder: Path, world: int, form: str, **options: Any) ->
     """The rest of such a run."""
     x, y = samples()
     if form == "samples":
-        return computed(Pairs(x, y), checkpoint=folder, every=1, batch_size=SIZE, **options)
+        return computed(Failing(x, y), checkpoint=folder, every=1, batch_size=SIZE, **options)
     try:
         return computed(batches_of(rank, world, False), checkpoint=folder, every=1, **options)
     except PackpropError as error:
@@ -229,18 +226,11 @@ def drawn(rank: int, world: int, folder: Path) -> Any:
         given = [extensions.BatchDiagGGNMC(generator=source), extensions.EKFAC(mc_samples=2), extensions.KFAC()]
         return computed(data, given=given, batch_size=2, **options)
 
-    alone = run(Pairs(*same))
+    alone = run(Failing(*same))
+    os.environ["FAILS_AT"] = "6"
     try:
-        run(Broken(*same), checkpoint=folder, every=1)
+        run(Failing(*same), checkpoint=folder, every=1)
     except PackpropError:
-        return alone, run(Pairs(*same), checkpoint=folder)
+        del os.environ["FAILS_AT"]
+        return alone, run(Failing(*same), checkpoint=folder)
     raise AssertionError("it did not fail")
-
-
-class Broken(Pairs):
-    """A data set of 8 samples whose last ones cannot be read."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index >= 6:
-            raise OSError("the disk is gone")
-        return super().__getitem__(index)

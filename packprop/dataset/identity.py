@@ -134,8 +134,8 @@ def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any,
     here, there = asked.get(key), saved.get(key)
     if key != SAMPLED:
         return there, here
-    both = (here or {}).keys() & (there or {}).keys()
-    return {each: there[each] for each in sorted(both)}, {each: here[each] for each in sorted(both)}
+    both = sorted({*(here or {})} & {*(there or {})})
+    return [there[each] for each in both if there], [here[each] for each in both if here]
 
 
 def _first_difference(saved: Any, asked: Any) -> str:

@@ -46,6 +46,7 @@ class LiveBytes(TorchDispatchMode):
         self.settle: Callable[[], None] | None = None
         """Called after each operation, before the bytes are looked at."""
         self._times: dict[int, float] = {}
+        self._itself = weakref.ref(self)
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
 
     def restart(self) -> None:
@@ -104,7 +105,7 @@ class LiveBytes(TorchDispatchMode):
         if key not in self.sizes:
             detail = str([*tensor.shape])
             self.labels[key] = (label, f"{maker.overloadpacket.__name__} {detail}" if maker else detail)
-            weakref.finalize(storage, self._uncount, key)
+            weakref.finalize(storage, _uncount, self._itself, key).atexit = False
         self.now += size - self.sizes.get(key, 0)
         self.sizes[key] = size
 
@@ -113,3 +114,14 @@ class LiveBytes(TorchDispatchMode):
         del self.labels[key]
         self._times.pop(key, None)
         self.repeated.keys.discard(key)
+
+
+def _uncount(counting: weakref.ref[LiveBytes], key: int) -> None:
+    """Take a storage that is gone off the count, if anyone still counts.
+
+    Python holds what is to be done about a storage as long as the storage lives. It must not hold the count,
+    which may lead to the storage itself: then neither would ever go.
+    """
+    live = counting()
+    if live is not None:
+        live._uncount(key)

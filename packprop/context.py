@@ -219,6 +219,7 @@ class Backpack(OwnMode):
         """One pass, whose values are those of this rank or, with ``joint``, of all ranks."""
         graph = walk(call.roots, call.gradients, call.leaves, unshards=True)
         planned = self._memory is not None
+        limited = self._memory.memory is not None if isinstance(self._memory, Plan) else planned
         require_sharded(graph, self.extensions, self._ranks, create_graph=call.create_graph, planned=planned)
         if not graph.uses:
             require_complete(graph)
@@ -260,7 +261,7 @@ class Backpack(OwnMode):
         backward_pass = BackwardPass(
             request,
             saver.save if joint is None else joint.keep,
-            begin=lambda: saver.take_off(extensions, reuse=self._memory is None and not is_traced()),
+            begin=lambda: saver.take_off(extensions, reuse=not (limited or is_traced())),
         )
         if self._debug:
             print(f"packprop: {graph.samples} samples, {len(graph.uses)} uses")

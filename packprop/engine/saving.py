@@ -51,10 +51,9 @@ class ResultSaver:
         """
         spare: dict[tuple[Extension, int], Tensor] = {}
         for extension in extensions:
-            grows = not all(row.sums for row in extension.rows)
             for leaf in self._graph.leaves():
                 holder = [vars(self._graph.home(leaf)).pop(extension.savefield, None)]
-                if reuse and grows and _may_be_overwritten(holder[0]):
+                if reuse and grows(extension) and _may_be_overwritten(holder[0]):
                     old = taken_over(holder)
                     if old is not None:
                         spare[extension, id(leaf)] = old
@@ -112,6 +111,11 @@ def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
         PackpropWarning,
         stacklevel=2,
     )
+
+
+def grows(extension: Extension) -> bool:
+    """Whether a result has entries for samples or columns, so that it may be written over in place."""
+    return not all(row.sums for row in extension.rows)
 
 
 def _is_of_parameter(extension: Extension, value: Any, leaf: Tensor) -> bool:

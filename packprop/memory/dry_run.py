@@ -8,11 +8,14 @@ be where they usually are, unless a real pass of the same shapes has found them.
 of itself is not seen.
 
 A plan holds for a training loop. In the first step samples are to be found; in the others the results of the
-step before are there until the first of their own are. The peak is the largest of all.
+step before are there until the first of their own are. Without a budget those that are written over in place
+are there until their turn comes (NOTE [Results in place]): a second step is run then. The peak is the
+largest of all.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,6 +30,7 @@ from packprop.algebra.structures import Statistical
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import Request, settle_loss_inputs
+from packprop.engine.saving import grows
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.samples import check_graph, copy_sample_locations, is_order_of_data
@@ -61,6 +65,7 @@ class DryRun:
         self._batch: list[Any] = []
         self._lines: dict[str, Line] = {}
         self._before_results: list[Peak] = []
+        self._written_over: list[Extension] = []
         self._waiting: list[tuple[nn.Module, set[int]]] | None = None
 
     def run(self, budget: int | None) -> Plan:
@@ -78,25 +83,21 @@ class DryRun:
             if step.accumulated:
                 for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            peaks.live.phase = "activations"
-            loss = self._forward(model)
-            self._warn_of_unknown()
-            forward = peaks.end_part()
-            peaks.live.phase = "temporary"
-            graph = walk([loss], [None], None)
-            settle_loss_inputs(graph, step.extensions)
-            check_graph(graph, not all(extension.of_batch for extension in step.extensions))
-            locating = peaks.end_part()
-            self._backward(graph, loss)
-            rest = peaks.end_part()
-            shapes, leaves = use_shapes(graph), leaf_shapes(graph)
-        parts = [forward, locating, *self._before_results, rest]
-        if step.gradients and not step.freed:
-            kept = peaks.saved_alive()
-            again = [forward, *self._before_results]
-            if is_order_of_data(graph):  # then samples are located anew in each step
-                again.append(locating)
-            parts += [part.beside("results", kept) for part in again]
+            parts, forward, graph = self._run_step(model)
+            kept, results = peaks.saved_alive(), peaks.saved_bytes
+            samples, shapes, leaves = graph.samples, use_shapes(graph), leaf_shapes(graph)
+            if step.gradients and not step.freed:
+                again = [forward, *self._before_results]
+                if is_order_of_data(graph):  # then samples are located anew in each step
+                    again.append(parts[1])
+                parts += [part.beside("results", kept) for part in again]
+            del graph
+            self._written_over = [each for each in step.extensions if grows(each)]
+            in_place = budget is None and step.device.type == "cpu" and step.gradients and not step.freed
+            if self._written_over and in_place:
+                if not step.accumulated:
+                    model.zero_grad()
+                parts += self._run_step(model)[0]
         peak = max(parts, key=lambda part: part.size)
         order = [name for name, _ in named_parameters(model) if name in self._lines]
         return Plan(
@@ -107,8 +108,8 @@ class DryRun:
             tuple(self._lines[name] for name in dict.fromkeys([*order, *self._lines])),
             dict(sorted(peak.parts.items(), key=lambda part: -part[1])),
             tuple(peak.items),
-            graph.samples,
-            peaks.saved_bytes,
+            samples,
+            results,
             tuple(extension.name for extension in step.extensions),
             step.freed,
             step.accumulated,
@@ -117,6 +118,23 @@ class DryRun:
             tuple(map(options_of, step.extensions)),
             step.mesh,
         )
+
+    def _run_step(self, model: nn.Module) -> tuple[list[Peak], Peak, Graph]:
+        """Run the step once; returns the peaks of its parts, that of the forward pass, and the freed graph."""
+        step, peaks = self._step, self._peaks
+        self._batch.clear()
+        self._before_results.clear()
+        peaks.live.phase = "activations"
+        loss = self._forward(model)
+        self._warn_of_unknown()
+        forward = peaks.end_part()
+        peaks.live.phase = "temporary"
+        graph = walk([loss], [None], None)
+        settle_loss_inputs(graph, step.extensions)
+        check_graph(graph, not all(extension.of_batch for extension in step.extensions))
+        locating = peaks.end_part()
+        self._backward(graph, loss)
+        return [forward, locating, *self._before_results, peaks.end_part()], forward, graph
 
     def _make_tensors(self, value: Any) -> Any:
         """The same nesting with tensors in place of their descriptions."""
@@ -160,7 +178,7 @@ class DryRun:
             Request(graph, self._step.extensions, self._chunk_sizes),
             lambda leaf, results: self._save(graph, leaf, results),
             lambda leaf, uses, structure, samples: self._note_line(graph, leaf, uses, structure, samples),
-            self._begin,
+            lambda: self._begin(graph),
         )
         self._peaks.partial_results = backward_pass.results.tensors
 
@@ -172,10 +190,18 @@ class DryRun:
         finally:  # the pass refers to this run: a circle would keep alive what the step's function refers to
             self._peaks.partial_results = tuple
 
-    def _begin(self) -> dict[tuple[Extension, int], Tensor]:
-        """End the part of the step before the first result: here those of the step before are taken off."""
+    def _begin(self, graph: Graph) -> dict[tuple[Extension, int], Tensor]:
+        """End the part of the step before the first result: the results of the step before are taken off.
+
+        Those that will be written over are there until their turn comes; see NOTE [Results in place].
+        """
         self._before_results.append(self._peaks.end_part())
-        return {}
+        spare: dict[tuple[Extension, int], Tensor] = {}
+        for extension, leaf in itertools.product(self._step.extensions, graph.leaves()):
+            old = vars(leaf).pop(extension.savefield, None)
+            if extension in self._written_over and isinstance(old, Tensor):
+                spare[extension, id(leaf)] = old
+        return spare
 
     def _save(self, graph: Graph, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Save the results of a leaf as the real pass does, and delete them where a hook will."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -66,6 +67,8 @@ def budget_of(memory: int | str | None) -> int | None:
 def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
     """The first of the choices that fits, then of each kind of chunk as much as still fits.
 
+    Where the smallest chunks do not fit, another choice may: see ``_least``.
+
     The choices make everything smaller, where often one thing alone sets the peak. Columns that take no memory
     need not be swept one by one because of a large layer; nor need small layers take another algorithm with it.
 
@@ -78,7 +81,7 @@ def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
         return DryRun(step, chunk_sizes).run(budget)
 
     def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
-        """The first that fits, by bisection: the peak falls along the candidates, and the last one fits."""
+        """The first that fits, by bisection; the last one is known to fit, whatever is between."""
         assert budget is not None
         low, high = -1, len(candidates) - 1
         middle = 0  # mostly it is this one
@@ -93,12 +96,46 @@ def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
     candidates = choices(step.device, step.freed)
     if budget is None or tried(candidates[0]).peak <= budget:
         return tried(candidates[0])
-    if tried(candidates[-1]).peak > budget:
-        raise _impossible(tried(candidates[-1]), budget)
-    best = first_fitting(candidates)
+    if tried(candidates[-1]).peak <= budget:
+        best = first_fitting(candidates)
+    else:
+        best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates)
+        if tried(best).peak > budget:
+            raise _impossible(tried(best), budget)
     for name in ("cotangents", "held", "scratch"):  # given back first: what costs most time to do without
         best = first_fitting(looser(best, candidates[0], name))
     return tried(best)
+
+
+def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes]) -> ChunkSizes:
+    """The choice of the smallest peak.
+
+    That need not be the one of the smallest chunks: what several chunks add up to is there beside the value of
+    the next, and an algorithm that holds less of a large use may hold more of a small one. So the most and the
+    least of each field are tried together with those of the others, and then what lies between, one field at a
+    time. A stretch of values at whose ends the peaks are equal is not looked into.
+    """
+    first, last = candidates[0], candidates[-1]
+    ends = [dict.fromkeys(getattr(each, name) for each in (first, last)) for name in first._fields]
+    tried = dict.fromkeys([*map(ChunkSizes._make, itertools.product(*ends)), *candidates[-2:]])
+    best = min(tried, key=peak)
+    if len(set(map(peak, tried))) == 1:
+        return best
+    before = None
+    while before != best:
+        before = best
+        for name in ("cotangents", "held", "scratch"):
+            tightest = best._replace(**{name: getattr(last, name)})
+            best = min([best, *_ends_of_stretches(peak, looser(tightest, first, name))], key=peak)
+    return best
+
+
+def _ends_of_stretches(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
+    """The ends of stretches of equal peaks, found by halving."""
+    if len(line) < 3 or peak(line[0]) == peak(line[-1]):
+        return [line[0], line[-1]]
+    middle = len(line) // 2
+    return _ends_of_stretches(peak, line[: middle + 1]) + _ends_of_stretches(peak, line[middle:])
 
 
 INSTEAD = {

@@ -161,6 +161,38 @@ def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: An
         assert peaks[-1] < peaks[0]
 
 
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(60, 80), nn.ReLU(), nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 5))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "make"),
+    [
+        (layers, (24, 60), extensions.SumGradSquared),
+        (layers, (24, 60), extensions.DiagGGNExact),
+        (layers, (24, 60), extensions.BatchJacobian),
+        (layers, (24, 60), extensions.KFAC),
+        (shared_weights, (4, 100, 256), extensions.Variance),
+    ],
+)
+def test_the_least_is_the_least_of_all_choices(
+    build: Any, shape: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks add up beside a sum, and an algorithm that holds less may not: brute force knows."""
+    loss, model, batch = nn.CrossEntropyLoss(), build(), (torch.randn(shape), torch.arange(shape[0]) % 5)
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, loss, batch, [make()], memory=1)
+    floor = caught.value.floor
+    plan = packprop.plan(model, loss, batch, [make()], memory=floor)
+    assert plan.peak <= floor
+    assert measured(model, batch, make(), memory=plan) <= 1.001 * floor
+    all_of_them = itertools.product((2**23, 2**16, 2**14, 0), (2**25, 2**16, 0), (None, 2**16, 0))
+    for chunk_sizes in itertools.starmap(ChunkSizes, all_of_them):
+        monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_, one=chunk_sizes: [one])
+        assert packprop.plan(model, loss, batch, [make()], memory=2**40).peak >= floor, chunk_sizes
+
+
 def test_more_is_given_back_from_the_most_to_what_there_is() -> None:
     whole, least = ChunkSizes(2**23, 2**26), ChunkSizes(0, 2**20, 0)
     scratch = [chunk_sizes.scratch for chunk_sizes in looser(least, whole, "scratch")]

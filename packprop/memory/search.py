@@ -116,8 +116,8 @@ def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes]) 
     time. A stretch of values at whose ends the peaks are equal is not looked into.
     """
     first, last = candidates[0], candidates[-1]
-    ends = [dict.fromkeys(getattr(each, name) for each in (first, last)) for name in first._fields]
-    tried = dict.fromkeys([*map(ChunkSizes._make, itertools.product(*ends)), *candidates[-2:]])
+    ends = itertools.product(*map(dict.fromkeys, zip(first, last, strict=True)))
+    tried = dict.fromkeys([*(ChunkSizes(*each) for each in ends), *candidates[-2:]])
     best = min(tried, key=peak)
     if len(set(map(peak, tried))) == 1:
         return best

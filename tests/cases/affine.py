@@ -53,6 +53,8 @@ def cases() -> Iterator[Case]:
     )
     yield raw("einsum-ni-io-no", lambda m, x: torch.einsum("ni,io->no", x, m.w), (3,), 4, W34)
     yield raw("einsum-implicit", lambda m, x: torch.einsum("ni,io", x, m.w), (3,), 4, W34)
+    yield raw("einsum-broadcast-input", lambda m, x: torch.einsum("ni,io->no", x, m.w), (1,), 4, W34)
+    yield raw("einsum-broadcast-computed", lambda m, x: torch.einsum("ni,io", x, m.w.tanh()), (1,), 4, W34)
     yield raw("einsum-weight-first", lambda m, x: torch.einsum("io,ni->no", m.w, x), (3,), 4, W34)
     yield raw("einsum-shared", lambda m, x: torch.einsum("nsi,oi->nso", x, m.w), (2, 3), 8, {"w": (4, 3)})
     yield raw(

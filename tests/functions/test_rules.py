@@ -88,6 +88,14 @@ FALLBACKS: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
     (torch.logaddexp, lambda n: (R(n, 3), p(3))),
     (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
     (torch.hypot, lambda n: (R(n, 3), p(3).detach().exp().requires_grad_())),
+    # Axes of one entry that einsum broadcasts: of the inputs, of the parameter, summed or kept.
+    (torch.einsum, lambda n: ("ni,io->no", R(n, 1), p(3, 4))),
+    (torch.einsum, lambda n: ("io,ni->no", p(1, 4), R(n, 3))),
+    (torch.einsum, lambda n: ("nti,tio->nto", R(n, 2, 3), p(1, 3, 4))),
+    (torch.einsum, lambda n: ("nti,tio->nto", R(n, 1, 3), p(2, 3, 4))),
+    (torch.einsum, lambda n: ("nti,tio->no", R(n, 1, 3), p(2, 3, 4))),
+    (torch.einsum, lambda n: (R(n, 1), [0, 1], p(3, 4), [1, 2], [0, 2])),
+    (F.linear, lambda n: (R(n, 3), p(3))),
 ]
 
 

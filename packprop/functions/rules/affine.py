@@ -22,7 +22,7 @@ from packprop.tensors.layout import Layout
 @register_use(F.linear)
 @made_later((1, "weight"))
 def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Entry] | None:
-    if call.consumes(input):
+    if call.consumes(input) or weight.dim() == 1:
         return None
     entry = affine(call, input, weight)
     return [entry] if bias is None else [entry, scaled(call, bias)]
@@ -84,13 +84,19 @@ def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
 def contraction(
     call: Call, weight: Tensor, weight_letters: str, x: Tensor, x_letters: str, y_letters: str
 ) -> list[Entry] | None:
-    """``einsum("w,x->y")`` of a parameter w: its gradient is the contraction of cotangent and x."""
+    """``einsum("w,x->y")`` of a parameter w: its gradient is the contraction of cotangent and x.
+
+    ``None`` where letters do not tell it: one has several extents (an axis of one entry that is broadcast), is
+    repeated, or is in one term alone.
+    """
     terms = weight_letters, x_letters, y_letters
     repeated = any(len(set(term)) < len(term) for term in terms)
+    extents = {*zip(weight_letters, weight.shape, strict=True), *zip(x_letters, x.shape, strict=True)}
+    broadcast = len(extents) > len({letter for letter, _ in extents})
     in_one_term = set(weight_letters) - set(x_letters + y_letters) or set(x_letters) - set(
         weight_letters + y_letters
     )
-    if repeated or in_one_term:
+    if repeated or broadcast or in_one_term:
         return None
     # the equation's letters become small ones: N and V are the sample and the column
     letters = dict(zip(sorted(set("".join(terms))), string.ascii_lowercase, strict=False))

@@ -48,6 +48,12 @@ def require_the_only_reading(
             raise _either_axis(graph, mixed, reading.axis, other.axis)
 
 
+def may_be_rows(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
+    """Whether axis 1 is read as the samples, or as positions of one sample that a loss has as its rows."""
+    several = any(output.decides and output.samples > 1 for output in outputs)
+    return reading.axis == 1 or (reading.samples == 1 and several)
+
+
 def _keeps_a_batch_of_one(graph: Graph, mixed: ReachedUse) -> bool:
     """Whether axis 1 has one entry, in the model's inputs and behind a use whose inputs are mixed along axis 0.
 

@@ -66,13 +66,16 @@ def layouts_in_turn(outputs: Sequence[ModelOutput], samples: int) -> Iterator[li
     """Layouts of losses that take the rows of all samples in chunks, in the order of the graph or against it.
 
     A head that is taken in chunks of flattened tokens is such: a chunk has some tokens of one sample, or of
-    several, and of others none.
+    several, and of others none. So are losses of single rows, each with or without an axis of samples.
     """
-    rows = sum(output.shape[0] for output in outputs)
+    rows = sum(output.samples for output in outputs)
     owners = torch.arange(samples).repeat_interleave(rows // samples)
     for order in (outputs, outputs[::-1]):
-        chunks = owners.split([output.shape[0] for output in order])
-        layouts = [layout_of_rows(0, chunk, samples) for chunk in chunks]
+        chunks = zip(order, owners.split([output.samples for output in order]), strict=True)
+        layouts = [
+            layout_of_rows(0, chunk.repeat(output.shape[0] // max(1, output.samples)), samples)
+            for output, chunk in chunks
+        ]
         yield layouts if order is outputs else layouts[::-1]
 
 
@@ -82,8 +85,8 @@ def may_be_in_turn(outputs: Sequence[ModelOutput], samples: int) -> bool:
         samples > 1
         and len(outputs) > 1
         and all(output.decides and len(output.shape) > 0 for output in outputs)
-        and not any(output.loss.one_sample or output.loss.sample_axis is not None for output in outputs)
-        and sum(output.shape[0] for output in outputs) % samples == 0
+        and not any(output.loss.sample_axis is not None for output in outputs)
+        and sum(output.samples for output in outputs) % samples == 0
     )
 
 
@@ -91,7 +94,7 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     """Numbers of samples that fit both what went into the model and what went into the loss.
 
     One sample is a number that nothing can contradict, mixed as many may be: it is tried only for a batch of
-    one by its axes, and where the loss takes one.
+    one by its axes, and where the only loss takes one.
 
     Raises:
         PackpropError: If there is none, or none that fits what was declared.
@@ -135,7 +138,7 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     if all(any(own % rows == 0 for own in sizes) for sizes in leading_by_call if sizes) and rows > 1:
         found.append(Reading(rows, 0))  # parts of samples are folded into the leading axis of the inputs
     found += in_turn
-    found += [Reading(1, 0)] * any(output.loss.one_sample for output in outputs)
+    found += [Reading(1, 0)] * (len(deciding) == 1 and deciding[0].loss.one_sample)
     if not found:
         raise disagreement(graph, outputs)
     return found
@@ -191,6 +194,15 @@ def disagreement(graph: Graph, outputs: Sequence[ModelOutput]) -> PackpropError:
     """No number of samples fits both the inputs and the loss."""
     extents = sorted({output.samples for output in outputs if output.decides})
     shapes = [shape for forward in graph.forwards for shape in forward.sizes]
+    if any(output.loss.one_sample for output in outputs):
+        return PackpropError(
+            graph.asked,
+            f"{len(outputs)} losses, of which some take one row without an axis of samples",
+            f"the inputs of the model have shapes {', '.join(str(list(shape)) for shape in shapes)}: the "
+            "losses are not those of each row of these in turn, in order and from that row alone",
+            "give one loss all rows: F.cross_entropy(model(x), y); or, if the inputs are one sample without an "
+            "axis of samples, give them one of one entry: model(x[None])",
+        )
     return PackpropError(
         graph.asked,
         f"the loss's input, whose leading axis has {', '.join(map(str, extents))} entries",

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from packprop.errors import PackpropError
 from packprop.graph.ambiguity import (
     is_explained_later,
+    may_be_rows,
     require_not_in_turn,
     require_the_only_order,
     require_the_only_reading,
@@ -295,7 +296,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         elif verdict.mixed is not None and reading.axis == 1:
             refusal = refusal or elsewhere(graph, verdict.mixed, reading, inside=False)
             continue
-        elif verdict.mixed is not None or not reading.usual or reading.axis == 1:
+        elif verdict.mixed is not None or not reading.usual or may_be_rows(outputs, reading):
             require_the_only_reading(graph, outputs, verdict, reading)
         require_the_only_order(graph, outputs, chosen, reading, verdict)
         require_not_in_turn(graph, outputs, reading, verdict.fitting)
@@ -314,7 +315,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if first is None or first.reading.samples == 1:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if first is None:
-        raise refusal or disagreement(graph, outputs)
+        alone = any(output.loss.one_sample for output in outputs)
+        raise disagreement(graph, outputs) if refusal is None or alone else refusal
     if first.shown is not None:
         if first.shown.on_values:
             hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from itertools import product
 
@@ -148,6 +148,87 @@ def test_draws_are_right_in_expectation(by: str, size: int) -> None:
         assert_near(mine[name][0], expected[name][0], name, 0.1)
         for factor, wanted in zip(factors[name], exactly[name], strict=True):
             assert_near(factor, wanted, name, 0.1)
+
+
+def batch_of_rows() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, WORDS)).double()
+    return packprop.extend(model), torch.randn(SAMPLES, WIDTH).double(), torch.tensor([1, 0, 4])
+
+
+SINGLE_ROWS = {
+    "zip": lambda f, y: torch.stack(
+        [F.cross_entropy(own, word) for own, word in zip(f, y, strict=True)]
+    ).mean(),
+    "select": lambda f, y: sum(F.cross_entropy(f[n], y[n]) for n in range(len(f))) / len(f),
+    "slices": lambda f, y: sum(F.cross_entropy(f[n : n + 1], y[n : n + 1]) for n in range(len(f))) / len(f),
+    "nll": lambda f, y: sum(map(F.nll_loss, f.log_softmax(1).unbind(), y.unbind())) / len(f),
+    "probabilities": lambda f, y: sum(map(F.cross_entropy, f, F.one_hot(y, WORDS).to(f))) / len(f),
+    "backwards": lambda f, y: sum(F.cross_entropy(f[n], y[n]) for n in reversed(range(len(f)))) / len(f),
+}
+
+
+@exact
+@pytest.mark.parametrize("way", SINGLE_ROWS)
+def test_losses_of_single_rows_are_the_loss_over_all_rows(row: Row, way: str) -> None:
+    """Rows that a loop gives to the loss without an axis of samples are not one sample together."""
+    if way == "nll" and row.order == 2:
+        pytest.skip("nll_loss has no curvature")
+    values = []
+    for loss in (F.cross_entropy, SINGLE_ROWS[way]):
+        model, x, y = batch_of_rows()
+        asked = row()
+        with packprop.record(), packprop.backpack(asked):
+            loss(model(x), y).backward()
+        values.append([getattr(p, asked.savefield) for p in model.parameters()])
+    for wanted, found in zip(*values, strict=True):
+        if row.attribute.startswith("sqrt"):  # columns stand in the order of the losses: compare S^T S
+            wanted, found = (torch.einsum("cn...,cn...->n...", each, each) for each in (wanted, found))
+        if isinstance(wanted, Eigen):
+            wanted, found = wanted.values, found.values
+        for mine, value in zip(tensors_in(found), tensors_in(wanted), strict=True):
+            assert_near(mine, value, row.name)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param(lambda f, y: F.cross_entropy(f[0], y[0]) + F.cross_entropy(f[2], y[2]), id="some"),
+        pytest.param(lambda f, y: sum(F.cross_entropy(f[n], y[n]) for n in (1, 0, 2)), id="out-of-order"),
+        pytest.param(lambda f, y: sum(map(F.cross_entropy, f, y)) + F.cross_entropy(f[0], y[0]), id="twice"),
+        pytest.param(lambda f, y: sum(map(F.cross_entropy, f.cumsum(0), y)), id="mixed"),
+    ],
+)
+def test_losses_of_single_rows_that_are_not_each_row_s_in_turn(losses: Callable[..., Tensor]) -> None:
+    model, x, y = batch_of_rows()
+    told = pytest.raises(
+        PackpropError, match=r"take one row[^$]*in order and from that row alone[^$]*x\[None\]"
+    )
+    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        losses(model(x), y).backward()
+
+
+def test_steps_of_one_sample_are_given_an_axis_of_samples() -> None:
+    """What the error advises where a loss of each step is meant, and the inputs are one sequence."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(WIDTH, 4, batch_first=True), nn.Linear(4, WORDS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    _, x, y = batch_of_rows()
+    model = packprop.extend(Steps().double())
+    told = pytest.raises(PackpropError, match=r"model\(x\[None\]\)")
+    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        sum(map(F.cross_entropy, model(x), y)).backward()
+    model.zero_grad()
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        sum(map(F.cross_entropy, model(x[None])[0], y)).backward()
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.grad_batch, parameter.grad[None], name)
 
 
 @pytest.mark.parametrize("declared", [None, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -227,3 +228,49 @@ def test_a_recurrent_function_with_keywords() -> None:
     with packprop.backpack(extensions.BatchGrad()):
         loss.backward()
     assert layer.weight_hh_l0.grad_batch.shape == (4, 8, 2)
+
+
+@pytest.mark.parametrize("declared", [None, 0, 1])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(lambda h: h.squeeze(0), id="squeeze"),
+        pytest.param(lambda h: h[-1], id="last"),
+        pytest.param(lambda h: h.mean(0), id="mean"),
+        pytest.param(lambda h: h.flatten(0, 1), id="flatten"),
+        pytest.param(lambda h: h.transpose(0, 1).reshape(4, -1), id="transpose"),
+    ],
+)
+def test_one_step_of_a_batch_or_one_sample_of_positions(
+    rows: Callable[[Tensor], Tensor], declared: int | None
+) -> None:
+    """``[1, 4, d]`` to ``[4, c]``: four samples of one step, or four positions of one sample."""
+    torch.manual_seed(0)
+    model = double(Apply(lambda m, x: rows(m.head(torch.tanh(m.first(x)))), **first_and_head()))
+    packprop.extend(model, sample_axis=declared)
+    loss = packprop.extend(nn.MSELoss())(model(torch.randn(1, 4, 3).double()), torch.zeros(4, 2).double())
+    told = pytest.raises(PackpropError, match=r"sample_axis=0\) or sample_axis=1")
+    with told if declared is None else nullcontext(), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    for parameter in model.parameters() if declared is not None else ():
+        assert len(parameter.grad_batch) == (4 if declared else 1)
+        assert_near(parameter.grad_batch.sum(0), parameter.grad, "sum of rows")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_steps_and_positions_that_meet_need_no_declaration(steps: int) -> None:
+    """A recurrence, and attention, say which axis is time."""
+
+    def rows_of(model: nn.Module, x: Tensor) -> list[int]:
+        packprop.extend(double(model))
+        out = model(x)
+        with packprop.backpack(extensions.BatchGrad()):
+            packprop.extend(nn.MSELoss())(out, torch.zeros_like(out)).backward()
+        return [len(parameter.grad_batch) for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    first = Apply(lambda m, x: m.head(m.first(x)[0][-1]), first=nn.LSTM(3, 3), head=nn.Linear(3, 2))
+    assert set(rows_of(first, torch.randn(steps, 4, 3).double())) == {4}
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    attention = Apply(lambda m, x: m.head(m.first(x)).flatten(0, 1), first=layer, head=nn.Linear(4, 2))
+    assert set(rows_of(attention, torch.randn(steps, 4, 4).double())) == {steps}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packprop.tensors.layout import Layout
+from packprop.tensors.layout import Layout, layout_of_rows
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def register_loss(*functions: Callable[..., Any], input_name: str = "input") -> 
 
 def canonical(tensor: Tensor, layout: Layout, class_axis: int | None, skip: int = 0) -> Tensor:
     """The canonical form ``[*skipped, n, t, c]`` of a loss's input, or of columns there, ``[*skipped, *f]``."""
-    inner, _ = without_classes(layout, tensor.shape[skip:], class_axis)
+    inner, rest = without_classes(layout, tensor.shape[skip:], class_axis)
     classes = 1
     if class_axis is not None:
         classes = tensor.shape[class_axis + skip]
-        tensor = tensor.movedim(class_axis + skip, -1)
+        tensor = tensor.movedim(class_axis + skip, -1).reshape(*tensor.shape[:skip], *rest, classes)
     front = inner.to_front(tensor, skip)
     return front.reshape(*front.shape[: skip + 1], -1, classes)
 
@@ -120,13 +120,18 @@ def from_canonical(tensor: Tensor, shape: torch.Size, layout: Layout, class_axis
     classes = () if class_axis is None else (shape[class_axis],)
     front = tensor.reshape(tensor.shape[0], *inner.front_shape(rest), *classes)
     back = inner.from_front(front, 1)
-    return back if class_axis is None else back.movedim(-1, class_axis + 1)
+    return back if class_axis is None else back.movedim(-1, class_axis + 1).reshape(-1, *shape)
 
 
 def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -> tuple[Layout, torch.Size]:
-    """Layout and shape of a tensor whose axis of classes is taken away."""
+    """Layout and shape of a tensor whose axis of classes is taken away.
+
+    One row of classes, which losses of single rows take in turn, becomes a row of one entry.
+    """
     if class_axis is None:
         return layout, shape
+    if layout.axis == class_axis and layout.rows is not None:
+        return layout_of_rows(0, layout.rows.sample_of[:1], layout.samples), torch.Size([1])
     if layout.axis is not None and layout.axis > class_axis:
         layout = layout._replace(axis=layout.axis - 1)
     return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])

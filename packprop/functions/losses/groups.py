@@ -34,7 +34,7 @@ def divisors(
         return None
     if not isinstance(whole.divisor, Tensor) and whole.divisor == 1:  # a sum, or what is left to be reduced
         return [1.0] * (1 + len(groups))
-    if layout.axis is None or layout.joined:
+    if layout.axis in (None, whole.class_axis) or layout.joined:
         return None
     bound = inspect.signature(function).bind(*args, **kwargs)
     given = list(bound.arguments.items())

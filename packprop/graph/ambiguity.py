@@ -50,7 +50,7 @@ def require_the_only_reading(
 
 def may_be_rows(outputs: Sequence[ModelOutput], reading: Reading) -> bool:
     """Whether axis 1 is read as the samples, or as positions of one sample that a loss has as its rows."""
-    several = any(output.decides and output.samples > 1 for output in outputs)
+    several = any(output.decides and (output.samples > 1 or output.loss.one_sample) for output in outputs)
     return reading.axis == 1 or (reading.samples == 1 and several)
 
 

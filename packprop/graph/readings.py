@@ -125,6 +125,8 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     of_all = sorted(set.intersection(*every) if every else (), reverse=True)
     in_turn = [Reading(size, 0, in_turn=True) for size in of_all if may_be_in_turn(outputs, size)]
     second = sorted({shape[1] for shape in shapes if len(shape) > 1 and shape[1] > 0}, reverse=True)
+    if of_all == [1]:  # of a batch of one, or of one step: it has to be asked which
+        in_turn += [Reading(size, 1, in_turn=True) for size in second if may_be_in_turn(outputs, size)]
     if not shapes or (rows in leading and fits(rows)):  # inputs and loss agree: all else has to be shown
         others = [Reading(size, 1, usual=False) for size in second if size > 1]
         return [Reading(rows, 0), *others, *in_turn]
@@ -134,7 +136,8 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
         for size in sorted({size for size in leading if fits(size)}, reverse=True)
         if size > 1 or alone
     ]
-    found += [Reading(size, 1) for size in second if rows % size == 0 and (size > 1 or rows == 1)]
+    one = rows == 1 and _keep_one(graph)
+    found += [Reading(size, 1) for size in second if rows % size == 0 and (size > 1 or one)]
     if all(any(own % rows == 0 for own in sizes) for sizes in leading_by_call if sizes) and rows > 1:
         found.append(Reading(rows, 0))  # parts of samples are folded into the leading axis of the inputs
     found += in_turn
@@ -142,6 +145,12 @@ def readings(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:
     if not found:
         raise disagreement(graph, outputs)
     return found
+
+
+def _keep_one(graph: Graph) -> bool:
+    """Whether some function has an axis of one entry that may be a batch of one: no features, no channels."""
+    shapes = [shape for use in graph.uses for shape in use.recorded.shapes if len(shape)]
+    return any(shape[0] == 1 or (len(shape) > 2 and shape[1] == 1) for shape in shapes)
 
 
 def _declared_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> list[Reading]:

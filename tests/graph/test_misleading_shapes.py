@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
@@ -274,3 +275,26 @@ def test_steps_and_positions_that_meet_need_no_declaration(steps: int) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     attention = Apply(lambda m, x: m.head(m.first(x)).flatten(0, 1), first=layer, head=nn.Linear(4, 2))
     assert set(rows_of(attention, torch.randn(steps, 4, 4).double())) == {steps}
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss], ids=["classes", "entries"])
+def test_losses_of_single_rows_of_one_step_or_one_sample(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """``[1, 4, d]``, and a loss for each of the four rows."""
+    model = packprop.extend(
+        double(Apply(lambda m, x: m.head(m.first(x).tanh()).squeeze(0), **first_and_head()))
+    )
+    targets = torch.tensor([0, 1, 1, 0]) if loss is F.cross_entropy else torch.zeros(4, 2).double()
+    told = pytest.raises(PackpropError, match=r"sample_axis=0\) or sample_axis=1")
+    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        sum(map(loss, model(torch.randn(1, 4, 3).double()), targets)).backward()
+
+
+@pytest.mark.xfail(strict=True, reason="numbers have no axis: n of them may be samples in turn, or one sample")
+def test_losses_of_single_numbers_of_one_step() -> None:
+    model = packprop.extend(
+        double(Apply(lambda m, x: m.head(m.first(x).tanh()).squeeze(0), **first_and_head()))
+    )
+    told = pytest.raises(PackpropError)
+    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        out = model(torch.randn(1, 4, 3).double())
+        sum(F.mse_loss(row[0], torch.zeros_like(row[0])) for row in out).backward()

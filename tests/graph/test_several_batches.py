@@ -64,6 +64,17 @@ def test_rows_that_are_left_out_before_the_loss(kept: slice | list[int]) -> None
         shape_of(model, lambda: loss(model(x)[kept], classes(6)[kept]))
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("size", [(), (3, 3)], ids=["feature", "image"])
+def test_a_row_that_is_picked_is_no_batch_of_one(size: Shape, channels: int) -> None:
+    """``[n, 1]``: one feature, or one channel, does not make all rows one sample."""
+    first = nn.Conv2d(channels, 2, 3) if size else nn.Linear(channels, 2)
+    model = packprop.extend(nn.Sequential(first, nn.Flatten(), nn.Linear(2, 2)).double())
+    loss, x = packprop.extend(nn.CrossEntropyLoss()), torch.randn(4, channels, *size).double()
+    with pytest.raises(PackpropError, match="no number of samples fits"):
+        shape_of(model, lambda: loss(model(x)[1:2], classes(1)))
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_rows_that_meet_are_of_one_sample(pooled: bool) -> None:
     """Frames of a video, folded into the rows of one call."""

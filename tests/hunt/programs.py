@@ -96,6 +96,7 @@ def _start(w: Writer) -> tuple[str, Form, int]:
     d, t = w.size(), w.size()
     kind = w.choose("vec", "vec", "seq", "seq", "first", "image", "map", "tokens", "ids", "bag")
     if kind == "first":
+        t = 1 if w.chance(0.2) else t
         w.set("x")
         return f"torch.randn({t}, N, {d})", Form("first", (t, d)), 1
     if kind in ("tokens", "ids", "bag"):

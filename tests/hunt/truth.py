@@ -178,6 +178,8 @@ class Truth:
         """
         first, second = self.made, build(self.program, checkpoints=False)
         axis = first.space["INPUT_AXIS"]
+        if axis == 1 and len(first.inputs) == 1 and self.mixing:
+            return True  # one step of samples that meet, or one sample of positions that do
         if axis == 1 and _inputs_mix(self.program, first):
             return True  # what is made of inputs alone is a constant: positions may as well be samples
         if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
@@ -33,8 +34,60 @@ HANDLES = "_packprop_handles"
 """Attribute of an extended module: the handles of its hooks."""
 
 
-EXTENDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that ``extend`` was called on: a pass must not miss any of their parameters."""
+class ExtendedModules(weakref.WeakSet[nn.Module]):
+    """Modules that ``extend`` was called on, and copies of extended modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Copies, with all modules inside of them, that were made since somebody asked."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        self._settle()
+        return super().__iter__()
+
+    def __contains__(self, module: object) -> bool:
+        self._settle()
+        return super().__contains__(module)
+
+    def discard(self, module: nn.Module) -> None:
+        """Forget a module."""
+        self.copied.discard(module)
+        super().discard(module)
+
+    def _settle(self) -> None:
+        """Add those copies that are in no other module: while a copy is made, it has no parts yet."""
+        copied = [*self.copied]
+        self.copied.clear()
+        if copied:
+            parts = {
+                child
+                for each in (*copied, *super().__iter__())
+                for child in each.modules()
+                if child is not each
+            }
+            self.update(each for each in copied if each not in parts)
+
+
+EXTENDED: ExtendedModules = ExtendedModules()
+"""A pass must not miss any parameter of these."""
+
+
+class Handles(list[RemovableHandle]):
+    """The handles of the hooks on an extended module; copied with it, they note the copy as extended."""
+
+    def __init__(self, module: nn.Module | None, handles: Iterable[RemovableHandle]) -> None:
+        super().__init__(handles)
+        self._module = None if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied_handles, (None if self._module is None else self._module(), [*self])
+
+
+def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) -> Handles:
+    if module is not None:
+        EXTENDED.copied.add(module)
+    return Handles(module, handles)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from packprop.recording import aside
 from packprop.recording.axes import AXIS, SampleAxis, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, note_compiled, warn_of_compiled
 from packprop.recording.leaving import record_loss
-from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, marks_of, nodes_above
+from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
@@ -81,7 +81,8 @@ def extend(
         if HANDLES not in child.__dict__:
             chooses = isinstance(child, aside.CHOOSERS) or is_compiled(child)
             begin = _begin_choosing if chooses else _begin
-            child.__dict__[HANDLES] = [child.register_forward_pre_hook(begin, with_kwargs=True)]
+            handle = child.register_forward_pre_hook(begin, with_kwargs=True)
+            child.__dict__[HANDLES] = Handles(child, [handle])
             if chooses or child is module:
                 _watch_end(child)
     return module

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.recording.marks import OUTPUT, USE, marks_of, nodes_above
+from packprop.recording.marks import EXTENDED, OUTPUT, USE, marks_of, nodes_above
 from tests.cases import BY_NAME
 from tests.references.per_sample import batch, check_rows, network, rows_by_loop
 from tests.references.running import ROWS, assert_near, backward, extend, make_all, right_or_refused
@@ -97,6 +97,89 @@ def test_copies_are_extended_and_independent(duplicate: str) -> None:
         assert torch.equal(parameter.grad_batch, before[name])
     packprop.restore(twin)
     check_rows(model, x, y)
+
+
+def _saved_and_loaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": _saved_and_loaded,
+    "twice": lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model))),
+    "a-part": lambda model: nn.Sequential(*[copy.deepcopy(part) for part in model]),
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_copies_miss_no_parameter_that_is_used_outside_of_a_call(duplicate: str) -> None:
+    """The copy was never called as a whole; what is outside of its modules' calls is recorded or refused."""
+    model = packprop.extend(network())
+    twin = COPIES[duplicate](model)
+    x, y = batch()
+
+    def loss() -> Tensor:
+        first, middle, last = twin
+        return F.cross_entropy(F.linear(middle(first(x)), last.weight, last.bias), y)
+
+    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
+        loss().backward()
+    with packprop.backpack(extensions.BatchGrad()):
+        with packprop.record(x):
+            total = loss()
+        total.backward()
+    for name, expected in rows_by_loop(twin, x, y).items():
+        assert_near(twin.get_parameter(name).grad_batch, expected, name)
+
+
+def test_a_copy_is_extended_as_its_outermost_module() -> None:
+    """Names are those in the copy, not in parts of it; restoring a copy leaves the original extended."""
+    model = packprop.extend(network())
+    twin = copy.deepcopy(model)
+    assert twin in EXTENDED
+    assert not any(part in EXTENDED for part in twin)
+    model[0] = copy.deepcopy(model[0])  # a part of a module that is extended already
+    assert model[0] not in EXTENDED
+    packprop.restore(copy.deepcopy(model))
+    packprop.restore(twin)
+    assert twin not in EXTENDED
+    assert model in EXTENDED
+
+
+@pytest.mark.parametrize("change", ["assign", "swap", "replace", "weight_norm", "parametrize"])
+def test_parameters_that_are_exchanged_after_extending(change: str) -> None:
+    model, (x, y) = packprop.extend(network()), batch()
+    if change == "assign":
+        model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    elif change == "swap":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.float().double()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    elif change == "replace":
+        model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))
+    elif change == "weight_norm":
+        nn.utils.parametrizations.weight_norm(model[0])
+    else:
+        nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+    check_rows(model, x, y)
+    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
+        F.cross_entropy(model[1:](F.linear(x, model[0].weight)), y).backward()
+
+
+def test_a_layer_added_after_extending_is_recorded_or_refused() -> None:
+    model, (x, y) = packprop.extend(network()), batch()
+    model[0] = nn.Linear(3, model[0].out_features).double()
+    check_rows(model, x, y)
+    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="consumes it"):
+        F.cross_entropy(model[1:](model[0](x)), y).backward()
 
 
 def test_copies_of_loss_modules() -> None:

@@ -280,7 +280,7 @@ class Graph:
 
     def name(self, leaf: Tensor) -> str:
         """The parameter's name in the module that was called."""
-        for module in (*self.modules, *EXTENDED):
+        for module in [*self.modules, *EXTENDED]:
             for name, parameter in (*named_parameters(module), *named_wholes(module)):
                 if parameter is leaf:
                     return name

@@ -34,13 +34,12 @@ HANDLES = "_packprop_handles"
 """Attribute of an extended module: the handles of its hooks."""
 
 
-class ExtendedModules(weakref.WeakSet[nn.Module]):
-    """Modules that ``extend`` was called on, and copies of extended modules."""
+_COPIED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Copies of extended modules, with all modules inside of them, that were made since somebody asked."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Copies, with all modules inside of them, that were made since somebody asked."""
+
+class _ExtendedModules(weakref.WeakSet[nn.Module]):
+    """Modules that ``extend`` was called on, and copies of extended modules."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         self._settle()
@@ -52,13 +51,13 @@ class ExtendedModules(weakref.WeakSet[nn.Module]):
 
     def discard(self, module: nn.Module) -> None:
         """Forget a module."""
-        self.copied.discard(module)
+        _COPIED.discard(module)
         super().discard(module)
 
     def _settle(self) -> None:
         """Add those copies that are in no other module: while a copy is made, it has no parts yet."""
-        copied = [*self.copied]
-        self.copied.clear()
+        copied = [*_COPIED]
+        _COPIED.clear()
         if copied:
             parts = {
                 child
@@ -69,7 +68,7 @@ class ExtendedModules(weakref.WeakSet[nn.Module]):
             self.update(each for each in copied if each not in parts)
 
 
-EXTENDED: ExtendedModules = ExtendedModules()
+EXTENDED: weakref.WeakSet[nn.Module] = _ExtendedModules()
 """A pass must not miss any parameter of these."""
 
 
@@ -86,7 +85,7 @@ class Handles(list[RemovableHandle]):
 
 def _copied_handles(module: nn.Module | None, handles: list[RemovableHandle]) -> Handles:
     if module is not None:
-        EXTENDED.copied.add(module)
+        _COPIED.add(module)
     return Handles(module, handles)
 
 

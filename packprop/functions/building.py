@@ -69,7 +69,8 @@ def changed_since(name: str, tensor: Tensor) -> PackpropError:
         "A per-sample quantity was asked for.",
         f"an input of {name}, of shape {list(tensor.shape)}",
         "it was changed in place after the function had used it",
-        "use the out-of-place version of the operation that changes it, or clone it first",
+        "use the out-of-place version of the operation that changes it, or clone it first; call backward() "
+        "before an optimizer's step",
     )
 
 

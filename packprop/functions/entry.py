@@ -11,6 +11,7 @@ from torch import Tensor
 
 from packprop.algebra.structures import Structure
 from packprop.tensors.layout import Layout
+from packprop.tensors.state import version
 
 Samples = slice | Tensor
 """A choice of samples: a slice, or a tensor of indices."""
@@ -121,6 +122,11 @@ class Taken(NamedTuple):
     version: int
     requires_grad: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Taken:
+        """A tensor as it is now."""
+        return cls(tensor, version(tensor), tensor.requires_grad)
+
 
 @dataclass(eq=False)
 class Call:
@@ -131,7 +137,7 @@ class Call:
         shape: Shape of the (first) output.
         unexpanded: From a parameter to the tensor that it was expanded from, or to itself.
         random_state: State of the random generators before the call, if the call drew from them.
-        taken: What went in beside the parameters, as it was then; ``None`` if entries are made at once.
+        taken: What went in, as it was then; ``None`` if entries are made at once.
     """
 
     function: Callable[..., Any]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.structures import Dense, Structure
-from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place
+from packprop.functions.building import SavedTensor
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch, is_in_place, name_of
 from packprop.functions.pulling import pulled
 from packprop.functions.vectorised import Copied, effort_of_copies, gradients_of_copies
 from packprop.tensors.dry import is_dry_run
@@ -28,10 +29,13 @@ def fallback(call: Call, parameter: Tensor) -> Entry:
     its outputs, all of them are pulled back at once, see NOTE [A parameter for each sample]; else it costs one
     vector-Jacobian product of the function for each sample and column.
     """
+    saved = [SavedTensor(tensor, name_of(call.function)) for tensor in tensors_in((call.args, call.kwargs))]
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         if all(cotangent is None for cotangent in cotangents):
             return Dense(None)
+        for each in saved:
+            each()
         differentiable = torch.is_grad_enabled()
         with torch.enable_grad(), _random_numbers_of(call):
             weight = parameter.view_as(parameter) if differentiable else parameter.detach()

@@ -93,6 +93,7 @@ class RecurrentCall:
         x: Input: ``[t, b, f]``; ``[b, t, f]`` if ``batch_first``; of a cell ``[b, f]`` or ``[f]``.
         states: First state, and of an LSTM first memory: ``[l*d, b, p]``; of a cell ``[b, p]`` or ``[p]``.
         weights: The parameters of each direction of each layer, in PyTorch's order.
+        unchanged: All of these, as they must still be when the layers are run again.
         directions: 1 or 2.
         batch_first: Whether the first axis of the input holds the samples.
         is_cell: Whether it is a cell: one step, whose outputs are the states after it.
@@ -107,6 +108,7 @@ class RecurrentCall:
     x: SavedTensor
     states: Sequence[SavedTensor]
     weights: Sequence[Weights]
+    unchanged: Sequence[SavedTensor]
     directions: int = 1
     batch_first: bool = False
     is_cell: bool = False
@@ -148,6 +150,8 @@ class RecurrentCall:
             self._source, self._opened = None, []
 
     def _open(self, cotangents: Cotangents) -> list[Opened]:
+        for saved in self.unchanged:
+            saved()
         precise = self._precise
         weights = [
             Weights(

@@ -78,13 +78,13 @@ def entries_of(call: Call) -> list[Entry]:
     rule = None if _has_complex_numbers(call) else RULES.get(call.function)
     with as_it_was(call):
         by_rule = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
-    by_rule = [entry for entry in by_rule if call.trains(entry.parameter)]
-    described = {id(entry.parameter) for entry in by_rule}
-    return by_rule + [
-        fallback(call, parameter)
-        for parameter in call.parameters
-        if id(parameter) not in described and id(call.unexpanded(parameter)) not in described
-    ]
+        by_rule = [entry for entry in by_rule if call.trains(entry.parameter)]
+        described = {id(entry.parameter) for entry in by_rule}
+        return by_rule + [
+            fallback(call, parameter)
+            for parameter in call.parameters
+            if id(parameter) not in described and id(call.unexpanded(parameter)) not in described
+        ]
 
 
 def _has_complex_numbers(call: Call) -> bool:

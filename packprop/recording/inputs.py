@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packprop.functions.building import changed_since
-from packprop.functions.entry import Call, Cotangents, Entry, Samples, name_of
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Taken, name_of
 from packprop.functions.registry import entries_of
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.state import version
@@ -63,10 +63,12 @@ class CallTemplate:
         kwargs: dict[str, Any],
         unexpanded: Callable[[Tensor], Tensor],
         differentiable: bool,
+        taken: tuple[Taken, ...] | None = None,
     ) -> list[Entry]:
         """Entries as they were when the call was recorded, from its arguments, which are given again.
 
-        ``differentiable``: whether the inputs stay attached to the graph that made them.
+        ``differentiable``: whether the inputs stay attached to the graph that made them. ``taken``: those that
+        are the same tensors as then, as they were.
         """
         tensors = list(tensors_in((args, kwargs)))
         parameters = tuple(tensors[number] for number in self.parameters)
@@ -79,7 +81,7 @@ class CallTemplate:
             args = (args[0].clone(), *args[1:])
         args, kwargs = map_tensors(detach_input, (args, kwargs))
         return entries_of(
-            Call(self.function, args, kwargs, parameters, self.shape, unexpanded, self.random_state)
+            Call(self.function, args, kwargs, parameters, self.shape, unexpanded, self.random_state, taken)
         )
 
 
@@ -122,6 +124,7 @@ class OffloadedInputs:
         # an input that the function overwrites was copied before
         self._template = replace(CallTemplate.of(call, in_place), in_place=False)
         self._unexpanded = call.unexpanded
+        self._parameters = tuple(map(Taken.of, call.parameters))
         arguments = (call.args, call.kwargs)
         tensors = [tensor for tensor in tensors_in(arguments) if not call.consumes(tensor)]
         self._placeholder = placeholder = torch.empty(0)
@@ -144,7 +147,7 @@ class OffloadedInputs:
         args, kwargs = map_tensors(
             lambda tensor: next(remaining) if tensor is self._placeholder else tensor, self._arguments
         )
-        return self._template.entries(args, kwargs, self._unexpanded, torch.is_grad_enabled())
+        return self._template.entries(args, kwargs, self._unexpanded, torch.is_grad_enabled(), self._parameters)
 
     fetch = ready
 

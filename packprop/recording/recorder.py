@@ -62,7 +62,6 @@ from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.random import random_states, states_if_drawn
-from packprop.tensors.state import version
 from packprop.tensors.traced import is_traced
 
 IN_PLACE_WITHOUT_INPUT = frozenset({"add_", "sub_", "__iadd__", "__isub__"})
@@ -375,8 +374,8 @@ class Recorder(OwnMode):
             elif in_place or not can_wait(call):
                 made = entries_of(call)
             else:
-                others = (*samples, *constants)
-                call.taken = tuple([Taken(each, version(each), each.requires_grad) for each in others])
+                given = (*samples, *parameters, *constants)
+                call.taken = tuple([Taken.of(each) for each in given])
             options = plain_options((args, tuple(kwargs.values())))
             use = RecordedUse(
                 name, made, edges, shapes, self.forward, source, False, evidence, reordered, options

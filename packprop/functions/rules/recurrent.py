@@ -130,7 +130,8 @@ def _state_is_made_of_memory(device: str, dtype: torch.dtype) -> bool:
 def _opened(call: Call, x: Tensor, states: Sequence[Tensor], weights: Sequence[Weights]) -> RecurrentCall:
     name = name_of(call.function)
     saved = [SavedTensor(state, name) for state in states]
-    return RecurrentCall(KINDS[call.function], SavedTensor(x, name), saved, weights)
+    unchanged = [SavedTensor(each, name) for own in weights for each in own if each is not None]
+    return RecurrentCall(KINDS[call.function], SavedTensor(x, name), saved, weights, unchanged)
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool) -> Weights:

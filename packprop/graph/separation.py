@@ -5,7 +5,8 @@ A sample has a quantity of its own at a use if the cotangent in its rows comes f
 alone. A backward pass is linear, so this can be checked: random numbers are fed in at the loss, those of sample
 n multiplied by ``2^k`` with a power k of its own, and in a second sweep by ``2^-k``. If the samples are
 separate, the rows of each sample come back multiplied by just that, exactly so in floating point. What leaks
-from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. An
+from one sample into another comes back with the wrong power, and is amplified in one of the two sweeps. The
+powers fit the smallest range on the way: that of float16, wherever autocast has put it. An
 output's shape can hold N samples in several ways; the first one that passes is taken. If none passes, the
 samples are mixed between the use and the loss. The check costs two sweeps. It holds for the values of this
 pass; whether it holds for all, so that its result may be kept, is told by NOTE [Hidden mixing].
@@ -28,6 +29,7 @@ from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
+from packprop.graph.search import nodes_above
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
@@ -135,7 +137,8 @@ def separate(
         for use in graph.uses
     }
     edges = [output.edge for output in outputs]
-    largest = min(torch.finfo(output.dtype).max for output in outputs)
+    dtypes = _dtypes_on_the_way(outputs)
+    largest = min(torch.finfo(dtype).max for dtype in dtypes)
     powers = random_powers(samples, largest)
     noise = noise_at(outputs)  # as large as what the losses were given: there is one of it at any time
 
@@ -146,8 +149,8 @@ def separate(
         return {place: rows * torch.exp2(-exponents) for place, rows in sizes.items()}
 
     first, second = scaled_by(powers), scaled_by(-powers)
-    tolerance = max(torch.finfo(output.dtype).eps for output in outputs) ** 0.5
-    dtypes = {output.dtype for output in outputs} | {leaf.dtype for leaf in graph.leaves()}
+    tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    dtypes |= {leaf.dtype for leaf in graph.leaves()}
     smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
     for (use, index, layout), up in first.items():
         down = second.get((use, index, layout), up)
@@ -164,6 +167,14 @@ def separate(
         if not all(fitting[use]):
             return Separation(None, use, False)
     return Separation(fitting, None, len(reached) == len(graph.uses))
+
+
+def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
+    """The types of the outputs; and float16, if anything behind them has it: its range is the smallest."""
+    behind = {
+        made.dtype for node in nodes_above([each.edge.node for each in outputs]) for made in made_by(node)
+    }
+    return {output.dtype for output in outputs} | (behind & {torch.float16})
 
 
 def _add_layouts_of_rows(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
@@ -131,6 +134,55 @@ def test_automatic_mixed_precision() -> None:
         assert_near(parameter.grad_batch, expected, name, 0.05)
         assert parameter.diag_ggn_exact.dtype == torch.float32
         assert parameter.kfac[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("samples", [2, 5, 300])
+@pytest.mark.parametrize("depth", [0, 8])
+@pytest.mark.parametrize("where", ["all", "unrecorded", "model", "converted", "region"])
+def test_samples_are_told_apart_in_the_range_of_float16(where: str, depth: int, samples: int) -> None:
+    """Also where the loss takes float32, and what overflows is between it and the uses."""
+    hidden = [part for _ in range(depth) for part in (nn.Linear(16, 16), nn.Tanh())]
+    model = packprop.extend(nn.Sequential(nn.Linear(3, 16), nn.ReLU(), *hidden, nn.Linear(16, 4)))
+    plain, half = packprop.restore(copy.deepcopy(model)), torch.float16
+    x, y = torch.randn(samples, 3), torch.randint(4, (samples,))
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", half, enabled=where != "region"):
+            out = model(x)
+            if where in ("all", "unrecorded"):
+                return F.cross_entropy(out, y)
+        if where == "region":  # no parameter is used in it
+            out = (out.half() * 32).softmax(-1).float()
+        return F.cross_entropy(out.double() if where == "converted" else out.float(), y)
+
+    with packprop.backpack(extensions.BatchGrad()):
+        with contextlib.nullcontext() if where == "unrecorded" else packprop.record():
+            total = loss(model) * 1024
+        total.backward()
+    (loss(plain) * 1024).backward()
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, reference.grad)
+        assert_near(parameter.grad_batch.sum(0), reference.grad, name, 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_samples_that_are_mixed_under_autocast_are_refused(dtype: torch.dtype) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last((h - h.mean(0)).tanh())
+
+    model = packprop.extend(Model())
+    with torch.autocast("cpu", dtype):
+        out = model(torch.randn(6, 3))
+    with packprop.record():
+        loss = F.cross_entropy(out.float(), torch.arange(6) % 4)
+    with packprop.backpack(extensions.BatchGrad()), pytest.raises(packprop.PackpropError, match="mixed"):
+        loss.backward()
 
 
 @needs_recent  # torch.autograd.backward is not seen there

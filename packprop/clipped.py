@@ -42,8 +42,8 @@ def clipped_gradients(
     is divided by N by hand is meant as a mean, and needs ``loss_scale=1 / N``.
 
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
-    samples; a sum does not. Each process clips its own samples. There is no budget of memory
-    here: ``backpack`` has one. Of nested contexts the inner one is in force: a ``backpack`` inside of this one
+    samples; a sum does not. An empty batch, as Poisson sampling draws it, adds what a plain pass adds: zeros,
+    and penalties. Each process clips its own samples. There is no budget of memory here: ``backpack`` has one. Of nested contexts the inner one is in force: a ``backpack`` inside of this one
     clips nothing, and a warning says so.
 
     Args:

@@ -19,6 +19,7 @@ from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.clipping import Clipping, settled
 from packprop.engine.gradient import changed_gradient
+from packprop.engine.nothing import is_about_nothing, save_nothing
 from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
@@ -246,6 +247,9 @@ class Backpack(OwnMode):
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         leaves_out = self._probes is not None or self._clipping is not None
         of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
+        if self._probes is None and joint is None and is_about_nothing(graph, self.extensions):
+            save_nothing(graph, self.extensions, self._hook, self._clipping)
+            return backward()
         with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from packprop import extensions
-from packprop.compat.nothing import knows_nothing
 from packprop.compat.options import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from packprop.compat.own import (
     BackpropExtension,
@@ -21,6 +20,7 @@ from packprop.compat.own import (
     SecondOrderBackpropExtension,
     Unsupported,
 )
+from packprop.engine.nothing import knows_nothing
 from packprop.types import Extension, Row, Seed
 
 

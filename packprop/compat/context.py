@@ -19,10 +19,11 @@ from packprop.compat.calls import (
     watch_calls,
 )
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
-from packprop.compat.nothing import graph_of_nothing, knows_nothing, values_of_nothing
+from packprop.compat.nothing import graph_of_nothing, values_of_nothing
 from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.context import Backpack
 from packprop.engine.gradient import changed_gradient
+from packprop.engine.nothing import knows_nothing
 from packprop.engine.saving import Hook
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_unsharded

@@ -89,7 +89,8 @@ class Variance(BySampleOrToken):
 
     Nothing cancels. Mean and squared deviations are computed from per-sample gradients, by Welford's recurrence
     (1962) where these come one at a time, or for linear layers in float32 from sums in float64. They are merged
-    over chunks as by Chan, Golub and LeVeque (1979), in at least float32, and handed over so.
+    over chunks as by Chan, Golub and LeVeque (1979), in at least float32, and handed over so. Of an empty batch
+    it is NaN, as a mean over nothing is.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

@@ -43,8 +43,9 @@ def clipped_gradients(
 
     Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
     samples; a sum does not. An empty batch, as Poisson sampling draws it, adds what a plain pass adds: zeros,
-    and penalties. Each process clips its own samples. There is no budget of memory here: ``backpack`` has one. Of nested contexts the inner one is in force: a ``backpack`` inside of this one
-    clips nothing, and a warning says so.
+    and penalties. Each process clips its own samples. There is no budget of memory here: ``backpack`` has one.
+    Of nested contexts the inner one is in force: a ``backpack`` inside of this one clips nothing, and a warning
+    says so.
 
     Args:
         extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -116,7 +117,7 @@ def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes]) 
     time. A stretch of values at whose ends the peaks are equal is not looked into.
     """
     first, last = candidates[0], candidates[-1]
-    ends = itertools.product(*map(dict.fromkeys, zip(first, last, strict=True)))
+    ends: Iterator[tuple[Any, ...]] = itertools.product(*map(dict.fromkeys, zip(first, last, strict=True)))
     tried = dict.fromkeys([*(ChunkSizes(*each) for each in ends), *candidates[-2:]])
     best = min(tried, key=peak)
     if len(set(map(peak, tried))) == 1:

@@ -42,7 +42,7 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
     columns: dict[str, np.ndarray] = {}
     for (quantity, parameter), array in chosen.items():
         name = f"{quantity}/{parameter}" if parameter else quantity
-        values = array.numpy().reshape(len(array), -1)
+        values = array.numpy().reshape(len(array), math.prod(array.shape[1:]))
         for index in range(values.shape[1]):
             columns[f"{name}[{index}]" if len(array.shape) > 1 else name] = values[:, index]
     return pandas.DataFrame(columns, index=pandas.Index(identifiers, name="sample"))

@@ -53,14 +53,19 @@ def extreme_products(
                 "give queries [q, ...], as many for each parameter",
             )
     widths = {name: accumulation_dtype(array.dtype) for name, array in arrays.items()}
-    flat = {name: queries[name].detach().to("cpu", widths[name]).flatten(1) for name in arrays}
     width, count = next(iter(widths.values())), counts.pop()
+    sizes = {name: array.shape[1:].numel() for name, array in arrays.items()}  # rows may have no axes
+    flat = {
+        name: queries[name].detach().to("cpu", widths[name]).reshape(count, size)
+        for name, size in sizes.items()
+    }
     step = max(1, memory // bytes_of_a_row(arrays, count))
     best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
     for start in range(0, len(next(iter(arrays.values()))), step):
         products: Tensor | None = None
         for name, array in arrays.items():
-            block = array.lent(start, start + step).to(widths[name]).reshape(-1, flat[name].shape[1])
+            block = array.lent(start, start + step).to(widths[name])
+            block = block.reshape(len(block), sizes[name])
             part = flat[name] @ block.mT
             del block
             products = part if products is None else products.add_(part)

@@ -218,3 +218,44 @@ def test_each_store_keeps_its_own_gradients(tmp_path: Path) -> None:
     packprop.compute(model, LOSS, (x, y), asked, store=tmp_path / "store", progress=False)
     assert influence(tmp_path / "store", problem).quantity == "grad_batch"
     assert influence(tmp_path / "store", problem, quantity="grad_batch_projected").quantity != "grad_batch"
+
+
+class Tempered(nn.Module):
+    """A model with a parameter that has no axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(16, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.flatten(1)) * self.temperature
+        return out
+
+
+@pytest.mark.parametrize("extension", [None, DiagGGNExact(), KFLR(), EKFAC(fisher="exact")], ids=str)
+def test_a_parameter_without_axes(tmp_path: Path, extension: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = Tempered().double(), torch.randn(SIZE, 1, 4, 4).double(), torch.randint(3, (SIZE,))
+    more = [] if extension is None else [extension]
+    asked, store = [BatchGrad(), *more], tmp_path / "store"
+    result = packprop.compute(model, LOSS, (x, y), asked, store=store, progress=False)
+    rows = packprop.Store(store)["grad_batch"]
+    flat = {name: array.torch().reshape(SIZE, -1) for name, array in rows.items()}
+    assert flat["temperature"].shape == (SIZE, 1)
+    options = {} if extension is None else {"curvature": result, "damping": DAMPING}
+    found = influence(store, (model, x, y), k=SIZE, **options)
+    if extension is None:
+        expected = torch.cat([*flat.values()], 1)[QUERIES] @ torch.cat([*flat.values()], 1).mT
+    else:
+        values = result[extension]
+        dense = {
+            name: block if isinstance(block, Tensor) else kronecker.dense(block)
+            for name, block in values.items()
+        }
+        sizes = {name: each.shape[1] for name, each in flat.items()}
+        blocks = {
+            name: block.flatten().diag() if isinstance(values[name], Tensor) else block.reshape(sizes[name], -1)
+            for name, block in dense.items()
+        }
+        expected = direct(flat, blocks)
+    assert_near(by_row(found), expected, "products", 1e-9)

@@ -117,6 +117,28 @@ def test_no_samples_no_products(tmp_path: Path) -> None:
     assert found.products.shape == found.identifiers.shape == found.rows.shape == (2, 0)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
+def test_inner_products_of_rows_without_axes_or_entries(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    rows, more = torch.randn(5, *shape), torch.randn(5, 3)
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.add({("g", "scale"): rows, ("g", "weight"): more, ("alone", ""): rows}, 5)
+    store, queries = Store(tmp_path / "store"), {"scale": torch.randn(2, *shape), "weight": torch.randn(2, 3)}
+    alone = queries["scale"].reshape(2, -1 if shape == () else 0) @ rows.reshape(5, -1 if shape == () else 0).T
+    for found, products in (
+        (store.top("alone", queries["scale"], 5), alone),
+        (store.top("g", queries, 5), alone + queries["weight"] @ more.T),
+    ):
+        assert_near(found.products, products.sort(descending=True).values, "products", 1e-5)
+
+
+def test_a_data_frame_of_no_samples(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.write(loss=torch.empty(0), x=torch.empty(0, 2))
+    assert Store(tmp_path / "store").to_frame("loss", "x").shape == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("queries", "k", "words"),
     [

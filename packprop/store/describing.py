@@ -13,6 +13,7 @@ from torch import nn
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.extensions.projected import Projected
+from packprop.store.folder import ParameterFacts
 from packprop.store.plain import name_of
 from packprop.tensors.names import named_parameters
 from packprop.types import Extension
@@ -38,10 +39,10 @@ def described_extension(extension: Extension) -> dict[str, Any]:
     return {"name": extension.name, "attribute": extension.savefield, "options": options}
 
 
-def described_model(model: nn.Module) -> dict[str, Any]:
+def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
     """Names, shapes and precisions of all parameters, and which are trained."""
     return {
-        name: [list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad]
+        name: (list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad)
         for name, parameter in named_parameters(model)
     }
 

@@ -1,4 +1,4 @@
-"""What a store's folder holds beside its arrays: a header for each shard, and marks of finished chunks."""
+"""What a store's folder holds beside its arrays: a header for each shard, and who writes to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,17 +14,31 @@ from typing import Any
 
 import torch
 
+from packprop.algebra.projections import Projection
 from packprop.errors import BadInput, PackpropError
 from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
+from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
+
+ParameterFacts = tuple[list[Size], str, bool]
+"""Of a parameter its shape, its precision, and whether it is trained."""
 
 FORMAT = "packprop store"
 """What headers say they are."""
 
-VERSION = 1
-"""The version of the format; others are refused."""
+VERSION = 2
+"""The version of the format that is written: with checksums."""
 
-HEADER, CHUNKS, LOCK, SAMPLES = "header.json", "chunks.jsonl", "lock", "samples.npy"
-"""The files of a shard: what it holds, finished chunks, who writes, the identifiers of samples."""
+KNOWN = (1, 2)
+"""The versions that are read; others are refused."""
+
+HEADER, LOCK, SAMPLES = "header.json", "lock", "samples.npy"
+"""The files of a shard beside marks and arrays: what it holds, who writes, the identifiers of samples."""
+
+FILE = re.compile(r"(?!\.{1,2}/)[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\.npy")
+"""Names of files of arrays: a folder, and a name in it."""
+
+MOST_AXES = 32
+"""Axes of a row that numpy and others have a place for, with one for the samples."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +58,29 @@ class ArrayHeader:
     quantity: str
     parameter: str
     file: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     degree: float = 0.0
     projection: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no writer has written.
+
+        Raises:
+            ValueError: For a file that is not in the folder, and for rows that no file can hold.
+        """
+        if self.file != SAMPLES and not FILE.fullmatch(self.file):
+            raise Unfit(f"file {self.file!r} is not that of an array in this folder")
+        dtype = dtype_of(self.dtype)
+        if dtype is None:
+            raise Unfit(f"unknown precision {self.dtype!r}")
+        sizes = math.prod(max(1, size) for size in self.shape)
+        if len(self.shape) >= MOST_AXES or sizes * dtype.itemsize >= LARGEST:
+            raise Unfit(f"rows of the shape {list(self.shape)} are none that a file can hold")
+        if self.projection is not None:
+            dimension = fitted(Projection, self.projection, "projection").dimension
+            if self.shape != (dimension,):
+                raise Unfit(f"rows of the shape {list(self.shape)} are no projections to {dimension}")
 
     @property
     def precision(self) -> torch.dtype:
@@ -80,13 +114,27 @@ class ShardHeader:
         arrays: The arrays so far.
     """
 
-    shard: int
-    shards: int
+    shard: Size
+    shards: Size
     extensions: list[dict[str, Any]]
-    model: dict[str, Any]
+    model: dict[str, ParameterFacts]
     notes: dict[str, Any]
     written_by: str
-    arrays: tuple[ArrayHeader, ...] = ()
+    arrays: tuple[ArrayHeader, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse arrays of which two are the same.
+
+        Raises:
+            ValueError: With their name.
+        """
+        for names in (
+            [each.file.lower() for each in self.arrays],
+            [(each.quantity, each.parameter) for each in self.arrays],
+        ):
+            twice = [name for name in names if names.count(name) > 1] if len({*names}) < len(names) else []
+            if twice:
+                raise Unfit(f"array {twice[0]!r} is there twice")
 
     def with_arrays(self, added: Sequence[ArrayHeader]) -> ShardHeader:
         """The same header with more arrays."""
@@ -101,7 +149,8 @@ class ShardHeader:
 
     def save(self, folder: Path) -> None:
         """Write the header, in one step: whoever reads finds all of the old one or of this one."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
+        text = json.dumps({"format": FORMAT, "checksum": checksum_of(content), **content}, indent=1)
         write_whole(folder / HEADER, text)
 
     @classmethod
@@ -113,11 +162,11 @@ class ShardHeader:
         """
         path = folder / HEADER
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError("it is no header of a packprop store")
-            version = found.pop("version")
-            if version != VERSION:
+            found = parsed(path.read_bytes())
+            if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+                raise Unfit("it is no header of a packprop store")
+            version, checksum = found.pop("version", None), found.pop("checksum", None)
+            if version not in KNOWN:
                 raise BadInput(
                     asked,
                     f"store {str(folder.parent)!r}",
@@ -125,80 +174,22 @@ class ShardHeader:
                     f"read it with packprop {found.get('written_by', 'of that version')}; its .npy files can "
                     "be read by numpy",
                 )
-            arrays = [
-                ArrayHeader(**{**each, "shape": tuple(map(int, each["shape"]))}) for each in found["arrays"]
-            ]
-            header = cls(**{**found, "arrays": tuple(arrays)})
-            unknown = [each.dtype for each in arrays if dtype_of(each.dtype) is None]
-            if unknown:
-                raise ValueError(f"unknown precision {unknown[0]!r}")
+            header: ShardHeader = fitted(cls, found)
+            if checksum != (checksum_of({"version": version, **found}) if version > 1 else None):
+                raise Unfit("it does not have its checksum")
+            if folder != folder_of_shard(folder.parent, header.shard):
+                raise Unfit(f"it is that of shard {header.shard}")
             return header
         except BadInput:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise BadInput(
                 asked,
                 f"file {str(path)!r}",
-                f"it is no header that can be read ({type(error).__name__}: {error})",
+                f"it is no header that can be read ({error})",
                 "take the file from a copy of the store, or write the store again; numpy reads the .npy files "
                 "beside it",
             ) from error
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What was safe when a chunk was finished.
-
-    Args:
-        samples: Samples up to the end of the chunk.
-        terms: What the losses of their batches were divided by, added up.
-        finished: Whether the writer was closed after it, with nothing left to write.
-    """
-
-    samples: int = 0
-    terms: float = 0.0
-    finished: bool = False
-
-
-def marks(folder: Path, asked: str) -> list[Mark]:
-    """The marks of a shard; a last line that was cut off is none.
-
-    Raises:
-        BadInput: For a line that is no mark.
-    """
-    path = folder / CHUNKS
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            mark = Mark(**json.loads(line))
-            if type(mark.samples) is not int or mark.samples < 0:
-                raise ValueError(f"{mark.samples!r} samples")
-        except (ValueError, TypeError) as error:
-            raise BadInput(
-                asked,
-                f"line {number} of file {str(path)!r}",
-                f"it does not say what was finished ({type(error).__name__}: {error})",
-                "take the file from a copy of the store, or write the store again; numpy reads the .npy files "
-                "beside it",
-            ) from error
-        found.append(mark)
-    return found
-
-
-def add_mark(folder: Path, mark: Mark) -> None:
-    """Append a mark, and wait until it is on the disk."""
-    file = os.open(folder / CHUNKS, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        end = os.pread(file, os.fstat(file).st_size, 0).rfind(b"\n") + 1
-        os.ftruncate(file, end)  # a line that was cut off
-        line = json.dumps(asdict(mark)).encode() + b"\n"
-        os.pwrite(file, line, end)
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def write_whole(path: Path, text: str) -> None:

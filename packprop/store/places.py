@@ -41,7 +41,7 @@ def require_place(asked: str, folder: Path) -> None:
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:
     """A path for an array, of characters that every file system has; ``used`` ones are noted in lower case."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", parameter)[:150] or "values"
-    folder = re.sub(r"[^A-Za-z0-9._-]", "_", quantity)[:100]
+    folder = re.sub(r"[^A-Za-z0-9._-]|^\.+$", "_", quantity)[:100]
     name = f"{folder}/{plain}.npy"
     number = 2
     while name.lower() in used:

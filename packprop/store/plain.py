@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,6 +155,30 @@ class GrowingArray:
             while rest:
                 written = os.pwrite(file, rest, place)
                 place, rest = place + written, rest[written:]
+
+
+def shown_rows(asked: str, array: GrowingArray) -> int:
+    """How many rows a file says that it has; 0 if it was not begun.
+
+    Raises:
+        BadInput: If it is no file of such rows.
+    """
+    if not array.path.exists():
+        return 0
+    with array.path.open("rb") as file:
+        found = file.read(array.offset)
+    rows = re.search(rb"'shape': \((\d{1,18}),", found)
+    if len(found) < array.offset:
+        return 0  # its writer was killed, or it is shorter than what was finished
+    if rows is None or found != header_of(int(rows[1]), array.shape, array.dtype):
+        raise BadInput(
+            asked,
+            f"file {str(array.path)!r}",
+            f"it is no .npy file of rows {list(array.shape)} in {name_of(array.dtype)}, as the header of the "
+            "store has it",
+            "take the file from a copy of the store, or write the store again",
+        )
+    return int(rows[1])
 
 
 def require_length(asked: str, array: GrowingArray, rows: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput
-from packprop.store.folder import SAMPLES, ArrayHeader, Mark, ShardHeader, is_begun, marks
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.store.checksums import CheckedRows, Damage
+from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
-from packprop.store.plain import GrowingArray, as_tensor, mapped, require_length
+from packprop.store.plain import as_tensor
 from packprop.store.search import Found, extreme_products
+from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_no_links_out
 
 BITE = 32 * 2**20
 """Bytes that are read at once where no number is given."""
@@ -25,15 +29,20 @@ class StoredArray:
     """Rows of all samples, on disk.
 
     ``array[5]``, ``array[10:20]`` and ``array[[4, 2, 7]]`` copy these rows into a tensor; iteration goes
-    through single rows.
+    through single rows. Rows are compared with their checksums when they are read for the first time, a block
+    of about 1 MiB at once; see NOTE [Checksums of rows].
 
     Args:
         header: What the array holds.
-        parts: The rows of each shard, mapped into memory.
+        parts: The rows of each shard.
+        places: Where each of these is, for messages.
+
+    Raises:
+        PackpropError: Whenever rows are read that are not what was written.
     """
 
-    def __init__(self, header: ArrayHeader, parts: Sequence[np.ndarray]) -> None:
-        self.header, self._parts = header, list(parts)
+    def __init__(self, header: ArrayHeader, parts: Sequence[CheckedRows], places: Sequence[str]) -> None:
+        self.header, self._parts, self._places = header, list(parts), list(places)
         self._starts = np.cumsum([0, *(len(part) for part in self._parts)]).tolist()
 
     @property
@@ -50,8 +59,7 @@ class StoredArray:
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        of = f" of {self.header.parameter!r}" if self.header.parameter else ""
-        return f"StoredArray({self.header.quantity!r}{of}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"StoredArray({self._said}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor | np.ndarray) -> Tensor:
         if isinstance(rows, slice):
@@ -90,19 +98,47 @@ class StoredArray:
         return self[:]
 
     def numpy(self) -> np.ndarray:
-        """All rows, as numpy has them: mapped, not read, where there is one shard; bfloat16 as float32."""
+        """All rows, as numpy has them; bfloat16 as float32.
+
+        Where there is one shard they are compared with their checksums, and mapped into memory, not copied.
+        """
         if self.dtype == torch.bfloat16:
             return self.torch().float().numpy()
-        rows = self._parts[0].view() if len(self._parts) == 1 else np.concatenate(self._parts)
+        pieces = [self._rows(index, slice(0, len(part))) for index, part in enumerate(self._parts)]
+        rows = pieces[0].view() if len(pieces) == 1 else np.concatenate(pieces)
         rows.flags.writeable = False
         return rows
 
+    def damages(self) -> Iterator[str]:
+        """Where rows are that are not what was written; all are read."""
+        for part, place in zip(self._parts, self._places, strict=True):
+            for start, stop in part.damages():
+                yield f"{self._said}, rows {start} to {stop - 1} of {place}"
+
+    @property
+    def compared(self) -> int:
+        """How many rows have checksums."""
+        return sum(part.compared for part in self._parts)
+
+    @property
+    def _said(self) -> str:
+        return f"{self.header.quantity!r}" + (f" of {self.header.parameter!r}" if self.header.parameter else "")
+
+    def _rows(self, index: int, rows: slice | np.ndarray) -> np.ndarray:
+        """Rows of one shard."""
+        part = self._parts[index]
+        try:
+            return part.between(rows.start, rows.stop) if isinstance(rows, slice) else part.chosen(rows)
+        except Damage as error:
+            raise damaged(f"Rows of {self._said} were read from a store.", error, self._places[index]) from None
+
     def _between(self, start: int, stop: int, copy: bool = True) -> Tensor:
         pieces = [
-            part[max(0, start - first) : max(0, stop - first)]
-            for part, first in zip(self._parts, self._starts, strict=False)
+            self._rows(index, slice(max(0, start - first), min(stop - first, len(self._parts[index]))))
+            for index, first in enumerate(self._starts[:-1])
+            if start < self._starts[index + 1] and first < stop
         ]
-        pieces = [piece for piece in pieces if len(piece)] or [self._parts[0][:0]]
+        pieces = [piece for piece in pieces if len(piece)] or [self._parts[0].all[:0]]
         alone = len(pieces) == 1 and pieces[0].flags.writeable
         return as_tensor(pieces[0] if alone else np.concatenate(pieces), self.dtype, copy and alone)
 
@@ -110,10 +146,10 @@ class StoredArray:
         if rows.ndim != 1 or (len(rows) and not (-len(self) <= rows.min() and rows.max() < len(self))):
             raise IndexError(f"rows {rows.tolist()} of {len(self)}")
         rows = rows % max(len(self), 1)
-        found = np.empty((len(rows), *self.header.shape), self._parts[0].dtype)
-        for part, first in zip(self._parts, self._starts, strict=False):
-            here = (first <= rows) & (rows < first + len(part))
-            found[here] = part[rows[here] - first]
+        found = np.empty((len(rows), *self.header.shape), self._parts[0].all.dtype)
+        for index, (first, last) in enumerate(itertools.pairwise(self._starts)):
+            here = (first <= rows) & (rows < last)
+            found[here] = self._rows(index, rows[here] - first)
         return as_tensor(found, self.dtype)
 
 
@@ -128,14 +164,16 @@ class Store(Mapping[Any, Any]):
         folder: Folder of the store.
 
     Raises:
-        BadInput: For a folder that holds no store, a header that cannot be read, shards of different stores,
-            or a file that is shorter than what was finished.
+        BadInput: For a folder that holds no store, a header or marks that cannot be read or are not what was
+            written, shards of different stores, a file that is missing, shorter than what was finished or of
+            another kind than the header says, or a link that leads out of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._asked = f"Store({str(folder)!r}) was opened."
-        places = [place for place in sorted(self.folder.glob("shard-*")) if is_begun(place)]
+        require_no_links_out(self._asked, self.folder)
+        places = [place for place in sorted(self.folder.glob("shard-*")) if place.is_dir() and is_begun(place)]
         if not places:
             raise BadInput(
                 self._asked,
@@ -143,7 +181,8 @@ class Store(Mapping[Any, Any]):
                 "it is not the folder of a store",
                 "give the folder that StoreWriter or compute(..., store=...) wrote to",
             )
-        self.headers = [ShardHeader.load(place, self._asked) for place in places]
+        shards = [Shard(place, self._asked) for place in places]
+        self.headers = [shard.header for shard in shards]
         for header in self.headers[1:]:
             if difference := self.headers[0].difference(header):
                 raise BadInput(
@@ -152,38 +191,65 @@ class Store(Mapping[Any, Any]):
                     f"they are of different stores, with other {difference}",
                     "keep each store in a folder of its own",
                 )
-        self._marks = [(marks(place, self._asked) or [Mark()])[-1] for place in places]
-        ids = ArrayHeader("samples", "", SAMPLES, (), "int64")
-        self._identifiers = self._array(places, [ids] * len(places), ids)
+        self._marks = [shard.marks.last for shard in shards]
+        self._identifiers = self._array(shards, [IDENTIFIERS] * len(shards))
         self._arrays: dict[tuple[str, str], StoredArray] = {}
-        by_shard = [
-            {(each.quantity, each.parameter): each for each in header.arrays} for header in self.headers
-        ]
-        for key in dict.fromkeys(key for known in by_shard for key in known):
-            self._arrays[key] = self._array(places, [known.get(key) for known in by_shard])
+        for key in dict.fromkeys(key for shard in shards for key in shard.arrays):
+            self._arrays[key] = self._array(shards, [shard.arrays.get(key) for shard in shards])
 
-    def _array(
-        self, places: Sequence[Path], headers: Sequence[ArrayHeader | None], like: ArrayHeader | None = None
-    ) -> StoredArray:
+    def _array(self, shards: Sequence[Shard], headers: Sequence[ArrayHeader | None]) -> StoredArray:
         """One array over all shards; one that a shard does not have is zero there."""
-        like = like or next(header for header in headers if header is not None)
-        parts = []
-        for place, header, mark in zip(places, headers, self._marks, strict=True):
+        like = next(header for header in headers if header is not None)
+        parts: list[CheckedRows] = []
+        for shard, header in zip(shards, headers, strict=True):
             if header is None:
-                parts.append(np.broadcast_to(np.zeros((), like.numpy_dtype), (mark.samples, *like.shape)))
+                rows = shard.marks.last.samples, *like.shape
+                parts.append(CheckedRows(np.broadcast_to(np.zeros((), like.numpy_dtype), rows)))
                 continue
             if (header.shape, header.dtype) != (like.shape, like.dtype):
                 raise BadInput(
                     self._asked,
-                    f"{like.quantity!r} of {like.parameter!r} in {place.name}",
+                    f"{like.quantity!r} of {like.parameter!r} in {shard.place.name}",
                     f"rows are {list(header.shape)} in {header.dtype}, and {list(like.shape)} in {like.dtype} "
                     "in another shard",
                     "write all shards with one dtype, and batches of one length",
                 )
-            file = GrowingArray(place / header.file, header.shape, header.precision)
-            require_length(self._asked, file, mark.samples)
-            parts.append(mapped(file.path, file.offset, mark.samples, header.shape, header.precision))
-        return StoredArray(like, parts)
+            parts.append(shard.rows[header.file])
+        return StoredArray(
+            like,
+            parts,
+            [
+                f"{str(shard.place / (header or like).file)!r}"
+                for shard, header in zip(shards, headers, strict=True)
+            ],
+        )
+
+    def verify(self) -> int:
+        """Read all rows and compare them with their checksums; how many samples have such.
+
+        Stores that were written before there were checksums have none: a warning says so.
+
+        Raises:
+            PackpropError: With all that is not what was written.
+        """
+        arrays = [self._identifiers, *self._arrays.values()]
+        damages = [damage for array in arrays for damage in array.damages()]
+        if damages:
+            raise PackpropError(
+                f"The store {str(self.folder)!r} was verified.",
+                "; ".join(damages[:20]) + (f"; and {len(damages) - 20} more" if len(damages) > 20 else ""),
+                "these rows are not what was written: they have other checksums",
+                "take the files from a copy of the store, or write the store again; other rows can be read",
+            )
+        compared = self._identifiers.compared
+        if compared < self.samples:
+            warnings.warn(
+                f"Of the store {str(self.folder)!r}, {self.samples - compared} of {self.samples} samples have "
+                "no checksums: they were written before packprop had such, and nothing is known of their rows.",
+                PackpropWarning,
+                stacklevel=2,
+            )
+        return compared
 
     def __getitem__(self, key: str | tuple[str, str]) -> Any:
         if isinstance(key, tuple):

@@ -24,17 +24,16 @@ from packprop.store.folder import (
     HEADER,
     SAMPLES,
     ArrayHeader,
-    Mark,
     ShardHeader,
     WriterLock,
-    add_mark,
     described,
     folder_of_shard,
     is_begun,
-    marks,
 )
+from packprop.store.marks import Mark, Marks
 from packprop.store.places import file_name, rank_of_process, require_place, short
-from packprop.store.plain import GrowingArray, require_length
+from packprop.store.plain import GrowingArray
+from packprop.store.shard import Shard, cut_mark, require_no_links_out, with_checksums
 from packprop.store.values import converted, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
@@ -110,17 +109,19 @@ class StoreWriter:
             described_model(model),
             json.loads(json.dumps(dict(notes or {}))),
             version(),
+            (),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
         require_place(self._asked, self.folder)
+        require_no_links_out(self._asked, self.folder)
         self._place.mkdir(parents=True, exist_ok=True)
         self._lock: WriterLock | None = WriterLock(self._place, self._asked)
+        self._finishing: Future[None] | None = None
         try:
             self._begin(resume)
         except BaseException:
             self._lock.release()
             raise
-        self._finishing: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
 
@@ -152,16 +153,12 @@ class StoreWriter:
             if is_begun(self._place):
                 ShardHeader.load(self._place, self._asked)  # says what is wrong
             self._header.save(self._place)
+            self._marks = Marks(self._place, self._asked)
             return
-        self._header = ShardHeader.load(self._place, self._asked)
-        for each in self._header.arrays:
-            self._arrays[each.quantity, each.parameter] = GrowingArray(
-                self._place / each.file, each.shape, each.precision
-            )
-        known = marks(self._place, self._asked)
-        self._mark = known[-1] if known else Mark()
-        for array in (self._samples, *self._arrays.values()):
-            require_length(self._asked, array, self._mark.samples)
+        found = Shard(self._place, self._asked)
+        self._header, self._marks, self._mark = found.header, found.marks, found.marks.last
+        self._arrays = {key: found.file(header) for key, header in found.arrays.items()}
+        self._header.save(self._place)  # in the version that marks are of from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 
     @property
@@ -257,7 +254,9 @@ class StoreWriter:
 
         Raises:
             BadInput: If fewer than these are safe.
+            PackpropError: If rows that stay, of a chunk that is cut, are not what was written.
         """
+        self._wait()
         if samples > self._mark.samples:
             raise BadInput(
                 self._asked,
@@ -266,13 +265,17 @@ class StoreWriter:
                 "resume from a checkpoint that is as old as the store, or begin both anew",
             )
         mark = Mark(samples, terms)
-        if mark != (marks(self._place, self._asked) or [Mark()])[-1]:
-            add_mark(
-                self._place, mark
-            )  # first: rows without a mark can be cut off, but not the other way round
+        if mark.says != self._marks.last.says:  # first: rows without a mark can be cut off, no others
+            self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
         self._mark = mark
         for array in (self._samples, *self._arrays.values()):
             array.cut(samples)
+
+    @property
+    def _files(self) -> dict[str, GrowingArray]:
+        """All files of rows, by name."""
+        arrays = {each.file: self._arrays[each.quantity, each.parameter] for each in self._header.arrays}
+        return {SAMPLES: self._samples, **arrays}
 
     def close(self) -> None:
         """Finish what is open, and say that the store is complete."""
@@ -280,7 +283,7 @@ class StoreWriter:
             try:
                 self._finish_chunk()
                 self._wait()
-                add_mark(self._place, Mark(self._mark.samples, self._mark.terms, True))
+                self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
             finally:
                 self._leave()
 
@@ -331,7 +334,8 @@ class StoreWriter:
     def _finish_chunk(self) -> None:
         """Write what waits, and have it marked when it is on the disk."""
         self._wait()
-        arrays, mark = [self._samples, *self._arrays.values()], self._mark
+        files, mark, start = self._files, self._mark, self._marks.last.samples
+        arrays = list(files.values())
         try:
             for array in arrays:
                 array.fill(mark.samples)
@@ -344,7 +348,7 @@ class StoreWriter:
         def finish() -> None:
             for array in arrays:
                 array.sync()
-            add_mark(self._place, mark)
+            self._marks.add(with_checksums(mark, start, files))
             for array in arrays:
                 array.show(mark.samples)
 
@@ -368,11 +372,10 @@ class StoreWriter:
             )
 
     def _not_written(self, error: OSError) -> PackpropError:
-        known = marks(self._place, self._asked)
         return PackpropError(
             f"Values were to be written to the store {str(self.folder)!r}.",
             f"file {error.filename or str(self._place)!r}",
             f"the disk did not take them: {error.strerror or error}",
-            f"make room and go on: the first {known[-1].samples if known else 0} samples are safe, and "
+            f"make room and go on: the first {self._marks.last.samples} samples are safe, and "
             "resume=True goes on from there",
         )

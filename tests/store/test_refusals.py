@@ -15,6 +15,7 @@ import packprop
 from packprop import Store, StoreWriter, extensions
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad
+from packprop.store.schema import checksum_of
 from tests.store.small import problem, write_batch, written
 
 
@@ -86,7 +87,148 @@ def test_going_on_with_something_else(tmp_path: Path, change: Callable[[], Any],
 
 
 def _version(header: Path) -> None:
-    header.write_text(json.dumps({**json.loads(header.read_text()), "version": 2}))
+    header.write_text(json.dumps({**json.loads(header.read_text()), "version": 3}))
+
+
+def described(**entries: Any) -> Callable[[Path], None]:
+    """A header whose first array is described otherwise, with a checksum that is right."""
+    return header(lambda found: found["arrays"][0].update(entries))
+
+
+def header(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """A header that was changed by someone who knows how checksums are made."""
+
+    def damage(path: Path) -> None:
+        found = json.loads(path.read_text())
+        change(found)
+        content = {name: value for name, value in found.items() if name not in ("format", "checksum")}
+        path.write_text(json.dumps({**found, "checksum": checksum_of(content)}))
+
+    return damage
+
+
+def text(old: str, new: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
+
+
+def marked(**entries: Any) -> Callable[[Path], None]:
+    """Marks of which the first one says something else, with checksums that are right."""
+
+    def damage(path: Path) -> None:
+        before, lines = 0, []
+        for index, line in enumerate(path.read_text().splitlines()):
+            found = {key: value for key, value in json.loads(line).items() if key != "checksum"}
+            found |= {} if index else entries
+            before = checksum_of(found, before)
+            lines.append(json.dumps({**found, "checksum": before}) + "\n")
+        path.write_text("".join(lines))
+
+    return damage
+
+
+HOSTILE: list[tuple[str, Callable[[Path], Any], str]] = [
+    *(
+        ("header.json", described(file=file), "is not that of an array in this folder")
+        for file in (
+            "/etc/passwd",
+            "../samples.npy",
+            "a/../../x.npy",
+            "grad_batch/../../../x.npy",
+            "../x.npy",
+            "./x.npy",
+            "a/b/c.npy",
+            "x.npy",
+            "",
+            "grad_batch/x.txt",
+            "grad_batch\\x.npy",
+            "a/x.npy\n",
+        )
+    ),
+    ("header.json", described(file=7), "file is 7, not of type str"),
+    ("header.json", described(file="grad_batch/0.bias.npy"), "is there twice"),
+    ("header.json", described(file="Grad_batch/0.BIAS.npy"), "is there twice"),
+    ("header.json", described(parameter="0.bias"), "is there twice"),
+    ("header.json", described(shape=[-4, -3]), r"shape\[0\] is -4"),
+    ("header.json", described(shape=["4", "3"]), r"shape\[0\] is '4'"),
+    ("header.json", described(shape="43"), "shape is '43', not a list"),
+    ("header.json", described(shape=None), "shape is None, not a list"),
+    ("header.json", described(shape=[4.0, 3.0]), r"shape\[0\] is 4.0"),
+    ("header.json", described(shape=[True, 3]), r"shape\[0\] is True"),
+    ("header.json", described(shape=[10**30]), r"shape\[0\] is 10000"),
+    ("header.json", described(shape=[2**61]), "none that a file can hold"),
+    ("header.json", described(shape=[0, 2**40, 2**40]), "none that a file can hold"),
+    ("header.json", described(shape=[1] * 64), "none that a file can hold"),
+    ("header.json", described(shape=[2**40]), r"no .npy file of rows \[1099511627776\]"),
+    ("header.json", described(shape=[3, 4]), r"no .npy file of rows \[3, 4\] in float64"),
+    ("header.json", described(dtype="int64"), r"no .npy file of rows \[4, 3\] in int64"),
+    ("header.json", described(dtype=None), "dtype is None"),
+    ("header.json", described(dtype=["float64"]), "dtype is "),
+    ("header.json", described(degree="1"), "degree is '1', not a finite number"),
+    ("header.json", described(degree=float("nan")), "degree is nan, not a finite number"),
+    ("header.json", described(degree=10**400), "degree is 1000"),
+    ("header.json", described(projection={"kind": "x", "dimension": 4, "seed": 0}), "projection|kind"),
+    ("header.json", described(projection=[]), "projection is "),
+    ("header.json", described(more=1), "an entry 'more', which is unknown"),
+    ("header.json", header(lambda found: found["arrays"][0].pop("shape")), "lacks its entry 'shape'"),
+    ("header.json", header(lambda found: found.pop("arrays")), "lacks its entry 'arrays'"),
+    ("header.json", header(lambda found: found.pop("model")), "lacks its entry 'model'"),
+    ("header.json", header(lambda found: found.update(arrays={})), "arrays is "),
+    ("header.json", header(lambda found: found.update(arrays=[[]])), r"arrays\[0\] is \[\]"),
+    ("header.json", header(lambda found: found.update(shard=1)), "it is that of shard 1"),
+    ("header.json", header(lambda found: found.update(shards=-1)), "shards is -1"),
+    ("header.json", header(lambda found: found.update(model=7)), "model is 7"),
+    ("header.json", header(lambda found: found["model"].update({"0.bias": 7})), "model.0.bias is 7"),
+    ("header.json", header(lambda found: found["model"].update({"0.bias": [[4], "float64"]})), "a list of 3"),
+    ("header.json", header(lambda found: found.update(version="2")), "version 2 of the format"),
+    ("header.json", header(lambda found: found.update(version=[2])), r"version \[2\] of the format"),
+    ("header.json", lambda path: path.write_text("[" * 100_000), "no header that can be read"),
+    ("header.json", lambda path: path.write_text("[" * 300 + "]" * 300), "nested"),
+    ("header.json", lambda path: path.write_text('{"a": ' + "9" * 10_000 + "}"), "no header that can be read"),
+    ("header.json", text('"shard"', '"shard": 3, "shard"'), "'shard' is there twice"),
+    ("header.json", text("0.weight", "0.Weight"), "does not have its checksum"),
+    ("header.json", text('"degree": 1.0', '"degree": 2.0'), "does not have its checksum"),
+    ("header.json", text('"version": 2', '"version": 1'), "does not have its checksum"),
+    ("header.json", lambda path: (path.unlink(), path.mkdir()), "no header that can be read"),
+    ("chunks.jsonl", lambda path: path.write_text("[" * 100_000 + "\n"), "line 1 of file"),
+    ("chunks.jsonl", lambda path: path.write_text("7\n"), "line 1 of file"),
+    ("chunks.jsonl", marked(samples=10**30), "line 1 of file .*\n.*samples is 1000"),
+    ("chunks.jsonl", marked(samples=2**61), "line 2 of file .*\n.*cannot begin at 3, inside"),
+    ("chunks.jsonl", marked(samples="3"), "samples is '3'"),
+    ("chunks.jsonl", marked(terms=float("inf")), "terms is inf"),
+    ("chunks.jsonl", marked(terms="x"), "terms is 'x'"),
+    ("chunks.jsonl", marked(finished=1), "finished is 1"),
+    ("chunks.jsonl", marked(start=4), "a chunk cannot begin at 4"),
+    ("chunks.jsonl", marked(start=None), "a chunk cannot begin at None"),
+    ("chunks.jsonl", marked(checksums=[]), "checksums is "),
+    ("chunks.jsonl", marked(checksums={"samples.npy": [1, 2]}), "2 checksums for 1 blocks"),
+    ("chunks.jsonl", marked(checksums={"samples.npy": [-1]}), r"samples.npy\[0\] is -1"),
+    ("chunks.jsonl", text('"samples": 3', '"samples": 2'), "line 1 of file .*\n.*is not what was written"),
+    ("chunks.jsonl", lambda path: path.write_text(path.read_text().split("\n", 1)[1]), "line 1 of file"),
+    (
+        "chunks.jsonl",
+        lambda path: path.write_text(""),
+        "3 rows are safe, and the marks in chunks.jsonl end at 0",
+    ),
+    ("chunks.jsonl", Path.unlink, "3 rows are safe, and the marks in chunks.jsonl end at 0"),
+    ("chunks.jsonl", lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
+    ("samples.npy", lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
+    (
+        "samples.npy",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"NUMPY", b"NUMPI")),
+        "no .npy file",
+    ),
+    (
+        "samples.npy",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"(3,", b"(9,")),
+        "says that 9 rows",
+    ),
+    (
+        "grad_batch/0.weight.npy",
+        lambda path: path.write_bytes((path.parent / "0.bias.npy").read_bytes() * 4),
+        "no .npy file of rows",
+    ),
+]
+"""What an attacker, or a disk, may write: none of it is believed."""
 
 
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
@@ -96,7 +238,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("header.json", lambda path: path.write_bytes(b"\xff\xfe"), "no header that can be read"),
     ("header.json", lambda path: path.write_text(path.read_text().replace("float64", "float65")), "float65"),
     ("header.json", Path.unlink, "no header that can be read"),
-    ("header.json", _version, "version 2 of the format, and this is version 1"),
+    ("header.json", _version, "version 3 of the format, and this is version 2"),
     ("chunks.jsonl", lambda path: path.write_text("xyz\n"), "line 1 of file"),
     ("chunks.jsonl", lambda path: path.write_text('{"samples": -1}\n'), "line 1 of file"),
     ("chunks.jsonl", lambda path: path.write_text('{"rows": 1}\n'), "line 1 of file"),
@@ -110,7 +252,9 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "damage", "words"), DAMAGE, ids=[f"{d[0]}-{d[2]}" for d in DAMAGE])
+@pytest.mark.parametrize(
+    ("file", "damage", "words"), [*DAMAGE, *HOSTILE], ids=[f"{d[0]}-{d[2]}" for d in [*DAMAGE, *HOSTILE]]
+)
 def test_damaged_files(tmp_path: Path, file: str, damage: Callable[[Path], Any], words: str) -> None:
     model, *_ = written(tmp_path / "store", [3])
     damage(tmp_path / "store" / "shard-00000" / file)
@@ -118,6 +262,47 @@ def test_damaged_files(tmp_path: Path, file: str, damage: Callable[[Path], Any],
         Store(tmp_path / "store")
     with pytest.raises(BadInput, match=words):
         StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True)
+
+
+def test_names_that_lead_out_are_written_inside(tmp_path: Path) -> None:
+    names = ["..", ".", "../../x", "/etc/x", "a\0b", "CON"]
+    with StoreWriter(tmp_path / "store", nn.Linear(1, 1), []) as writer:
+        writer.add({(name, name): torch.ones(2) for name in names}, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    store = Store(tmp_path / "store")
+    assert [store[name, name].torch().tolist() for name in names] == [[1, 1]] * len(names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "header.json",
+        "header.json.draft",
+        "chunks.jsonl",
+        "lock",
+        "samples.npy",
+        "grad_batch/0.bias.npy",
+        "grad_batch",
+        ".",
+    ],
+)
+def test_links_that_lead_out(tmp_path: Path, name: str) -> None:
+    """Nothing behind a link is read or written; the folder as a whole may be a link."""
+    model, *_ = written(tmp_path / "real", [3])
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert Store(tmp_path / "link").samples == 3
+    place, other = tmp_path / "real" / "shard-00000" / name, tmp_path / "other"
+    if place.exists():
+        place.rename(other)
+    else:
+        other.write_text("mine")
+    place.symlink_to(other)
+    before = {path: path.read_bytes() for path in (*other.rglob("*"), other) if path.is_file()}
+    with pytest.raises(BadInput, match="a link that leads out of the folder"):
+        Store(tmp_path / "real")
+    with pytest.raises(BadInput, match="a link that leads out of the folder"):
+        StoreWriter(tmp_path / "real", model, [BatchGrad()], resume=True)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch], ids=["nothing", "empty", "file"])

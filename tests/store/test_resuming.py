@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import packprop
 from packprop import Store, StoreWriter
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad
+from packprop.store.folder import ShardHeader
 from tests.references.running import assert_near
 from tests.store.small import problem, rows_one_by_one, write_batch, written
 
@@ -187,9 +189,9 @@ def test_shards_of_different_stores(tmp_path: Path) -> None:
         pass
     with pytest.raises(BadInput, match="other shards: 2 instead of 3"):
         StoreWriter(folder, model, [BatchGrad()], shard=1, shards=3)
-    header = folder / "shard-00000" / "header.json"
+    header = ShardHeader.load(folder / "shard-00000", "")
     (folder / "shard-00001").mkdir(exist_ok=True)
-    (folder / "shard-00001" / "header.json").write_text(header.read_text().replace("BatchGrad", "Other"))
+    replace(header, shard=1, extensions=[]).save(folder / "shard-00001")
     with pytest.raises(BadInput, match="different stores, with other extensions"):
         Store(folder)
 

@@ -1,0 +1,109 @@
+"""The marks of a shard: a line for each chunk of rows that is on the disk, with their checksums."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from packprop.errors import BadInput
+from packprop.store.schema import Size, Unfit, checksum_of, fitted, parsed
+
+CHUNKS = "chunks.jsonl"
+"""The file of the marks."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What was safe when a chunk was finished.
+
+    Args:
+        samples: Samples up to the end of the chunk.
+        terms: What the losses of their batches were divided by, added up.
+        finished: Whether the writer was closed after it, with nothing left to write.
+        start: Samples before the chunk; ``None`` where marks had no checksums yet.
+        checksums: Checksums of the blocks of the chunk, by file; rows of other files are zero. See NOTE
+            [Checksums of rows].
+    """
+
+    samples: Size = 0
+    terms: float = 0.0
+    finished: bool = False
+    start: Size | None = None
+    checksums: dict[str, list[Size]] = field(default_factory=dict)
+
+    @property
+    def says(self) -> tuple[int, float, bool]:
+        """What it says but for checksums."""
+        return self.samples, self.terms, self.finished
+
+
+class Marks:
+    """The marks of a shard, to which more can be added. A last line that was cut off is none.
+
+    Each line has a checksum of itself and all lines before it, so that none can be changed or missing.
+
+    Args:
+        place: Folder of the shard.
+        asked: What the user asked for, for messages.
+
+    Raises:
+        BadInput: For a line that is no mark, or not the one that was written.
+    """
+
+    def __init__(self, place: Path, asked: str) -> None:
+        self._path, self.last, self.most, self.chunks = place / CHUNKS, Mark(), 0, list[Mark]()
+        self._checksum: int | None = None
+        content = self._path.read_bytes() if self._path.exists() else b""
+        self._end = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[: self._end].splitlines(), 1):
+            try:
+                self._take(line)
+            except Unfit as error:
+                raise BadInput(
+                    asked,
+                    f"line {number} of file {str(self._path)!r}",
+                    f"it does not say what was finished ({error})",
+                    "take the file from a copy of the store, or write the store again; numpy reads the .npy "
+                    "files beside it",
+                ) from error
+
+    def add(self, mark: Mark) -> None:
+        """Append a mark, and wait until it is on the disk."""
+        content = asdict(mark)
+        checksum = checksum_of(content, self._checksum or 0)
+        line = json.dumps({**content, "checksum": checksum}).encode() + b"\n"
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(file, self._end)  # a line that was cut off
+            os.pwrite(file, line, self._end)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self._end += len(line)
+        self._checksum = checksum
+        self._count(mark)
+
+    def _take(self, line: bytes) -> None:
+        content = parsed(line)
+        checksum = content.pop("checksum", None) if isinstance(content, dict) else None
+        mark: Mark = fitted(Mark, content)
+        if checksum is not None or self._checksum is not None:
+            if checksum != checksum_of(content, self._checksum or 0):
+                raise Unfit("the line, or one before it, is not what was written")
+            if mark.start is None or not mark.start <= min(mark.samples, self.last.samples):
+                raise Unfit(f"a chunk cannot begin at {mark.start}")
+            self._checksum = checksum
+        elif mark.start is not None:
+            raise Unfit("it has no checksum")
+        self._count(mark)
+
+    def _count(self, mark: Mark) -> None:
+        begin = mark.samples if mark.start is None else mark.start
+        while self.chunks and self.chunks[-1].samples > begin:  # rows were cut off
+            if (self.chunks.pop().start or 0) < begin:
+                raise Unfit(f"a chunk cannot begin at {begin}, inside of another one")
+        if begin < mark.samples:
+            self.chunks.append(mark)
+        self.last, self.most = mark, max(self.most, mark.samples)

@@ -1,0 +1,165 @@
+"""JSON that others may have written, as values of declared types: what does not fit is refused, whatever it is.
+
+``fitted(kind, parsed(text))`` is the one way by which packprop takes up JSON from files. Types are those of
+annotations: dataclasses, ``list``, ``tuple``, ``dict``, ``Literal``, ``|``, numbers and texts, tensors that a
+value was decoded with, and ``Any`` for what is only compared or shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+LARGEST = 2**62
+"""Sizes are smaller, so that products with the size of an entry have a place in a machine."""
+
+DEPTH = 100
+"""Levels of lists and objects that a file may have."""
+
+Size = Annotated[int, "size"]
+"""A whole number of at least 0, which a machine has a place for."""
+
+
+class Unfit(ValueError):
+    """A value is not what it was declared to be."""
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says, without a name twice in an object and nested moderately.
+
+    Raises:
+        Unfit: For anything else.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{type(error).__name__}: {error}") from None
+    level = [value]
+    for _ in range(DEPTH):
+        level = [item for each in level for item in _items(each) if isinstance(item, (dict, list))]
+        if not level:
+            return value
+    raise Unfit(f"it is nested more than {DEPTH} times")
+
+
+def fitted(kind: Any, value: Any, name: str = "it") -> Any:
+    """A value of JSON as one of a declared type: lists become tuples, and objects dataclasses, where these are.
+
+    Args:
+        kind: The type, as an annotation.
+        value: What was read.
+        name: What the value is, for messages.
+
+    Raises:
+        Unfit: For a value that is none of that type, an entry that is missing, and one that is unknown.
+    """
+    if kind is Any:
+        return value
+    if kind == Size:
+        _require(type(value) is int and 0 <= value < LARGEST, name, value, "a whole number of at least 0")
+        return value
+    if kind is float:
+        number = isinstance(value, float) or (type(value) is int and abs(value) < LARGEST)
+        _require(number and math.isfinite(value), name, value, "a finite number")
+        return float(value)
+    if dataclasses.is_dataclass(kind):
+        return _made(kind, value, name)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in _OF_ITEMS:
+        return _OF_ITEMS[origin](inner, value, name)
+    _require(type(value) is kind or (kind is None and value is None), name, value, f"of type {_said(kind)}")
+    return value
+
+
+def checksum_of(value: Any, before: int = 0) -> int:
+    """The CRC-32 of a value of JSON, in whatever order its names come; after what had ``before``."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode(), before)
+
+
+def _made(kind: Any, value: Any, name: str) -> Any:
+    _require(isinstance(value, dict), name, value, "an object with names")
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = [key for key in value if key not in fields]
+    if unknown:
+        raise Unfit(f"{name} has an entry {unknown[0]!r}, which is unknown")
+    missing = [
+        key
+        for key, field in fields.items()
+        if key not in value
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise Unfit(f"{name} lacks its entry {missing[0]!r}")
+    return kind(**{key: fitted(hints[key], item, key) for key, item in value.items()})
+
+
+def _list(inner: tuple[Any, ...], value: Any, name: str) -> list[Any]:
+    _require(isinstance(value, list), name, value, "a list")
+    return [fitted(inner[0], item, f"{name}[{index}]") for index, item in enumerate(value)]
+
+
+def _tuple(inner: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
+    _require(isinstance(value, (list, tuple)), name, value, "a list")
+    kinds = [inner[0]] * len(value) if len(inner) == 2 and inner[1] is Ellipsis else list(inner)
+    _require(len(kinds) == len(value), name, value, f"a list of {len(kinds)}")
+    items = zip(kinds, value, strict=True)
+    return tuple(fitted(kind, item, f"{name}[{index}]") for index, (kind, item) in enumerate(items))
+
+
+def _dict(inner: tuple[Any, ...], value: Any, name: str) -> dict[Any, Any]:
+    _require(isinstance(value, dict), name, value, "an object with names")
+    return {fitted(inner[0], key, name): fitted(inner[1], item, f"{name}.{key}") for key, item in value.items()}
+
+
+def _union(inner: tuple[Any, ...], value: Any, name: str) -> Any:
+    failures = []
+    for kind in inner:
+        try:
+            return fitted(kind, value, name)
+        except Unfit as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _literal(inner: tuple[Any, ...], value: Any, name: str) -> Any:
+    _require(type(value) is type(inner[0]) and value in inner, name, value, f"one of {list(inner)}")
+    return value
+
+
+_OF_ITEMS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {
+    list: _list,
+    tuple: _tuple,
+    dict: _dict,
+    Union: _union,
+    types.UnionType: _union,
+    Literal: _literal,
+}
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise Unfit(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _require(right: bool, name: str, value: Any, kind: str) -> None:
+    if not right:
+        text = repr(value)
+        raise Unfit(f"{name} is {text if len(text) <= 60 else text[:57] + '...'}, not {kind}")
+
+
+def _said(kind: Any) -> str:
+    return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))

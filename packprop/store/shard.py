@@ -1,0 +1,137 @@
+"""One shard of a store as it is found: its header, its marks, its files, and whether these belong together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from packprop.errors import BadInput, PackpropError
+from packprop.store.checksums import CheckedRows, Damage, Sums, checksums
+from packprop.store.folder import SAMPLES, ArrayHeader, ShardHeader
+from packprop.store.marks import Mark, Marks
+from packprop.store.plain import GrowingArray, mapped, require_length, shown_rows
+
+IDENTIFIERS = ArrayHeader("samples", "", SAMPLES, (), "int64")
+"""What the file of identifiers holds."""
+
+
+class Shard:
+    """One shard of a store, as it is found; ``rows`` are those that are safe, by the name of their file.
+
+    Args:
+        place: Its folder.
+        asked: What the user asked for, for messages.
+
+    Raises:
+        BadInput: For a header or mark that cannot be read, a file that is missing, shorter than what was
+            finished or of another kind than the header says, and for marks that are missing.
+    """
+
+    def __init__(self, place: Path, asked: str) -> None:
+        self.place, self._asked = place, asked
+        self.header = ShardHeader.load(place, asked)
+        self.arrays = {(each.quantity, each.parameter): each for each in self.header.arrays}
+        files = {each.file: self.file(each) for each in (IDENTIFIERS, *self.header.arrays)}
+        try:
+            shown = {name: shown_rows(asked, file) for name, file in files.items()}
+            self.marks = Marks(place, asked)  # after what they were written before
+            for file in files.values():
+                require_length(asked, file, self.marks.last.samples)
+        except OSError as error:
+            raise BadInput(
+                asked,
+                f"file {str(error.filename or place)!r}",
+                f"it cannot be read: {error.strerror or error}",
+                "see that it is a file that you may read; or take it from a copy of the store",
+            ) from error
+        self.rows = {each.file: self._rows(each) for each in (IDENTIFIERS, *self.header.arrays)}
+        for name, rows in shown.items():
+            if rows > self.marks.most:
+                raise BadInput(
+                    asked,
+                    f"folder {str(place)!r}",
+                    f"{name} says that {rows} rows are safe, and the marks in chunks.jsonl end at "
+                    f"{self.marks.most}: some are missing",
+                    "take both files from one copy of the store, or write the store again",
+                )
+
+    def file(self, header: ArrayHeader) -> GrowingArray:
+        """The file of an array."""
+        return GrowingArray(self.place / header.file, header.shape, header.precision)
+
+    def _rows(self, header: ArrayHeader) -> CheckedRows:
+        file, samples = self.file(header), self.marks.last.samples
+        sums = [
+            Sums(chunk.start, chunk.samples, chunk.checksums.get(header.file))
+            for chunk in self.marks.chunks
+            if chunk.start is not None
+        ]
+        rows = mapped(file.path, file.offset, samples, header.shape, header.precision)
+        try:
+            return CheckedRows(rows, sums)
+        except ValueError as error:
+            raise BadInput(
+                self._asked,
+                f"the marks of {header.file} in {str(self.place)!r}",
+                str(error),
+                "take chunks.jsonl from a copy of the store, or write the store again",
+            ) from error
+
+
+def with_checksums(mark: Mark, start: int, files: Mapping[str, GrowingArray]) -> Mark:
+    """The mark of a chunk that begins at row ``start``, with checksums of its rows, which are in the files."""
+    found = {}
+    for name, file in files.items() if start < mark.samples else ():
+        offset = file.offset + start * file.row_bytes
+        found[name] = checksums(mapped(file.path, offset, mark.samples - start, file.shape, file.dtype))
+    return replace(mark, start=start, checksums=found)
+
+
+def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str, GrowingArray]) -> Mark:
+    """A mark that goes back to fewer rows, with new checksums of what stays of the chunk that it cuts.
+
+    Raises:
+        PackpropError: If that is not what was written.
+    """
+    for chunk in chunks:
+        if chunk.start is not None and chunk.start < mark.samples < chunk.samples:
+            for name, file in files.items():
+                rows = mapped(file.path, file.offset, chunk.samples, file.shape, file.dtype)
+                known = CheckedRows(rows, [Sums(chunk.start, chunk.samples, chunk.checksums.get(name))])
+                try:
+                    known.between(chunk.start, mark.samples)
+                except Damage as error:
+                    raise damaged(asked, error, repr(str(file.path))) from None
+            return with_checksums(mark, chunk.start, files)
+    return replace(mark, start=mark.samples)
+
+
+def damaged(asked: str, damage: Damage, place: str) -> PackpropError:
+    """What is said of rows that are not what was written."""
+    return PackpropError(
+        asked,
+        f"rows {damage.start} to {damage.stop - 1} of {place}",
+        "they are not what was written: they have another checksum",
+        "take the file from a copy of the store, or write the store again; Store.verify() names all that is "
+        "damaged, and other rows can be read",
+    )
+
+
+def require_no_links_out(asked: str, folder: Path) -> None:
+    """Refuse a folder in which a link leads to what lies outside of it: nothing there is read or written.
+
+    Raises:
+        BadInput: With the first link.
+    """
+    root = Path(os.path.realpath(folder))
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place) / name for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise BadInput(
+                    asked,
+                    f"path {str(path)!r}",
+                    f"it is a link that leads out of the folder {str(folder)!r}",
+                    "put the file itself there; the folder as a whole may be a link",
+                )

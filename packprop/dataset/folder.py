@@ -18,12 +18,15 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
+
+from packprop.store.schema import Size, Unfit, fitted, parsed
 
 try:
     import fcntl
@@ -48,6 +51,42 @@ class Damaged(Exception):
 
 class LockedElsewhere(Exception):
     """Another run writes to the folder."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that belongs to a checkpoint: its name, its size and its checksum."""
+
+    name: str
+    bytes: Size
+    checksum: Size
+
+    def __post_init__(self) -> None:
+        """Refuse what lies elsewhere.
+
+        Raises:
+            ValueError: If the name is that of another place.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
+            raise Unfit(f"{self.name!r} is no name of a file in the folder")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint says: its facts, and its files."""
+
+    facts: dict[str, Any]
+    state: File
+    rows: list[File]
+    shards: list[File] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """What a JSON file holds."""
+
+    checksum: Size
+    content: dict[str, Any]
 
 
 class Folder:
@@ -104,21 +143,21 @@ class Folder:
             Damaged: If a file of it is missing, or not what was written.
         """
         try:
-            outer = json.loads((self.path / f"checkpoint-{number:06d}.json").read_text(encoding="utf-8"))
-            content: dict[str, Any] = outer["content"]
-            if outer["checksum"] != zlib.crc32(_canonical(content)):
+            outer: Signed = fitted(Signed, parsed((self.path / f"checkpoint-{number:06d}.json").read_bytes()))
+            if outer.checksum != zlib.crc32(_canonical(outer.content)):
                 raise Damaged(f"checkpoint-{number:06d}.json does not have its checksum")
-            state = self._tensors(content["state"])
-            rows = [self._tensors(file) for file in content["rows"]]
-            for file in content.get("shards", ()):
-                _require_same(self.shards(number) / file["name"], file)
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            content: Content = fitted(Content, outer.content)
+            state = self._tensors(content.state)
+            rows = [self._tensors(file) for file in content.rows]
+            for file in content.shards:
+                _require_same(self.shards(number) / file.name, file)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise Damaged(f"checkpoint-{number:06d}.json: {error}") from error
-        self.number, self._rows = number, content["rows"]
-        return content["facts"], state, rows
+        self.number, self._rows = number, [asdict(file) for file in content.rows]
+        return content.facts, state, rows
 
-    def _tensors(self, file: dict[str, Any]) -> list[Tensor]:
-        path = self.path / file["name"]
+    def _tensors(self, file: File) -> list[Tensor]:
+        path = self.path / file.name
         _require_same(path, file)
         with safetensors.safe_open(path, framework="pt") as opened:
             return [opened.get_tensor(str(index)).clone() for index in range(len(opened.keys()))]
@@ -178,7 +217,7 @@ class Folder:
         path = self.path / f"{name}.safetensors"
         made.append(part_of(path))
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
-        safetensors.torch.save_file(_apart(whole), part_of(path))
+        safetensors.torch.save_file(apart(whole), part_of(path))
         with open(part_of(path), "rb+") as file:
             os.fsync(file.fileno())
         made.append(path)
@@ -213,13 +252,13 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
-def _require_same(path: Path, file: dict[str, Any]) -> None:
+def _require_same(path: Path, file: File) -> None:
     """Refuse a file that is not what its description says.
 
     Raises:
         Damaged: If it has another size or checksum.
     """
-    if described(path) != file:
+    if described(path) != asdict(file):
         raise Damaged(f"{path.name} does not have its size and checksum")
 
 
@@ -232,7 +271,7 @@ def described(path: Path) -> dict[str, Any]:
     return {"name": path.name, "bytes": size, "checksum": checksum}
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that share no memory: such are refused by the format."""
     seen: set[int] = set()
     for name, tensor in tensors.items():

@@ -1,11 +1,12 @@
 """Sums of sharded parameters in a checkpoint: each rank writes and reads its own shards.
 
 # NOTE [Files of shards]
-``torch.distributed.checkpoint`` writes them, into a folder ``shards-<number>`` of the checkpoint. No rank puts
+``torch.distributed.checkpoint`` plans who writes what, into a folder ``shards-<number>`` of the checkpoint: a
+file of safetensors for each rank, and a description in JSON (``shard_storage.py``); no pickles. No rank puts
 a whole tensor together for that, and any number of ranks may read them, which may be sharded otherwise, or not
 at all. The folder is written under another name and renamed when all ranks are done; each rank then computes
 the checksums of some of its files. The JSON file, which comes last, names all of them. Before any rank reads,
-the first one has compared them with their checksums: what PyTorch writes of the folder as a whole is a pickle.
+the first one has compared them with their checksums.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from packprop.dataset.folder import described, flush_folder, part_of, remove
 from packprop.dataset.ranks import OtherRankFailed, Ranks
 from packprop.dataset.values import SavedShards
 from packprop.errors import BadInput, PackpropError
+from packprop.store.schema import Unfit
 from packprop.tensors.nesting import map_instances, map_tensors
 from packprop.tensors.sharding import is_distributed, is_replicated, own_part
 
@@ -94,30 +96,41 @@ def read_back(
     """
     into: dict[str, Tensor] = {}
 
-    def make(shard: Tensor | None, saved: SavedShards) -> None:
-        dtype = getattr(torch, saved.dtype)
+    def make(known: Mapping[str, Any], shard: Tensor | None, saved: SavedShards) -> None:
+        tensor = known.get(saved.name)
+        if tensor is None or [*tensor.shape] != [*saved.shape] or tensor.dtype != saved.dtype:
+            raise Unfit(f"{saved.name!r} is not there, or of another shape or precision")
+        dtype = tensor.precision
         if shard is None:
             into[saved.name] = torch.empty(saved.shape, dtype=dtype, device=device)
         else:
             into[saved.name] = torch.empty_like(shard, dtype=dtype)
 
     def make_all() -> None:
-        for key, value in values.items():
-            map_instances(SavedShards, functools.partial(make, shards.get(key[-1])), value)
+        try:
+            known = _storage().divided_tensors(folder)
+            for key, value in values.items():
+                map_instances(SavedShards, functools.partial(make, known, shards.get(key[-1])), value)
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, str(error)) from error
 
     ranks.attempt(make_all)
     failure = _together(ranks, lambda: _load(into, folder, ranks))
     if failure:
-        raise PackpropError(
-            "compute(..., checkpoint=...) was called.",
-            f"the shards in {str(folder)!r}",
-            f"they cannot be read: {failure}",
-            "let every rank see the folder of the checkpoint, with all of its files",
-        )
+        raise _unreadable(folder, failure)
     return {
         key: map_instances(SavedShards, lambda saved: own_part(into[saved.name]), value)
         for key, value in values.items()
     }
+
+
+def _unreadable(folder: Path, why: str) -> PackpropError:
+    return PackpropError(
+        "compute(..., checkpoint=...) was called.",
+        f"the shards in {str(folder)!r}",
+        f"they cannot be read: {why}",
+        "let every rank see the folder of the checkpoint, with all of its files; or remove it to begin again",
+    )
 
 
 def written_shards(partial: dict[Key, Any], folder: Path | None, ranks: Ranks) -> WrittenShards:
@@ -156,9 +169,8 @@ def _written(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> WrittenSh
         names = sorted(os.listdir(folder))
         return [described(folder / name) for name in names[ranks.rank :: ranks.world]]
 
-    library = _library()
-    options = {"storage_writer": library.FileSystemWriter(folder), "process_group": ranks.group}
-    failure = _together(ranks, lambda: library.save(shards, **options))
+    options = {"storage_writer": _storage().Writer(folder), "process_group": ranks.group}
+    failure = _together(ranks, lambda: _library().save(shards, **options))
     if failure:
         return WrittenShards(failure=failure)
     try:
@@ -209,7 +221,7 @@ def require_one_folder(folder: Path | None, ranks: Ranks) -> None:
 
 def _load(into: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     library = _library()
-    options: dict[str, Any] = {"storage_reader": library.FileSystemReader(folder)}
+    options: dict[str, Any] = {"storage_reader": _storage().Reader(folder)}
     if ranks.world > 1:
         options["process_group"] = ranks.group
     elif "no_dist" in inspect.signature(library.load).parameters:  # older ones look whether there is a group
@@ -224,6 +236,13 @@ def _library() -> Any:
     from torch.distributed import checkpoint
 
     return checkpoint
+
+
+def _storage() -> Any:
+    """Where shards are written to and read from, imported when it is needed."""
+    from packprop.dataset import shard_storage
+
+    return shard_storage
 
 
 def _together(ranks: Ranks, work: Callable[[], object]) -> str:

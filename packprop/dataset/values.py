@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from packprop.algebra.kronecker import Eigen
 from packprop.algebra.monoid import Moments
 from packprop.algebra.order import EntryOrder, Fold, fold_swapped, fold_to
+from packprop.store.schema import Size, Unfit, fitted, fitted_tuple
 
 Plain = Any
 """Numbers, texts, lists and dictionaries, as JSON has them."""
@@ -34,6 +36,9 @@ class SavedShards(NamedTuple):
 
 TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen, "SavedShards": SavedShards}
 """Named tuples that values are made of."""
+
+_ORDER = tuple[Literal["same", "swapped", "places"], tuple[Size, Size, Size], list[Size], Tensor | None]
+"""What is said of where entries are kept."""
 
 
 class NotPlainError(TypeError):
@@ -75,26 +80,38 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
 
 
 def decode(plain: Plain, tensors: Sequence[Tensor]) -> Any:
-    """The value that ``encode`` was given; mappings are dictionaries."""
+    """The value that ``encode`` was given; mappings are dictionaries.
+
+    Raises:
+        Unfit: For plain data that ``encode`` has not made.
+    """
+    try:
+        return _decoded(plain, tensors)
+    except Unfit:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # of what others have written
+        raise Unfit(f"it does not say which values it holds ({type(error).__name__}: {error})") from error
+
+
+def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
     if isinstance(plain, list):
-        return [decode(item, tensors) for item in plain]
+        return [_decoded(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "complex":
-        return torch.view_as_complex(tensors[content])
-    if kind == "bytes":
-        return tensors[content].cpu().numpy().tobytes()
-    if kind == "array":
-        return tensors[content].cpu().numpy()
+    if kind in ("tensor", "complex", "bytes", "array"):
+        tensor = tensors[fitted(Size, content, kind)]
+        if kind == "complex":
+            return torch.view_as_complex(tensor)
+        if kind == "tensor":
+            return tensor
+        return tensor.cpu().numpy() if kind == "array" else tensor.cpu().numpy().tobytes()
     if kind == "order":
-        return _order(*decode(content, tensors))
+        return _order(*fitted(_ORDER, _decoded(content, tensors), kind))
     if kind == "items":
-        return {decode(key, tensors): decode(item, tensors) for key, item in content}
-    items = [decode(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else TUPLES[kind](*items)
+        return {_decoded(key, tensors): _decoded(item, tensors) for key, item in content}
+    items = [_decoded(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else fitted_tuple(TUPLES[kind], items)
 
 
 def _described(order: EntryOrder) -> list[Any]:
@@ -107,14 +124,17 @@ def _described(order: EntryOrder) -> list[Any]:
     return ["places", list(order.shape), list(shape), order.to_parameter(places).flatten()]
 
 
-def _order(name: str, extents: list[int], shape: list[int], places: Tensor | None) -> EntryOrder:
-    groups, fan_out, fan_in = extents
+def _order(name: str, extents: tuple[int, int, int], shape: list[int], places: Tensor | None) -> EntryOrder:
     fold: Fold
+    if math.prod(extents) != math.prod(shape):
+        raise Unfit(f"an order of {list(extents)} is none of {shape}")
     if places is not None:
+        if places.dtype != torch.int64 or len(places) != math.prod(shape):
+            raise Unfit(f"{len(places)} places of {places.dtype} are none of {shape}")
         fold = functools.partial(_gathered, places=places, shape=torch.Size(shape))
     else:
         fold = {"same": fold_to, "swapped": fold_swapped}[name](torch.Size(shape))
-    return EntryOrder(fold, (groups, fan_out, fan_in))
+    return EntryOrder(fold, extents)
 
 
 def _gathered(gradient: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

@@ -61,7 +61,7 @@ def checksum(rows: np.ndarray) -> int:
     height = len(entries) // (8 * COLUMNS)
     split = height * 8 * COLUMNS
     sums = np.add.reduce(entries[:split].view("<u8").reshape(height, COLUMNS), 0)
-    return zlib.crc32(entries[split:], zlib.crc32(sums))
+    return zlib.crc32(entries[split:].data, zlib.crc32(sums.data))
 
 
 def rows_of_a_block(rows: np.ndarray) -> int:

@@ -128,13 +128,12 @@ class ShardHeader:
         Raises:
             ValueError: With their name.
         """
-        for names in (
-            [each.file.lower() for each in self.arrays],
-            [(each.quantity, each.parameter) for each in self.arrays],
-        ):
-            twice = [name for name in names if names.count(name) > 1] if len({*names}) < len(names) else []
-            if twice:
-                raise Unfit(f"array {twice[0]!r} is there twice")
+        seen: set[Any] = set()
+        for each in self.arrays:
+            for name in (each.file.lower(), (each.quantity, each.parameter)):
+                if name in seen:
+                    raise Unfit(f"array {name!r} is there twice")
+                seen.add(name)
 
     def with_arrays(self, added: Sequence[ArrayHeader]) -> ShardHeader:
         """The same header with more arrays."""
@@ -229,7 +228,15 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path, asked: str) -> None:
-        self._file = (folder / LOCK).open("a+b", buffering=0)
+        try:
+            self._file = (folder / LOCK).open("a+b", buffering=0)
+        except OSError as error:
+            raise BadInput(
+                asked,
+                f"file {str(folder / LOCK)!r}",
+                f"nothing can be written there: {error.strerror or error}",
+                "give a folder that you may write to; or remove this file, if nobody writes to the store",
+            ) from error
         if importlib.util.find_spec("fcntl") is None:  # no POSIX
             return
         import fcntl

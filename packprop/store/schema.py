@@ -12,7 +12,7 @@ import json
 import math
 import types
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
@@ -68,11 +68,21 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
         _require(number and math.isfinite(value), name, value, "a finite number")
         return float(value)
     if dataclasses.is_dataclass(kind):
-        return _made(kind, value, name)
+        return value if type(value) is kind else _made(kind, value, name)
     origin, inner = get_origin(kind), get_args(kind)
     if origin in _OF_ITEMS:
         return _OF_ITEMS[origin](inner, value, name)
     _require(type(value) is kind or (kind is None and value is None), name, value, f"of type {_said(kind)}")
+    return value
+
+
+def fitted_as(kind: Any, value: Any) -> Any:
+    """The value as it is, if it fits a type.
+
+    Raises:
+        Unfit: If it does not.
+    """
+    fitted(kind, value)
     return value
 
 
@@ -86,7 +96,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [key for key in value if key not in fields]
-    if unknown:
+    if unknown and not getattr(kind, "may_have_more", False):
         raise Unfit(f"{name} has an entry {unknown[0]!r}, which is unknown")
     missing = [
         key
@@ -97,7 +107,16 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     ]
     if missing:
         raise Unfit(f"{name} lacks its entry {missing[0]!r}")
-    return kind(**{key: fitted(hints[key], item, key) for key, item in value.items()})
+    return kind(**{key: fitted(hints[key], value[key], key) for key in fields if key in value})
+
+
+def fitted_tuple(kind: Any, items: Sequence[Any]) -> Any:
+    """A named tuple of items that fit its annotations.
+
+    Raises:
+        Unfit: If they do not.
+    """
+    return kind(*_tuple(tuple(get_type_hints(kind).values()), list(items), kind.__name__))
 
 
 def _list(inner: tuple[Any, ...], value: Any, name: str) -> list[Any]:

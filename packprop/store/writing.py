@@ -155,9 +155,9 @@ class StoreWriter:
             self._header.save(self._place)
             self._marks = Marks(self._place, self._asked)
             return
-        found = Shard(self._place, self._asked)
-        self._header, self._marks, self._mark = found.header, found.marks, found.marks.last
-        self._arrays = {key: found.file(header) for key, header in found.arrays.items()}
+        shard = Shard(self._place, self._asked)
+        self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
+        self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
         self._header.save(self._place)  # in the version that marks are of from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 

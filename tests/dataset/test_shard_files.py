@@ -18,6 +18,7 @@ import packprop
 from packprop import BadInput, PackpropError, Result, extensions
 from packprop.dataset.folder import Folder
 from packprop.dataset.run import Run
+from packprop.dataset.shard_storage import DESCRIPTION, Reader, Writer
 from packprop.tensors.nesting import tensors_in
 from tests.dataset.on_ranks import SIZE, network, samples
 from tests.dataset.test_sharded import pytestmark as needs_sharding
@@ -91,7 +92,7 @@ def damaged(rank: int, folder: Path) -> None:
         lambda path: path.write_bytes(path.read_bytes()[:-9] + b"123456789"),
         lambda path: path.unlink(),
         lambda path: shutil.rmtree(path.parent),
-        lambda path: (path.parent / ".metadata").unlink(),
+        lambda path: (path.parent / DESCRIPTION).unlink(),
     ]
     for change in changes:
         copy = same_on_disk(rank, folder)
@@ -105,7 +106,7 @@ def damaged(rank: int, folder: Path) -> None:
         told = ["the work goes on from the one before" in str(each.message) for each in caught]
         assert sum(told) == (rank == 0)
         assert_same(found.whole(), expected())
-        assert [*copy.glob("shards-*/.metadata")]
+        assert [*copy.glob(f"shards-*/{DESCRIPTION}")]
 
 
 def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
@@ -116,20 +117,18 @@ def killed_before_the_end_of_a_checkpoint(rank: int, folder: Path) -> None:
         (copy / f"checkpoint-{number:06d}.json").unlink()
         for part in (number, number + 1):
             shutil.copytree(copy / f"shards-{number:06d}", copy / f"shards-{part:06d}.part")
-            (copy / f"shards-{part:06d}.part" / "__2_0.distcp").touch()
+            (copy / f"shards-{part:06d}.part" / "__2_0.safetensors").touch()
     torch.distributed.barrier()
     assert_same(compute(sharded(), copy).whole(), expected())
-    assert not [*copy.glob("*.part"), *copy.glob("shards-*/__2_0.distcp")]
+    assert not [*copy.glob("*.part"), *copy.glob("shards-*/__2_0.safetensors")]
 
 
 def full_disk(rank: int, folder: Path) -> None:
     """A rank that cannot write is told of once, and the work goes on; the next checkpoint is written."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
     calls = []
-    write = FileSystemWriter.write_data
+    write = Writer.write_data
 
-    def failing(self: FileSystemWriter, *given: Any) -> Any:
+    def failing(self: Writer, *given: Any) -> Any:
         calls.append(None)
         if len(calls) == 2 and rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -137,7 +136,7 @@ def full_disk(rank: int, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(FileSystemWriter, "write_data", failing)
+        patch.setattr(Writer, "write_data", failing)
         found = compute(sharded(), folder)
     told = [str(each.message) for each in caught if "could not be written" in str(each.message)]
     if rank == 0:
@@ -168,14 +167,13 @@ def other_disks(rank: int, folder: Path) -> None:
 
 def cannot_be_read(rank: int, folder: Path) -> None:
     """A rank that cannot read its part stops all of them."""
-    from torch.distributed.checkpoint import FileSystemReader
 
-    def failing(self: FileSystemReader, *given: Any) -> Any:
+    def failing(self: Reader, *given: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(FileSystemReader, "read_data", failing)
+            patch.setattr(Reader, "read_data", failing)
         with pytest.raises(PackpropError, match=r"rank 1: OSError: .*Input/output error"):
             compute(sharded(), same_on_disk(rank, folder))
 

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from packprop.dataset.folder import Damaged, Folder, LockedElsewhere, WriteError
 from packprop.dataset.identity import Identity, difference
+from packprop.dataset.saved import Facts, Pieces, SavedRun
 from packprop.dataset.shard_files import WrittenShards
 from packprop.dataset.values import NotPlainError, decode, encode
 from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.store.schema import Unfit, fitted, fitted_as, parsed
+from packprop.store.shard import require_no_links_out
 
 ASKED = "compute(..., checkpoint=...) was called."
 
@@ -93,6 +96,7 @@ class Checkpoint:
                 raise BadInput(
                     ASKED, where, f"nothing can be written there: {error.strerror or error}", instead
                 ) from error
+            require_no_links_out(ASKED, self._folder.path)
             strangers = self._folder.strangers()
             if strangers and not self._folder.numbers():
                 why = f"it holds other files: {', '.join(strangers[:3])}"
@@ -110,10 +114,12 @@ class Checkpoint:
         for number in self._folder.numbers():
             try:
                 facts, tensors, rows = self._folder.read(number)
-            except Damaged as error:
+                self._require_own(facts)
+                state = fitted_as(SavedRun, decode(facts["state"], tensors))
+                pieces = [piece for file in rows for piece in _unpacked(file)]
+            except (Damaged, Unfit) as error:
                 damages.append(str(error))
                 continue
-            self._require_own(facts)
             if damages:
                 warnings.warn(
                     f"A checkpoint in {str(self._folder.path)!r} cannot be read ({damages[0]}); the work "
@@ -123,8 +129,7 @@ class Checkpoint:
                 )
             self._held = facts["said"]
             self._last = clock()
-            state = {**decode(facts["state"], tensors), "shards": str(self._folder.shards(number).resolve())}
-            return state, [piece for file in rows for piece in _unpacked(file)]
+            return {**state, "shards": str(self._folder.shards(number).resolve())}, pieces
         if damages:
             raise PackpropError(
                 ASKED,
@@ -144,6 +149,7 @@ class Checkpoint:
                 f"{FORMAT['format']}",
                 "go on with the version of packprop that wrote it, or give another folder",
             )
+        fitted(Facts, facts)
         found = difference(facts["identity"], self._identity)
         if found is not None:
             name, sides = found
@@ -264,6 +270,12 @@ def _packed(pieces: Sequence[Any]) -> list[Tensor]:
 
 
 def _unpacked(tensors: Sequence[Tensor]) -> list[Any]:
-    """What ``_packed`` was given."""
-    pieces: list[Any] = decode(json.loads(tensors[0].numpy().tobytes()), tensors[1:])
+    """What ``_packed`` was given.
+
+    Raises:
+        Unfit: If it was given nothing of this kind.
+    """
+    if not tensors:
+        raise Unfit("a file of rows holds nothing")
+    pieces: list[Any] = fitted_as(Pieces, decode(parsed(tensors[0].numpy().tobytes()), tensors[1:]))
     return pieces

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from packprop.algebra.kronecker import Eigen
@@ -17,14 +18,19 @@ from packprop.dataset.summary import as_frame, as_html, as_text
 from packprop.dataset.values import decode, encode
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import BadInput
+from packprop.store.checksums import checksum
+from packprop.store.schema import Unfit, checksum_of, fitted, parsed
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.sharding import is_distributed, whole_tensor
 from packprop.types import Extension
 
 Value = Tensor | list[Tensor] | Eigen
 
-FORMAT = "values over a data set, format 2"
+FORMAT = "values over a data set, format 3"
 """What a file says that it is."""
+
+BEFORE = "values over a data set, format 2"
+"""What files without a checksum say."""
 
 
 @dataclass(repr=False)
@@ -122,26 +128,54 @@ class Result(Mapping[Any, dict[str, Value]]):
         }
         names = _names_of(self.tables)
         flat = {name: tensor.cpu().contiguous().clone() for name, tensor in zip(names, tensors, strict=True)}
-        safetensors.torch.save_file(flat, path, metadata={**notes, "names": json.dumps(names)})
+        notes["names"] = json.dumps(names)
+        notes["checksum"] = str(_checksum(notes, flat.values()))
+        safetensors.torch.save_file(flat, path, metadata=notes)
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
         """Read what ``save`` wrote.
 
         Raises:
-            BadInput: If there is no such file, or it is one of another kind.
+            BadInput: If there is no such file, or it is one of another kind, or not what was written.
         """
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                notes = file.metadata() or {}
-                if notes.get("format") == FORMAT:
-                    tensors = [file.get_tensor(name) for name in json.loads(notes["names"])]
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _no_result(path, f"it cannot be read ({type(error).__name__}: {error})") from error
-        if notes.get("format") != FORMAT:
-            raise _no_result(path, f"it is not {FORMAT}, or was written by another version of packprop")
-        tables = decode(json.loads(notes["values"]), tensors)
-        return cls(tables, int(notes["samples"]), float(notes["loss"]), notes["reduction"])
+                found = file.metadata() or {}
+                if found.get("format") not in (FORMAT, BEFORE):
+                    raise Unfit(f"it is not {FORMAT}, or was written by another version of packprop")
+                notes: _Notes = fitted(_Notes, found)
+                # copies: the file is mapped, and may be written to, or be shorter, later on
+                tensors = [file.get_tensor(name).clone() for name in fitted(list[str], parsed(notes.names))]
+            known = {name: text for name, text in found.items() if name != "checksum"}
+            if notes.format == FORMAT and notes.checksum != str(_checksum(known, tensors)):
+                raise Unfit("it does not have its checksum: it is not what was written")
+            tables = fitted(dict[str, dict[str, Any]], decode(parsed(notes.values), tensors))
+            return cls(tables, int(notes.samples), float(notes.loss), notes.reduction)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise _no_result(path, f"it cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What a file says beside its tensors."""
+
+    format: str
+    samples: str
+    loss: str
+    reduction: Literal["mean", "sum"]
+    values: str
+    names: str
+    checksum: str = ""
+
+
+def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:
+    """The checksum of all that a file says and holds."""
+    kinds = []
+    for tensor in tensors:
+        entries = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        kinds.append([str(tensor.dtype), [*tensor.shape], checksum(entries)])
+    return checksum_of([dict(notes), kinds])
 
 
 def _no_result(path: str | Path, why: str) -> BadInput:

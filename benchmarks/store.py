@@ -1,15 +1,18 @@
-"""``python -m benchmarks.store``: writing, searching and projecting; ``results/store.json``.
+"""``python -m benchmarks.store``: writing, searching, reading and projecting; ``results/store.json``.
 
 Writing: projected gradients of 100,000 samples, 4,096 numbers each, in half precision. The same passes run with
 and without writing them, some batches of each in turn; the rate with writing over the rate without. Searching:
-the exact ten largest inner products of 100 queries in that store. Projecting: a pass with Kronecker projections
-over a plain one, for the language model of the suites (4 blocks of width 256, 256 tokens, 8 samples), in turns.
+the exact ten largest inner products of 100 queries in that store. Reading: all rows of that store, from disk
+and from the page cache, and the search: time with checksums over time without (rows are compared when they are
+first read, and not again). Projecting: a pass with Kronecker projections over a plain one, for the language model
+of the suites (4 blocks of width 256, 256 tokens, 8 samples), in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -108,6 +111,57 @@ def searching(folder: Path, rounds: int) -> dict[str, Any]:
     return {"samples": store.samples, "queries": 100, "k": 10, "seconds": vars(Spread.of(seconds))}
 
 
+def reading(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Seconds for reading all rows, and for a search, with checksums over without, in turns."""
+    queries = torch.randn(100, DIMENSION)
+
+    def forget() -> None:
+        """Have the system drop what it keeps of the files."""
+        for path in folder.rglob("*.npy"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(store: packprop.Store) -> None:
+        for _ in store["grad_batch_projected"].blocks():
+            pass
+
+    def search(store: packprop.Store) -> None:
+        store.top("grad_batch_projected", queries, 10)
+
+    def seconds(work: Callable[[packprop.Store], None], cold: bool, compared: bool) -> float:
+        store = packprop.Store(folder)
+        for part in store["grad_batch_projected"]._parts:
+            part._unread[:] = compared
+        if cold:
+            forget()
+        start = time.perf_counter()
+        work(store)
+        return time.perf_counter() - start
+
+    found = []
+    for what, work, cold in (
+        ("rows from the disk", read, True),
+        ("rows from the page cache", read, False),
+        ("search from the disk", search, True),
+        ("search from the page cache", search, False),
+    ):
+        seconds(work, False, True)
+        taken: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(rounds):
+            for compared in (True, False) if number % 2 else (False, True):
+                taken[compared].append(seconds(work, cold, compared))
+        pairs = [a / b for a, b in zip(taken[True], taken[False], strict=True)]
+        found.append(
+            {
+                "what": what,
+                "seconds_without": vars(Spread.of(taken[False])),
+                "with_over_without": vars(Spread.of(pairs)),
+            }
+        )
+    return found
+
+
 def projecting(rounds: int) -> list[dict[str, Any]]:
     """Processor time of passes with projections over plain ones, in turns."""
     task = PROBLEMS["language-model"].build()
@@ -159,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found["writing"] = [writing(make, folder / make.__name__, options.samples) for make in MODELS]
         found["searching"] = searching(folder / MODELS[0].__name__, options.rounds)
+        found["reading"] = reading(folder / MODELS[0].__name__, options.rounds)
     finally:
         shutil.rmtree(folder)
     found["projecting"] = projecting(options.rounds)

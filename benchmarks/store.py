@@ -4,8 +4,8 @@ Writing: projected gradients of 100,000 samples, 4,096 numbers each, in half pre
 and without writing them, some batches of each in turn; the rate with writing over the rate without. Searching:
 the exact ten largest inner products of 100 queries in that store. Reading: all rows of that store, from disk
 and from the page cache, and the search: time with checksums over time without (rows are compared when they are
-first read, and not again). Projecting: a pass with Kronecker projections over a plain one, for the language model
-of the suites (4 blocks of width 256, 256 tokens, 8 samples), in turns.
+first read, and not again). Projecting: a pass with Kronecker projections over a plain one, for the language
+model of the suites (4 blocks of width 256, 256 tokens, 8 samples), in turns.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ import torch
 from packprop import BadInput, PackpropError, Result
 from packprop.dataset.folder import _canonical
 from packprop.dataset.result import BEFORE
+from packprop.dataset.shard_storage import DESCRIPTION, divided_tensors
+from packprop.store.schema import Unfit
+from packprop.tensors.nesting import tensors_in
 from tests.dataset import corruption
 from tests.dataset.corruption import Bomb, checkpoint_made, checkpoint_used, result_made
 
@@ -171,6 +174,35 @@ def test_results_that_were_made_up(tmp_path: Path, notes: dict[str, str]) -> Non
         Result.load(file)
 
 
+PART = {"offsets": [0], "sizes": [3], "file": "__0_0.safetensors", "key": "0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "os"}, "unknown precision"),
+        ({"shape": [-3]}, "a whole number"),
+        ({"shape": [3, 3]}, "is none of"),
+        ({"shape": [4]}, "not all parts"),
+        ({"shape": [2**61], "parts": [{**PART, "sizes": [2**61]}]}, "too short"),
+        ({"parts": [{**PART, "offsets": [1]}]}, "is none of"),
+        ({"parts": [{**PART, "file": "/etc/passwd"}]}, "no file of shards"),
+        ({"parts": [{**PART, "file": "../__0_0.safetensors"}]}, "no file of shards"),
+        ({"parts": [{**PART, "key": 0}]}, "key is 0"),
+        ({"parts": 7}, "parts is 7"),
+    ],
+    ids=str,
+)
+def test_shards_that_were_made_up(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    (tmp_path / "__0_0.safetensors").write_bytes(bytes(100))
+    right = {"dtype": "float64", "shape": [3], "parts": [PART]}
+    (tmp_path / DESCRIPTION).write_text(json.dumps({"a": right}))
+    assert divided_tensors(tmp_path)["a"].precision is torch.float64
+    (tmp_path / DESCRIPTION).write_text(json.dumps({"a": {**right, **change}}))
+    with pytest.raises(Unfit, match=words):
+        divided_tensors(tmp_path)
+
+
 def test_a_result_outlives_its_file(tmp_path: Path) -> None:
     result_made(tmp_path / "used")
     (file,) = (tmp_path / "used").iterdir()
@@ -179,7 +211,7 @@ def test_a_result_outlives_its_file(tmp_path: Path) -> None:
     with file.open("rb+") as opened:
         opened.write(bytes(len(content)))
     assert corruption.are_equal(known, other)
-    assert all(tensor.count_nonzero() for tensor in known["variance"].values())  # type: ignore[union-attr]
+    assert all(tensor.count_nonzero() for tensor in tensors_in(known["variance"]))
 
 
 def test_a_changed_entry_of_a_result(tmp_path: Path) -> None:

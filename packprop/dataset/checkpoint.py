@@ -134,7 +134,7 @@ class Checkpoint:
             raise PackpropError(
                 ASKED,
                 f"the checkpoint in {str(self._folder.path)!r}",
-                f"none of it can be read: {damages[0]}",
+                f"none of it can be read: {'; '.join(damages)}",
                 "remove the folder to begin again, or put back a copy of its files",
             )
         return None

@@ -111,7 +111,10 @@ def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
     if kind == "items":
         return {_decoded(key, tensors): _decoded(item, tensors) for key, item in content}
     items = [_decoded(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else fitted_tuple(TUPLES[kind], items)
+    if kind == "tuple":
+        return tuple(items)
+    # tensors of the others may be SavedShards
+    return fitted_tuple(SavedShards, items) if kind == "SavedShards" else TUPLES[kind](*items)
 
 
 def _described(order: EntryOrder) -> list[Any]:

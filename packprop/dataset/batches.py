@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from packprop.dataset.ranks import Ranks
-from packprop.dataset.sources import Draws, Given, Samples, Source, chained, set_states, source_of, states_of
+from packprop.dataset.sources import (
+    GLOBAL,
+    Draws,
+    Given,
+    Samples,
+    Source,
+    chained,
+    set_states,
+    source_of,
+    states_of,
+)
 from packprop.errors import BadInput, PackpropError
 from packprop.tensors.calling import LABELS, inputs_and_targets
 from packprop.tensors.nesting import tensors_in
@@ -92,7 +102,8 @@ class Batches:
         self._rest: Iterator[Any] | None = None
         self._rank, self._world = 0, 1
         self._draws = Draws()
-        self._generators = self.source.generators() if isinstance(self.source, Given) else []
+        own = self.source.generators() if isinstance(self.source, Given) else []
+        self._generators = [*own, *GLOBAL]
         self._start: list[Any] = []
 
     def __length_hint__(self) -> int:
@@ -134,29 +145,36 @@ class Batches:
         if ranks.world == 1:
             return
         self._rank, self._world = ranks.rank, ranks.world
-        if self._rest is not None and isinstance(self.source, Samples):  # a batch was looked at
-            self._rest, (self._draws.state, _) = None, self._start
-            self._first.clear()
+        if not self.is_read_once:
+            self.begin_again()  # a batch may have been looked at
         self._start = []
         self._draws.state = ranks.derived(self._draws.state)
 
     def begin_again(self) -> None:
-        """Begin another reading, which draws what the last one drew."""
-        draws, states = self._start
-        self._draws.state = draws
+        """Begin another reading with the next batch; it draws what the last one drew."""
+        self._draws.state, states = self._start_or_now
         set_states(self._generators, states)
-        self.count, self.digest = 0, ""
+        self.count, self.digest, self.ended = 0, "", False
+        self._rest = None
         self._first.clear()
-        self._open(0)
+
+    @property
+    def _start_or_now(self) -> list[Any]:
+        """The random states that a reading begins with."""
+        return self._start or [self._draws.state, states_of(self._generators)]
 
     def place(self) -> dict[str, Any]:
-        """Where this reading is, in values that a file can hold; beside the loader's own state."""
+        """Where this reading is, in values that a file can hold; beside the loader's own state.
+
+        Before the first batch is taken that is the start, also where the batch was looked at.
+        """
+        now = [self._draws.state, states_of(self._generators)] if self.count else self._start_or_now
         return {
             "batches": self.count,
             "digest": self.digest,
-            "start": self._start,
-            "draws": self._draws.state,
-            "generators": states_of(self._generators),
+            "start": self._start_or_now,
+            "draws": now[0],
+            "generators": now[1],
         }
 
     @property
@@ -188,6 +206,11 @@ class Batches:
         if place["ended"]:
             self._start, self._rest, self.ended = place["start"], iter(()), True
             self._first.clear()
+        elif not place["batches"] and not number:
+            if self.is_read_once and self._rest is not None:
+                return  # its first batch was looked at, and will not come again
+            self._start = place["start"]
+            self.begin_again()
         elif isinstance(source, Given) and place["loader"] is None:
             self._read_up_to(place)
         else:
@@ -220,8 +243,7 @@ class Batches:
 
     def _open(self, begin: int) -> None:
         self.ended = False
-        if not self._start:
-            self._start = [self._draws.state, states_of(self._generators)]
+        self._start = self._start_or_now
         with self._reading():
             source = self.source
             self._rest = (

@@ -79,6 +79,7 @@ class Run:
         self._generators = generators_of(stream.step.extensions)
         self._reading, self._is_complete = 0, False
         self._number, self._steps, self._written = 0, 0, 0
+        self._goes_on = False
         self._moment: Moment | None = None
         self._stand_in: Any = None  # a batch for passes that other ranks need this one in
         batches.share(ranks)
@@ -100,6 +101,7 @@ class Run:
             BadInput: If it was written by another number of ranks that had batches of their own.
         """
         self._checkpoint = checkpoint
+        self._goes_on = state is not None
         if state is None:
             return
         saved, grown = map_tensors(lambda tensor: tensor.to(self._device), (state["results"], pieces))
@@ -163,10 +165,12 @@ class Run:
 
     def _work(self, raise_lost_interrupt: Callable[[], None]) -> Result:
         if not self._is_complete:
+            begins = self._keeps and self._stream.step.stored is not None and not self._goes_on
+            if begins:
+                self._note_moment()  # before a batch is looked at, which draws it
             self._ranks.attempt(self._look_at_first)
-            if self._keeps and self._stream.step.stored is not None and self._moment is None:
-                self._note_moment()  # a store without a checkpoint would be one of something else
-                self._keep()
+            if begins:
+                self._keep()  # a store without a checkpoint would be one of something else
             self._read(raise_lost_interrupt)
             if self._reading == 0 and not sum(self._ranks.each(self._results.samples)):
                 asked, instead = self._batches.asked, "give at least one sample"

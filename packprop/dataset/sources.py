@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -168,12 +171,49 @@ def chained(before: str, batch: Any) -> str:
     return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
 
 
-def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+class PythonNumbers:
+    """The numbers that the functions of Python's ``random`` draw, as a generator of torch has them."""
+
+    def get_state(self) -> Tensor:
+        """Whole numbers below 2**32, and a number that waits, ``NaN`` for none."""
+        _, words, waiting = random.getstate()
+        return torch.tensor([*words, math.nan if waiting is None else waiting], dtype=torch.float64)
+
+    def set_state(self, state: Tensor) -> None:
+        """Put back what ``get_state`` returned."""
+        *words, waiting = state.tolist()
+        random.setstate((3, tuple(map(int, words)), None if math.isnan(waiting) else waiting))
+
+
+class NumpyNumbers:
+    """The numbers that the functions of ``numpy.random`` draw; empty where another algorithm was put there."""
+
+    def get_state(self) -> Tensor:
+        """Whole numbers below 2**32, the place among them, whether a number waits, and that number."""
+        state: Any = np.random.get_state()  # noqa: NPY002  # the one that functions draw from
+        return torch.tensor([] if isinstance(state, dict) else [*state[1], *state[2:]], dtype=torch.float64)
+
+    def set_state(self, state: Tensor) -> None:
+        """Put back what ``get_state`` returned."""
+        if len(state):
+            *words, place, waits, waiting = state.tolist()
+            kept = ("MT19937", np.array(words, np.uint32), int(place), int(waits), waiting)
+            np.random.set_state(kept)  # noqa: NPY002  # the one that functions draw from
+
+
+Drawing = torch.Generator | PythonNumbers | NumpyNumbers
+"""What numbers are drawn from."""
+
+GLOBAL = (PythonNumbers(), NumpyNumbers())
+"""What data draw from beside generators of torch; the data's own objects are not known here."""
+
+
+def states_of(generators: Sequence[Drawing]) -> list[Tensor]:
     """The states of generators."""
     return [generator.get_state() for generator in generators]
 
 
-def set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
     """Put back what ``states_of`` returned."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import packprop
 from packprop import BadInput, PackpropWarning, Store, extensions
 from packprop.dataset import checkpoint
+from packprop.dataset.batches import Batches
+from packprop.dataset.checkpoint import Checkpoint
 from packprop.dataset.folder import Folder
 from packprop.dataset.result import Result
 from packprop.dataset.state import MergedResults
@@ -79,6 +83,14 @@ class Drawn(Pairs):
         return x + 0.1 * torch.randn(3).double(), y
 
 
+class DrawnElsewhere(Pairs):
+    """A data set that changes its samples by numbers of Python and of numpy."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * random.gauss(0, 1) + 0.1 * np.random.standard_normal(), y  # noqa: NPY002  # as users do
+
+
 def samples() -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 3, generator=source).double()
@@ -97,12 +109,14 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensors": lambda x, y: (x, y),
     "TensorDataset": TensorDataset,
     "samples that draw": Drawn,
+    "samples that draw elsewhere": DrawnElsewhere,
     "list": split,
     "shuffled": lambda x, y: DataLoader(Drawn(x, y), SIZE, shuffle=True),
+    "shuffled, drawn elsewhere": lambda x, y: DataLoader(DrawnElsewhere(x, y), SIZE, shuffle=True),
     "shuffled by a generator": shuffled,
     "with a state": Stateful,
 }
-BY_SAMPLE = ("tensors", "TensorDataset", "samples that draw")
+BY_SAMPLE = ("tensors", "TensorDataset", "samples that draw", "samples that draw elsewhere")
 
 
 def asked_of(source: torch.Generator | None) -> list[Any]:
@@ -120,9 +134,11 @@ def run(
 ) -> tuple[Result, Breaking, Tensor]:
     """The result, the model, and numbers that are drawn afterwards."""
     torch.manual_seed(4)
+    random.seed(4)
+    np.random.seed(4)  # noqa: NPY002  # what functions draw from
     model = Breaking(fails)
     asked = asked_of(torch.Generator().manual_seed(3))
-    given = FORMS[form](*samples()) if data is None else data
+    given = FORMS[form](*samples()) if data is None else data() if callable(data) else data
     size = {"batch_size": SIZE} if form in BY_SAMPLE else {}
     found = compute(model, nn.CrossEntropyLoss(), given, *asked, **size, **options)
     return found, model, torch.rand(2)
@@ -336,6 +352,40 @@ def test_a_store_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(rows["grad_batch", name].torch(), array.torch())
     with pytest.raises(BadInput, match="other"):
         stored(None, None, checkpoint=kept)
+
+
+RANDOM = [form for form in FORMS if "draw" in form or "shuffled" in form]
+
+
+@pytest.mark.parametrize("looked", [False, True], ids=["", "looked at"])
+@pytest.mark.parametrize("form", RANDOM)
+def test_a_store_meets_the_data_of_an_uninterrupted_run(
+    form: str, looked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the second checkpoint, and after some more; a kill keeps nothing on its way out."""
+    monkeypatch.setattr(Checkpoint, "lacks", lambda *_: False)
+
+    def looked_at() -> Batches:
+        """As a profile does, before it asks for the run."""
+        given = Batches("", FORMS[form](*samples()), SIZE if form in BY_SAMPLE else None)
+        given.first()
+        return given
+
+    def stored(name: str, fails: int | None, **options: Any) -> Result:
+        return run(form, fails, data=looked_at if looked else None, store=tmp_path / name, **options)[0]
+
+    def rows(name: str) -> list[Tensor]:
+        return [array.torch() for array in Store(tmp_path / name)["grad_batch"].values()]
+
+    alone = stored("alone", None)
+    for every, kills in (("1h", (1, 2)), (1, (2, 3, 2)), ("1h", (1, 3))):
+        name = f"{every}-{len(kills)}-{kills[1]}"
+        options = {"checkpoint": tmp_path / f"kept-{name}", "every": every}
+        for fails in kills:
+            with pytest.raises(KeyboardInterrupt):
+                stored(name, fails, **options)
+        assert same(stored(name, None, **options), alone)
+        assert all(map(torch.equal, rows(name), rows("alone")))
 
 
 def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(

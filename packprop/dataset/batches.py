@@ -17,7 +17,6 @@ from packprop.dataset.sources import (
     GLOBAL,
     Draws,
     Given,
-    Samples,
     Source,
     chained,
     set_states,

@@ -75,7 +75,7 @@ class Checkpoint:
         self._folder, self._every, self._identity = Folder(folder), every, identity
         self._batches, self._safe, self._took = 0, 0, 0.0
         self._last = self._begun = clock()
-        self._held = ""
+        self._held, self._failed = "", False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Checkpoint]:
@@ -89,6 +89,7 @@ class Checkpoint:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._folder.locked())
+                strangers = [] if self._folder.numbers() else self._folder.strangers()
             except LockedElsewhere:
                 why = "another run writes its checkpoints there"
                 raise BadInput(ASKED, where, why, "wait for its end, or give another folder") from None
@@ -97,8 +98,7 @@ class Checkpoint:
                     ASKED, where, f"nothing can be written there: {error.strerror or error}", instead
                 ) from error
             require_no_links_out(ASKED, self._folder.path)
-            strangers = self._folder.strangers()
-            if strangers and not self._folder.numbers():
+            if strangers:
                 why = f"it holds other files: {', '.join(strangers[:3])}"
                 raise BadInput(ASKED, where, why, instead)
             yield self
@@ -211,7 +211,7 @@ class Checkpoint:
     ) -> bool:
         """Write what is for a checkpoint that was begun; whether that was done.
 
-        Where it fails, a warning says so, and the work goes on.
+        Where it fails, a warning says so the first time, and the work goes on.
 
         Args:
             state: What the run goes on from.
@@ -228,17 +228,19 @@ class Checkpoint:
                 raise OSError(shards.failure)
             self._folder.write(facts, tensors, _packed(pieces) if pieces else [], shards.files)
         except WriteError as error:
-            warnings.warn(
-                f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "
-                f"goes on; {self.kept or 'nothing is kept yet.'}",
-                PackpropWarning,
-                stacklevel=2,
-            )
+            if not self._failed:  # once, until one is written again
+                warnings.warn(
+                    f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "
+                    f"goes on, and tries again; {self.kept or 'nothing is kept yet.'}",
+                    PackpropWarning,
+                    stacklevel=2,
+                )
+            self._failed = True
             return False
         finally:
             self._last, self._batches = clock(), batches
             self._took = self._last - self._begun
-        self._held, self._safe = said, batches
+        self._held, self._safe, self._failed = said, batches, False
         return True
 
     @property

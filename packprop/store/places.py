@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,25 @@ def require_place(asked: str, folder: Path) -> None:
             f"it is not empty: {others[0]!r} is there, which belongs to no store",
             "give an empty folder, or one that does not exist yet",
         )
+
+
+@contextlib.contextmanager
+def writable(asked: str, folder: Path) -> Iterator[None]:
+    """Inside, a store is begun in a folder.
+
+    Raises:
+        BadInput: If the system does not let it.
+    """
+    try:
+        yield
+    except OSError as error:
+        file = "" if error.filename is None else f" ({str(error.filename)!r})"
+        raise BadInput(
+            asked,
+            f"folder {str(folder)!r}",
+            f"nothing can be written there: {error.strerror or error}{file}",
+            "give a folder that you may write to, on a disk that has room",
+        ) from error
 
 
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:

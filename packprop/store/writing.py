@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from packprop.store.folder import (
     folder_of_shard,
     is_begun,
 )
-from packprop.store.marks import Mark, Marks
-from packprop.store.places import file_name, rank_of_process, require_place, short
+from packprop.store.marks import CHUNKS, Mark, Marks
+from packprop.store.places import file_name, rank_of_process, require_place, short, writable
 from packprop.store.plain import GrowingArray
 from packprop.store.shard import Shard, cut_mark, require_no_links_out, with_checksums
 from packprop.store.values import converted, identifiers_of, require_rows, taken_from
@@ -112,16 +113,17 @@ class StoreWriter:
             (),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
-        require_place(self._asked, self.folder)
-        require_no_links_out(self._asked, self.folder)
-        self._place.mkdir(parents=True, exist_ok=True)
-        self._lock: WriterLock | None = WriterLock(self._place, self._asked)
+        with writable(self._asked, self.folder):
+            require_place(self._asked, self.folder)
+            require_no_links_out(self._asked, self.folder)
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._lock: WriterLock | None = WriterLock(self._place, self._asked)
+            try:
+                self._begin(resume)
+            except BaseException:
+                self._lock.release()
+                raise
         self._finishing: Future[None] | None = None
-        try:
-            self._begin(resume)
-        except BaseException:
-            self._lock.release()
-            raise
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
 
@@ -142,20 +144,26 @@ class StoreWriter:
                     f"it holds a store with other {difference}: {theirs} instead of {ours}",
                     "write to a folder of its own, or resume with what the store was begun with",
                 )
-        if present and not resume:
-            raise BadInput(
-                self._asked,
-                f"folder {str(self.folder)!r}",
-                f"it is not empty: shard {self._header.shard} of a store is there",
-                "write to another folder, delete this one, or give resume=True to go on with it",
-            )
-        if not present:
-            if is_begun(self._place):
-                ShardHeader.load(self._place, self._asked)  # says what is wrong
+        shard = Shard(self._place, self._asked) if present else None
+        if shard is None and is_begun(self._place):
+            ShardHeader.load(self._place, self._asked)  # says what is wrong
+        if shard is not None and not resume:
+            last = shard.marks.last
+            if last.samples or last.finished:
+                raise BadInput(
+                    self._asked,
+                    f"folder {str(self.folder)!r}",
+                    f"it is not empty: shard {self._header.shard} of a store is there, with {last.samples} samples",
+                    "write to another folder, or delete this one; only StoreWriter(..., resume=True), or a "
+                    "checkpoint of the run, goes on with it",
+                )
+            # no row was marked: the writer was killed before the end of its first chunk
+            for name in (*(each.file for each in shard.header.arrays), SAMPLES, CHUNKS):
+                (self._place / name).unlink(missing_ok=True)
+        if shard is None or not resume:
             self._header.save(self._place)
             self._marks = Marks(self._place, self._asked)
             return
-        shard = Shard(self._place, self._asked)
         self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
         self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
         self._header.save(self._place)  # in the version that marks are of from now on
@@ -225,7 +233,7 @@ class StoreWriter:
         numbers = identifiers_of(self._asked, identifiers, start, samples, self._header)
         rows = {key: converted(self._asked, key, value, self._dtype) for key, value in values.items()}
         require_rows(self._asked, rows, samples, {key: (a.shape, a.dtype) for key, a in self._arrays.items()})
-        try:
+        with self._to_disk():
             self._make_arrays(rows)
             self._samples.put(start, numbers)
             for key, value in rows.items():
@@ -233,8 +241,6 @@ class StoreWriter:
                 if len(self._arrays) > OPEN_FILES:
                     self._arrays[key].flush()
                     self._arrays[key].close()
-        except OSError as error:
-            raise self._not_written(error) from error
         self._mark = Mark(total, self._mark.terms + terms)
         self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
         if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._every:
@@ -265,11 +271,12 @@ class StoreWriter:
                 "resume from a checkpoint that is as old as the store, or begin both anew",
             )
         mark = Mark(samples, terms)
-        if mark.says != self._marks.last.says:  # first: rows without a mark can be cut off, no others
-            self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
-        self._mark = mark
-        for array in (self._samples, *self._arrays.values()):
-            array.cut(samples)
+        with self._to_disk():
+            if mark.says != self._marks.last.says:  # first: rows without a mark can be cut off, no others
+                self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
+            self._mark = mark
+            for array in (self._samples, *self._arrays.values()):
+                array.cut(samples)
 
     @property
     def _files(self) -> dict[str, GrowingArray]:
@@ -283,7 +290,8 @@ class StoreWriter:
             try:
                 self._finish_chunk()
                 self._wait()
-                self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
+                with self._to_disk():
+                    self._marks.add(Mark(self._mark.samples, self._mark.terms, True, self._mark.samples))
             finally:
                 self._leave()
 
@@ -336,13 +344,11 @@ class StoreWriter:
         self._wait()
         files, mark, start = self._files, self._mark, self._marks.last.samples
         arrays = list(files.values())
-        try:
+        with self._to_disk():
             for array in arrays:
                 array.fill(mark.samples)
                 if len(arrays) > OPEN_FILES:
                     array.close()
-        except OSError as error:
-            raise self._not_written(error) from error
         self._open_bytes, self._began = 0, time.monotonic()
 
         def finish() -> None:
@@ -357,10 +363,8 @@ class StoreWriter:
     def _wait(self) -> None:
         finishing, self._finishing = self._finishing, None
         if finishing is not None:
-            try:
+            with self._to_disk():
                 finishing.result()
-            except OSError as error:
-                raise self._not_written(error) from error
 
     def _require_open(self) -> None:
         if self._lock is None:
@@ -371,11 +375,20 @@ class StoreWriter:
                 "write inside `with StoreWriter(...)`, or open it again with resume=True",
             )
 
-    def _not_written(self, error: OSError) -> PackpropError:
-        return PackpropError(
-            f"Values were to be written to the store {str(self.folder)!r}.",
-            f"file {error.filename or str(self._place)!r}",
-            f"the disk did not take them: {error.strerror or error}",
-            f"make room and go on: the first {self._marks.last.samples} samples are safe, and "
-            "resume=True goes on from there",
-        )
+    @contextlib.contextmanager
+    def _to_disk(self) -> Iterator[None]:
+        """Inside, files are written.
+
+        Raises:
+            PackpropError: If the disk does not take them.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise PackpropError(
+                f"Values were to be written to the store {str(self.folder)!r}.",
+                f"file {error.filename or str(self._place)!r}",
+                f"the disk did not take them: {error.strerror or error}",
+                f"make room and go on: the first {self._marks.last.samples} samples are safe, and "
+                "resume=True goes on from there",
+            ) from error

@@ -321,6 +321,7 @@ def test_a_finished_result_is_returned_where_nothing_can_be_written(what: str, t
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the first 2 batches, 10 samples" in str(warned[0].message)
+    assert len([each for each in warned if "could not be written" in str(each.message)]) == 1  # once
     assert same(found, alone)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint-*.json")} == before
     assert not list(tmp_path.glob("*.part"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import Store, StoreWriter, extensions
+from packprop.dataset.checkpoint import Checkpoint
+from packprop.dataset.run import Run
 from packprop.errors import BadInput, PackpropError
 from tests.dataset.small import SIZE, compute, part, small
 from tests.references.running import as_tensors, assert_near
@@ -151,6 +154,78 @@ def test_a_store_in_the_way_is_refused_before_any_work(tmp_path: Path) -> None:
     model.register_forward_pre_hook(lambda *_: pytest.fail("work was done"))
     with pytest.raises(BadInput, match="not empty"):
         compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), store=tmp_path)
+
+
+@pytest.mark.parametrize("where", ["header", "first checkpoint", "unmarked rows"])
+def test_an_unfinished_beginning_is_begun_anew(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill before anything is safe: the same call goes on; what lies there is not in the way."""
+    model, (x, y) = small()
+    calls = 0
+
+    def killed(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2 or where != "unmarked rows":
+            raise KeyboardInterrupt
+
+    def run(**options: Any) -> Store:
+        given = nn.CrossEntropyLoss(), (x, y), extensions.BatchGrad()
+        compute(model, *given, batch_size=3, store=tmp_path / "store", **options)
+        return Store(tmp_path / "store")
+
+    options = {} if where == "unmarked rows" else {"checkpoint": tmp_path / "kept"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreWriter, "__exit__", lambda self, *_: self._leave())  # a kill finishes no chunk
+        if where == "unmarked rows":
+            model.register_forward_pre_hook(killed)
+        elif where == "header":
+            patch.setattr(Run, "_look_at_first", killed)
+        else:
+            patch.setattr(Checkpoint, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(**options)
+    assert (tmp_path / "store" / "shard-00000" / "header.json").exists()
+    with pytest.raises(BadInput, match="other extensions"):
+        compute(model, nn.CrossEntropyLoss(), (x, y), extensions.BatchL2Grad(), store=tmp_path / "store")
+    found = run(**options)
+    assert (found.samples, found.finished) == (SIZE, True)
+    expected = compute(model, nn.CrossEntropyLoss(reduction="sum"), (x, y), extensions.BatchGrad())
+    for name, array in found["grad_batch"].items():
+        assert_near(array.torch(), expected["grad_batch"][name], name)
+
+
+def test_a_store_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    """Marked rows are not thrown away: the call is refused, and each way out leads somewhere."""
+    model, (x, y) = small()
+    folder = tmp_path / "store"
+
+    def run(data: Any, store: Any = folder) -> Store:
+        compute(model, nn.CrossEntropyLoss(), data, extensions.BatchGrad(), batch_size=3, store=store)
+        return Store(store.folder if isinstance(store, StoreWriter) else store)
+
+    class Ending(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 4:
+                raise KeyboardInterrupt
+            return x[index], y[index]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Ending())
+    with pytest.raises(BadInput, match="shard 0 of a store is there, with 3 samples") as raised:
+        run((x, y))
+    for advice in ("another folder", "delete this one", "resume=True", "checkpoint"):
+        assert advice in raised.value.instead
+    assert run((x, y), tmp_path / "another").finished
+    with StoreWriter(folder, model, [extensions.BatchGrad()], resume=True) as writer:
+        assert run((x[3:], y[3:]), writer).samples == 3  # until it is closed
+    assert (Store(folder).samples, Store(folder).finished) == (SIZE, True)
+    shutil.rmtree(folder)
+    assert run((x, y)).finished
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian", "kronecker"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import packprop
 from packprop import Store, StoreWriter, extensions
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad, BatchL2Grad
+from packprop.store.folder import ShardHeader
 from packprop.store.schema import checksum_of
 from tests.store.small import problem, write_batch, written
 
@@ -64,6 +66,30 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="shard 0 of a store is there"):
         StoreWriter(tmp_path / "store", model, [BatchGrad()])
     assert Store(tmp_path / "store").samples == 3
+
+
+@pytest.mark.parametrize("what", ["header", "folder", "lock"])
+def test_what_the_system_refuses(tmp_path: Path, what: str) -> None:
+    """A full disk, and rights that are missing, when a store is begun."""
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "a file")
+
+    model, *_ = problem()
+    with pytest.MonkeyPatch.context() as patch:
+        where: tuple[Any, str] = {
+            "header": (ShardHeader, "save"),
+            "folder": (Path, "mkdir"),
+            "lock": (Path, "open"),
+        }[what]
+        patch.setattr(*where, refuses)
+        with pytest.raises(BadInput, match=r"nothing can be written there: Permission denied \('a file'\)"):
+            StoreWriter(tmp_path / "store", model, [BatchGrad()])
+    with StoreWriter(tmp_path / "store", model, [BatchGrad()]):  # and then it can
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="nothing can be written there: Not a directory"):
+        StoreWriter(tmp_path / "file" / "store", model, [BatchGrad()])
 
 
 @pytest.mark.parametrize(

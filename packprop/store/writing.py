@@ -153,9 +153,9 @@ class StoreWriter:
                 raise BadInput(
                     self._asked,
                     f"folder {str(self.folder)!r}",
-                    f"it is not empty: shard {self._header.shard} of a store is there, with {last.samples} samples",
-                    "write to another folder, or delete this one; only StoreWriter(..., resume=True), or a "
-                    "checkpoint of the run, goes on with it",
+                    f"it is not empty: shard {self._header.shard} of a store is there, with "
+                    f"{last.samples} samples",
+                    "write to another folder, or delete this; StoreWriter(resume=True) goes on with it",
                 )
             # no row was marked: the writer was killed before the end of its first chunk
             for name in (*(each.file for each in shard.header.arrays), SAMPLES, CHUNKS):

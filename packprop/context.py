@@ -236,6 +236,7 @@ class Backpack(OwnMode):
             joint.agree(graph, None)
             with swept(graph, self.extensions, self._ranks):
                 pass
+            joint.before_backward()
             backward()
             return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
         if is_traced():
@@ -280,6 +281,8 @@ class Backpack(OwnMode):
 
                     def users_pass(leaves: Sequence[Tensor] | None) -> None:
                         own_sweeps.close()
+                        if joint is not None:
+                            joint.before_backward()
                         backward() if leaves is None else call.run_restricted(leaves)
 
                     backward_pass.run(users_pass)
@@ -289,6 +292,8 @@ class Backpack(OwnMode):
                 asks_gradient = any(
                     row.seed.kind == "gradient" for each in self.extensions for row in each.rows
                 )
+                if joint is not None:
+                    joint.before_backward()
                 with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
                     backward()
             if joint is not None:

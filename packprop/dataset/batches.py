@@ -17,6 +17,7 @@ from packprop.dataset.sources import (
     GLOBAL,
     Draws,
     Given,
+    Samples,
     Source,
     chained,
     set_states,

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,24 @@ SHARE = 50
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 clock = time.monotonic
+
+
+class Moment(NamedTuple):
+    """Where a run is between two batches.
+
+    Args:
+        place: Of the data.
+        draws: Random states, of the global generators and of those of extensions.
+        number: The number of the next batch, among those of all ranks.
+        steps: Batches since this run began.
+        stored: Samples and terms in the store, if there is one.
+    """
+
+    place: dict[str, Any]
+    draws: dict[str, Any]
+    number: int
+    steps: int
+    stored: tuple[int, float] | None
 
 
 class Every:

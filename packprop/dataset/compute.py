@@ -169,13 +169,17 @@ def compute(
         chunk_sizes = ChunkSizesByBatch(
             lambda batch: chunk_sizes_over_data(model, loss, batch, chosen, memory, place)
         )
-        for module in stream.step.modules:
-            stack.enter_context(extended(module))
-        stack.enter_context(long_work_of(chosen, bar=False))
-        run = Run(
-            batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget_of(memory)
-        )
-        group.attempt(lambda: run.go_on(kept, state, pieces))
+
+        def begun() -> Run:
+            for module in stream.step.modules:
+                stack.enter_context(extended(module))
+            stack.enter_context(long_work_of(chosen, bar=False))
+            budget = budget_of(memory)
+            run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)
+            run.go_on(kept, state, pieces)
+            return run
+
+        run = group.attempt(begun)
         if state is not None:
             take_up_shards(stream.step.merged, state, place, group)
         result = run.to_the_end()

@@ -7,6 +7,10 @@ be one batch ahead of a slower one, ranks with unequal numbers of batches end to
 error on all, and a rank that has died is noticed by the others at the end of their step: its connections are
 closed.
 
+A checkpoint, and the end of a reading, begin with exchanges of another kind, which a rank that fails in the
+step before would not come to. So a step that one of these comes after ends with one more message: nobody goes
+on to them unless nobody has failed.
+
 Where ``fully_shard`` has sharded the model, a message also goes round before each unit is put together in a
 forward pass, and at its end. So a rank that fails in its forward pass is heard where the others would wait for
 its shards, and ranks that come to different units are told so.
@@ -111,7 +115,7 @@ class Ranks:
     def end_step(self) -> tuple[bool, bool]:
         """Whether any rank had a batch, and whether the first rank said that a checkpoint is due.
 
-        Waits until all ranks have begun the step.
+        Waits until all ranks have begun the step; if no other step comes next, until all have ended it.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
@@ -119,6 +123,8 @@ class Ranks:
         assert self._begun is not None
         had, failed, due_now, *_ = self._begun()
         self._begun = None
+        if self.world > 1 and not failed and (due_now or not had):
+            failed = self._begin_round()()[1]
         if failed:
             self._raise_what_is_told(self.each(None))
         return bool(had), bool(due_now)
@@ -153,14 +159,14 @@ class Ranks:
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns, if it succeeds on all ranks.
+        """What ``work`` returns, if it succeeds on all ranks; an interrupt, too, is told to all.
 
         Raises:
             OtherRankFailed: With what another one says.
         """
         try:
             value = work()
-        except Exception as error:
+        except BaseException as error:
             self.each(str(error) or type(error).__name__)
             raise
         self._raise_what_is_told(self.each(None))
@@ -193,7 +199,7 @@ class Ranks:
             return value
         giver = lacking.index(False)
         sent = self.each(self.attempt(lambda: _packed(value) if self.rank == giver else b""))[giver]
-        return pickle.loads(sent) if value is None else value
+        return self.attempt(lambda: pickle.loads(sent) if value is None else value)
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
         """Partial results of all ranks, merged; those that grow are lists with one piece for each rank."""

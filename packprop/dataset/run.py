@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from packprop.dataset.batches import Batches
-from packprop.dataset.checkpoint import ASKED, Checkpoint
+from packprop.dataset.checkpoint import ASKED, Checkpoint, Moment
 from packprop.dataset.chunks import ChunkSizesByBatch
 from packprop.dataset.interrupts import interrupts_kept
 from packprop.dataset.parts import Part, generators_of, readings_of
@@ -25,24 +25,6 @@ from packprop.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
 from packprop.tensors.nesting import map_tensors
 from packprop.tensors.random import random_states, set_random_states
-
-
-class Moment(NamedTuple):
-    """Where a run is between two batches.
-
-    Args:
-        place: Of the data.
-        draws: Random states, of the global generators and of those of extensions.
-        number: The number of the next batch, among those of all ranks.
-        steps: Batches since this run began.
-        stored: Samples and terms in the store, if there is one.
-    """
-
-    place: dict[str, Any]
-    draws: dict[str, Any]
-    number: int
-    steps: int
-    stored: tuple[int, float] | None
 
 
 class Run:
@@ -211,17 +193,18 @@ class Run:
         parts, second = self._readings[self._reading], self._reading == 1
         said = "packprop, second reading" if second else "packprop"
         shown = self._progress and not self._ranks.rank
-        done, left = self._batches.count, operator.length_hint(self._batches)
         self._ranks.in_step = True
+        done, left = self._batches.count, operator.length_hint(self._batches)
         with progress_bar(said, done, left, self._budget, torch.device(self._device), shown) as advance:
             for batch in self._with_the_others(self._batches):
                 self._take(batch, parts, second)
                 advance(int(self._results.again[0]) if second else self._results.samples)
                 raise_lost_interrupt()
+                self._end_step()
         self._ranks.in_step = False
 
     def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
-        """Add one batch, or none where only other ranks have one; write a checkpoint if it is due."""
+        """Add one batch, or none where only other ranks have one."""
         number = self._number + self._ranks.rank
         if self._is_sharded:
             self._take_together(batch, parts, second, number)
@@ -236,11 +219,14 @@ class Run:
             self._note_moment()
             if self._steps == 1 and self._checkpoint is not None:
                 self._require_plain()
+
+    def _end_step(self) -> None:
+        """Hear of the other ranks; write a checkpoint if it is due."""
         self._others_go_on, due = self._ranks.end_step()
+        self._ranks.in_step = False
         if due:
-            self._ranks.in_step = False
             self._keep()
-            self._ranks.in_step = True
+        self._ranks.in_step = self._others_go_on
 
     def _begin_step(self, batch: Any) -> None:
         """Tell the other ranks of a batch, or that there is none."""
@@ -296,22 +282,26 @@ class Run:
         assert self._moment is not None
         if self._checkpoint is not None:
             self._checkpoint.begin()
-        since, count = self._written, len(self._results.batches)
-        if self._stream.step.stored is not None:
-            self._stream.step.stored.writer.commit()  # what the checkpoint speaks of is on the disk before it
+        since, count, steps = self._written, len(self._results.batches), self._moment.steps
+        stored = self._stream.step.stored
+        if stored is not None:  # what the checkpoint speaks of is on the disk before it
+            self._ranks.attempt(stored.writer.commit)
         found = self._results.of_all(self._ranks, since)
         place = None if self._checkpoint is None else self._checkpoint.next_shards
         shards = written_shards(found.partial, place, self._ranks)
-        of_ranks = self._ranks.each(self._own_state())
-        written = True
-        if self._checkpoint is not None:
+        of_ranks = self._ranks.each(self._ranks.attempt(self._own_state))
+
+        def write() -> bool:
+            if self._checkpoint is None:
+                return True
             state = self._state(found.saved(), of_ranks)
             pieces = [
                 (key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value
             ]
             said = self._said(found.samples, of_ranks)
-            written = self._checkpoint.write(state, pieces, said, self._moment.steps, shards)
-        if all(self._ranks.each(written)):
+            return self._checkpoint.write(state, pieces, said, steps, shards)
+
+        if all(self._ranks.each(self._ranks.attempt(write))):
             self._written = count
 
     def _require_plain(self) -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from packprop.distributed.merging import Group
+from packprop.distributed.merging import Group, exchanged
 from packprop.errors import PackpropError
 
 PATIENCE = 600.0
@@ -36,3 +36,24 @@ def arrive(group: Group, timeout: float = PATIENCE) -> None:
             "run the same passes on all ranks, each inside `with backpack(..., ranks=...)` of the same "
             "extensions; a rank without samples runs an empty batch; or allow more time: AllRanks(timeout=...)",
         ) from error
+
+
+def require_well(group: Group, failure: str = "") -> None:
+    """Wait until all ranks say whether they can go on, each with its failure; all must come here.
+
+    Raises:
+        RefusedElsewhere: If another rank cannot.
+    """
+    is_nccl = torch.distributed.get_backend(group) == "nccl"
+    failed = torch.tensor(int(bool(failure)), device="cuda" if is_nccl else "cpu")
+    torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group)
+    if not failed:
+        return
+    told = exchanged(failure, group)
+    rank = next(rank for rank, each in enumerate(told) if each)
+    raise RefusedElsewhere(
+        "Quantities were asked for in a backward pass of several ranks.",
+        f"rank {rank}",
+        f"it has failed in its part of the pass:\n{told[rank]}\n",
+        "see what that rank says",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packprop.algebra.monoid import SINGLE, lift, nothing_like, rescale
-from packprop.distributed.arriving import RefusedElsewhere
+from packprop.distributed.arriving import RefusedElsewhere, require_well
 from packprop.distributed.merging import merge_over_ranks
 from packprop.distributed.ranks import ASKED, AllRanks
 from packprop.distributed.statement import (
@@ -53,6 +54,9 @@ class JointPass:
         self._own: dict[str, Tensor] = {}
         self._statements: list[Statement] | None = None
         self._share = 0.0
+        self._groups: list[list[str]] = []  # names of parameters whose results are merged together
+        self._is_under_way = False
+        self._others_wait = False  # whether they come to `require_well` next
         self.rows = range(0)
         """Which of the samples of all ranks are this rank's, in the order of ranks."""
 
@@ -62,7 +66,13 @@ class JointPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._statements is None and not isinstance(error, RefusedElsewhere):
+        if error is None or isinstance(error, RefusedElsewhere):
+            return
+        if self._others_wait:
+            self._others_wait = False
+            with contextlib.suppress(PackpropError, RuntimeError):  # the error that is on its way says more
+                require_well(self._ranks.group, str(error) or type(error).__name__)
+        elif self._statements is None:
             self._statements = []
             asked = described(self._ranks, self._extensions)
             try:
@@ -126,6 +136,23 @@ class JointPass:
         self._share = float(self._ranks.share) if not isinstance(self._ranks.share, str) else share
         start = sum(statement.samples for statement in told[:rank])
         self.rows = range(start, start + own.samples)
+        self._groups = [*_some_at_once(leaves_of_all(told))]
+        self._others_wait = True
+
+    def before_backward(self) -> None:
+        """Wait until all ranks are about to run their own backward pass, in which gradients may be exchanged.
+
+        Raises:
+            RefusedElsewhere: If another rank has failed in its sweeps.
+        """
+        if not self._is_under_way:
+            self._is_under_way = True
+            self._require_well()
+            self._others_wait = bool(self._groups)
+
+    def _require_well(self) -> None:
+        self._others_wait = False
+        require_well(self._ranks.group)
 
     def keep(self, leaf: Tensor, results: dict[Extension, list[Any]]) -> None:
         """Keep the results of a leaf until the pass is over."""
@@ -134,15 +161,19 @@ class JointPass:
     def hand_over(self, saver: ResultSaver) -> None:
         """Merge the results of all ranks, and save them: also on parameters that this rank has not used."""
         assert self._statements is not None
+        self.before_backward()  # where there was no pass of the user's own
         counts = merged_counts(self._statements, self._extensions)
-        for names in _some_at_once(leaves_of_all(self._statements)):
+        for place, names in enumerate(self._groups, 1):
+            own = {key: value for name in names for key, value in self._partial(name)}
+            self._require_well()
             merged = merge_over_ranks(
-                {key: value for name in names for key, value in self._partial(name)},
+                own,
                 lambda key: self._extensions[key[1]].rows[key[2]].over_n,
                 group=self._ranks.group,
                 gather=self._ranks.gather,
                 absent=len(self.rows),
             )
+            self._others_wait = place < len(self._groups)  # a hook that fails is heard by those
             for name in names:
                 leaf = self._own.get(name)
                 if leaf is not None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import packprop
-from packprop import PackpropError, extensions
+from packprop import PackpropError, StoreWriter, extensions
+from packprop.dataset.run import Run
 from packprop.distributed import AllRanks
 from packprop.tensors.nesting import map_tensors
 from tests.dataset.test_forms import Pairs
@@ -234,3 +235,63 @@ def drawn(rank: int, world: int, folder: Path) -> Any:
         del os.environ["FAILS_AT"]
         return alone, run(Failing(*same), checkpoint=folder)
     raise AssertionError("it did not fail")
+
+
+WHERE = {
+    "step": (Run, "_take"),
+    "interrupt": (Run, "_take"),
+    "end of a reading": (Run, "_take"),
+    "commit": (StoreWriter, "commit"),
+    "own state": (Run, "_own_state"),
+    "state": (Run, "_own_state"),
+}
+"""Methods in whose second call a rank fails, where a checkpoint is due; or in the call after its last batch."""
+
+
+class Loader:
+    """Keeps its position, which on one rank no file can hold, after some batches."""
+
+    def __init__(self, batches: list[Any], breaks: bool) -> None:
+        self.batches, self.told, self.breaks = batches, 0, breaks
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.told += 1
+        return {"position": object() if self.breaks and self.told > 1 else self.told}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def fails_when_due(rank: int, world: int, folder: Path) -> dict[str, tuple[str, Any]]:
+    """What each rank says if the last one fails where a checkpoint is due, and what comes afterwards."""
+    found = {}
+    for where, (owner, name) in WHERE.items():
+        fails, calls, really = rank == world - 1, 0, getattr(owner, name)
+
+        def failing(self: Any, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            value = really(self, *arguments)  # noqa: B023  # of this round
+            is_time = arguments[:1] == (None,) if where == "end of a reading" else calls == 2  # noqa: B023
+            if fails and is_time and where != "state":  # noqa: B023
+                raise (KeyboardInterrupt if where == "interrupt" else OSError)("the disk is gone")  # noqa: B023
+            return value
+
+        x, y = samples()
+        options: dict[str, Any] = {"checkpoint": folder / where, "given": [extensions.BatchL2Grad()]}
+        options |= {"store": folder / "store"} if where == "commit" else {}
+        given: Any = Loader(batches_of(rank, world, False), fails) if where == "state" else (x, y)
+        given = batches_of(rank, world, True) if where == "end of a reading" else given
+        options |= {"batch_size": SIZE} if isinstance(given, tuple) else {}
+        setattr(owner, name, failing)
+        try:
+            computed(given, every="1h" if where == "end of a reading" else 1, **options)
+            said = "nothing"
+        except (PackpropError, OSError, KeyboardInterrupt) as error:
+            said = str(error)
+        setattr(owner, name, really)
+        found[where] = said, computed((x, y), given=[extensions.Variance()])[1]
+    return found

@@ -143,3 +143,13 @@ def test_random_states_are_left_as_on_one_process() -> None:
     for name in ("same, drawn", "same, not drawn"):
         assert torch.equal(first[name][1], second[name][1])
     assert not torch.equal(first["own, drawn"][1], second["own, drawn"][1])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_rank_waits_for_one_that_fails_when_a_checkpoint_is_due(world: int, tmp_path: Path) -> None:
+    """Whether all can go on is agreed before exchanges that only some would come to."""
+    for found in in_processes(on_ranks.fails_when_due, world, world, tmp_path, seconds=60):
+        assert list(found) == list(on_ranks.WHERE)
+        for where, (said, count) in found.items():
+            assert ("builtins.object" if where == "state" else "the disk is gone") in said, (where, said)
+            assert count == 23

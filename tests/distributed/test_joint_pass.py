@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import packprop
 from packprop import extensions
-from packprop.distributed import AllRanks
+from packprop.distributed import AllRanks, joint
 from packprop.errors import BadInput, PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 
@@ -394,6 +394,89 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
     for name in ("BatchDotGrad", "EKFAC", "HMP", "KFRA"):
         assert name in first[name]
         assert "ranks='own'" in first[name]
+
+
+class Fused(nn.Module):
+    """Attention in one function, which cannot be differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.first(x)[:, None, None].expand(-1, 1, 3, -1).split(4, -1)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.second(out.mean((1, 2)))  # type: ignore[no-any-return]  # a module's
+
+
+def failures_in_the_pass(rank: int) -> dict[str, str]:
+    """What only the first rank's work meets: the others have no samples, or another hook."""
+    found = {}
+
+    def one_pass(
+        name: str, asked: Any, parallel: bool, sizes: tuple[int, ...] = (4, 0), **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        model, loss = packprop.extend(Fused().double()), cross_entropy()
+        called = nn.parallel.DistributedDataParallel(model) if parallel else model
+        x, y = data(sizes)[rank]
+        out = called(x)
+        value = loss(out, y) if len(x) else out.sum() * 0
+        try:
+            with packprop.backpack(asked, ranks="all", **options):
+                value.backward()
+            found[name] = "nothing"
+        except (PackpropError, ValueError) as error:
+            found[name] = str(error)
+
+    def hook(module: nn.Module) -> None:
+        if rank == 0:
+            raise ValueError("no room")
+
+    for parallel in (False, True):
+        one_pass(f"fused attention, {parallel}", extensions.DiagHessian(), parallel)
+        one_pass(f"hook, {parallel}", extensions.Variance(), parallel, (4, 3), extension_hook=hook)
+        one_pass(f"and goes on, {parallel}", extensions.Variance(), parallel)
+    return found
+
+
+def test_no_rank_waits_for_one_that_fails_in_the_pass() -> None:
+    first, second = in_processes(failures_in_the_pass, 2, seconds=60)
+    for name, said in first.items():
+        if "attention" in name:
+            assert "attention" in said
+            assert said in second[name]
+        elif "hook" in name:
+            assert (said, second[name]) == ("no room", "nothing")  # it came last, when values were exchanged
+        else:
+            assert (said, second[name]) == ("nothing", "nothing")
+
+
+def several_groups(rank: int) -> str:
+    """As if each parameter was too large to be merged together with others."""
+    joint.AT_ONCE = 1
+    model, loss = built(), cross_entropy()
+    x, y = data()[rank]
+
+    def hook(module: nn.Module) -> None:
+        if rank == 1:
+            raise ValueError("no room")
+
+    try:
+        with packprop.backpack(extensions.Variance(), ranks="all", extension_hook=hook):
+            loss(model(x), y).backward()
+    except (PackpropError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_hook_that_fails_is_heard_by_those_who_merge_on() -> None:
+    first, second, third = in_processes(several_groups, 3, seconds=60)
+    assert second == "no room"
+    assert "rank 1" in first
+    assert "no room" in first
+    assert first == third
 
 
 def one_does_not_come(rank: int) -> str:

@@ -56,7 +56,8 @@ out
 
 EXIT_STATUS = """\
 exit status
-  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted"""
+  0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted;
+  of a profile: 3 done, and the loss or its gradient is NaN or infinite"""
 
 EXAMPLES = f"""\
 examples

@@ -10,7 +10,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +34,9 @@ from packprop.reports.profile.run import profile
 from packprop.reports.profile.table import WIDTH
 from packprop.reports.query import query
 
+NOT_FINITE = 3
+"""The exit status of a profile of a loss, or a gradient, that is NaN or infinite."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status.
@@ -42,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments of the command line; by default those of the process.
     """
     options = parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int | None]
     run = {"profile": _profile, "compare": _compare, "page": _page, "query": query}[options.command]
     try:
         with _warnings_in_short(sys.stderr):
-            run(options)
+            status = run(options)
     except KeyboardInterrupt:
         kept = getattr(options, "checkpoint", None) or getattr(options, "resume", None)
         end = f"{kept} holds what was done, if a checkpoint was written" if kept else "nothing was written"
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(f"error: {unexpected}", file=sys.stderr)
         return 2 if isinstance(error, PackpropError) else 1
-    return 0
+    return status or 0
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def _joined() -> int:
     return torch.distributed.get_rank()
 
 
-def _profile(options: argparse.Namespace) -> None:
+def _profile(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     # what can be refused at once is refused before the factory runs, which may take long
     check_folder(options.output)
@@ -106,7 +110,7 @@ def _profile(options: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         result = _profiled(options, device, with_page=not options.no_page and not lacking)
     if result is None:
-        return
+        return 0
     paths: list[Path] = [*result.save(options.output)]
     if not options.no_page and not lacking:
         paths.append(result.save_page(Path(options.output) / PAGE))
@@ -125,6 +129,10 @@ def _profile(options: argparse.Namespace) -> None:
     if options.memory is not None and resident is not None:  # the budget is for tensors alone
         line = f"resident in memory at most: {byte_text(resident)}, with Python and libraries"
         print(line, file=sys.stderr)
+    if result.headline is not None:
+        print(f"not finite: {result.headline}", file=sys.stderr)
+        return NOT_FINITE
+    return 0
 
 
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop import PackpropError, PackpropWarning, Profile
+from packprop.reports.page.findings import findings_of
 from packprop.reports.profile.layers import Layer, Spectrum, spectrum_of
 from tests.reports.profiled import ALL, Expected, network, quiet
 
@@ -124,7 +125,9 @@ def test_not_a_number_is_shown_and_saved_as_null(tmp_path: Path) -> None:
     with pytest.warns(PackpropWarning, match="'weight'"):
         found = quiet(model, nn.MSELoss(), data)
     assert math.isnan(found.total.gradient_norm)
-    assert "nan" in str(found).splitlines()[3]
+    assert str(found).startswith("The loss is not finite (nan)")
+    assert "nan" in str(found).splitlines()[3 + 2]
+    assert findings_of(found)[0].says.startswith("The loss is not finite")
     found.save(tmp_path)
     saved = json.loads((tmp_path / "profile.json").read_text())
     assert saved["total"]["gradient_norm"] is None

@@ -9,7 +9,7 @@ import torch
 
 from packprop.memory.bytes import byte_text
 from packprop.reports.profile.layers import Layer
-from packprop.reports.profile.table import counted, number_text
+from packprop.reports.profile.table import counted, headline, number_text
 from packprop.reports.profile.values import ProfileValues
 
 TAIL = 0.05
@@ -34,7 +34,14 @@ class Finding:
 
 def findings_of(values: ProfileValues) -> list[Finding]:
     """What is worth saying, the most general first."""
-    said = [_noise(values), _tail(values), _curvature(values), _singular(values), _memory(values)]
+    said = [
+        _not_finite(values),
+        _noise(values),
+        _tail(values),
+        _curvature(values),
+        _singular(values),
+        _memory(values),
+    ]
     return [finding for finding in said if finding is not None]
 
 
@@ -47,6 +54,15 @@ def noise_scale(values: ProfileValues) -> float | None:
 def trace_of(layer: Layer) -> float | None:
     """The layer's trace of the GGN: the exact one, if it was computed."""
     return layer.ggn_trace_monte_carlo if layer.ggn_trace_exact is None else layer.ggn_trace_exact
+
+
+def _not_finite(values: ProfileValues) -> Finding | None:
+    says = headline(values.loss, values.total.gradient_norm)
+    if says is None:
+        return None
+    return Finding(
+        says, "Look for samples, parameters or settings that are not finite themselves, or overflow."
+    )
 
 
 def _noise(values: ProfileValues) -> Finding | None:

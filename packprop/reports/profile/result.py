@@ -23,7 +23,7 @@ from packprop.reports.profile.files import (
 from packprop.reports.profile.memory_use import MemoryUse
 from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.shown import Shown
-from packprop.reports.profile.table import footer, profile_table
+from packprop.reports.profile.table import footer, headline, profile_table
 from packprop.reports.profile.values import ProfileValues
 
 
@@ -63,6 +63,11 @@ class Profile(Shown, ProfileValues):
         loss = math.nan if saved["loss"] is None else saved["loss"]
         return cls(**{**saved, **rows, "loss": loss, "memory": memory, "outlying": outlying}, tensors=tensors)
 
+    @property
+    def headline(self) -> str | None:
+        """What has to be read before any number; ``None`` where the loss and its gradient are finite."""
+        return headline(self.loss, self.total.gradient_norm)
+
     def _page(self) -> str:
         return page_of(self)
 
@@ -72,6 +77,9 @@ class Profile(Shown, ProfileValues):
         return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.headline is not None:
+            yield Text(self.headline, "bold red")
+            yield Text()
         yield profile_table(self.layers, self.total, options.max_width)
         yield Text()
         yield from footer(self.settings, self.loss, self.samples, self.batches)

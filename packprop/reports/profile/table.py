@@ -59,6 +59,16 @@ def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
     return table
 
 
+def headline(loss: float, gradient_norm: float | None) -> str | None:
+    """What has to be read before any number: that the loss, or its gradient, is none."""
+    for name, value in (("loss", loss), ("gradient", gradient_norm)):
+        if value is not None and not math.isfinite(value):
+            return (
+                f"The {name} is not finite ({number_text(value)}): what is below says little about the model."
+            )
+    return None
+
+
 def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
     """What the numbers were computed from, and what the titles stand for."""
     draws = settings["monte_carlo_samples"]

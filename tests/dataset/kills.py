@@ -3,9 +3,10 @@
 Each run is made by child processes, one for each rank, that go on from the last checkpoint. They are killed
 (SIGKILL) after a random time: all of them, or on several ranks now and then one alone. They are begun again,
 and so on until they come to their end; then the result, and the rows of the store, are compared, bit for bit,
-with those of a run that was left alone; on several ranks what is summed up over samples only up to rounding. After each kill the checkpoint is read: what was kept before must still
-be there. All forms but two draw their data at random: a shuffled loader, samples that are changed by numbers of
-torch, Python and numpy; half of the runs write a checkpoint after each batch, half but the first and the last.
+with those of a run that was left alone; on several ranks what is summed up over samples only up to rounding.
+After each kill the checkpoint is read: what was kept before must still be there. Most forms draw their data at
+random: a shuffled loader, samples that are changed by numbers of torch, Python and numpy; half of the runs
+write a checkpoint after each batch, half but the first and the last.
 
 Prints how many runs and kills there were, how many kills hit before the first checkpoint or while files were
 being written, how many left no new batch; how many runs had other results, and how many could not go on.
@@ -113,7 +114,7 @@ ROWS = ("grad_batch", "stored")
 
 
 def same(one: Result, other: Result, exact: bool = True) -> bool:
-    """Whether two results are equal to the last bit; without ``exact`` rows of samples are, sums up to rounding."""
+    """Whether two results are equal to the last bit; without ``exact`` those of ``ROWS`` alone."""
     if (one.samples, one.tables.keys()) != (other.samples, other.tables.keys()):
         return False
     if exact and one.loss != other.loss:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.sources import (
     GLOBAL,
+    Drawing,
     Draws,
     Given,
     Samples,
@@ -103,7 +104,7 @@ class Batches:
         self._rank, self._world = 0, 1
         self._draws = Draws()
         own = self.source.generators() if isinstance(self.source, Given) else []
-        self._generators = [*own, *GLOBAL]
+        self._generators: list[Drawing] = [*own, *GLOBAL]
         self._start: list[Any] = []
 
     def __length_hint__(self) -> int:

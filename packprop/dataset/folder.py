@@ -34,7 +34,12 @@ except ImportError:  # not on Windows: two runs in one folder are not noticed th
     fcntl = None  # type: ignore[assignment]  # looked at before it is used
 
 LOCK = "lock"
-NAMES = re.compile(r"checkpoint-(\d{6,})\.json|(state|rows)-\d{6,}\.safetensors|shards-\d{6,}|lock|.*\.part")
+UNFINISHED = r".*\.part|\.tmp\w+"
+"""Names of files that a killed process was writing; safetensors gives them the second one."""
+
+NAMES = re.compile(
+    rf"checkpoint-(\d{{6,}})\.json|(state|rows)-\d{{6,}}\.safetensors|shards-\d{{6,}}|lock|{UNFINISHED}"
+)
 KEPT = 2
 """Checkpoints that stay in the folder."""
 
@@ -230,7 +235,7 @@ class Folder:
         kept = self.numbers()[:KEPT]
         for name in os.listdir(self.path):
             numbered = re.fullmatch(r"(checkpoint|state|shards)-(\d{6,})(\.json|\.safetensors)?", name)
-            if name.endswith(".part") or (numbered and int(numbered[2]) not in kept):
+            if re.fullmatch(UNFINISHED, name) or (numbered and int(numbered[2]) not in kept):
                 with contextlib.suppress(OSError):
                     remove(self.path / name)
 

@@ -145,6 +145,7 @@ def _forked(form: str, place: Path, rank: int, world: int, meeting: str, options
                 limit = timedelta(seconds=SECONDS)
                 at = f"file://{meeting}"
                 torch.distributed.init_process_group("gloo", at, limit, world, rank)
+                (place / f"joined-{rank}").touch()
             found = run(form, place / "checkpoint", **options)
             if rank == 0:
                 found.save(place / "result.part")
@@ -158,26 +159,28 @@ def _forked(form: str, place: Path, rank: int, world: int, meeting: str, options
             os._exit(1)
 
 
-def done_batches(folder: Path) -> int:
-    """How many batches of both readings the last checkpoint holds; -1 if there is none."""
+def done_batches(folder: Path) -> tuple[int, int]:
+    """The reading and the batches of it that the last checkpoint holds; -1 if there is none, 2 at the end."""
     numbers = Folder(folder).numbers() if folder.exists() else []
     if not numbers:
-        return -1
+        return -1, 0
     facts, _, _ = Folder(folder).read(numbers[0])
     state = dict(facts["state"]["items"])
-    batches = SAMPLES // SIZE
-    return 2 * batches if state["complete"] else state["reading"] * batches + state["number"]
+    return (2, 0) if state["complete"] else (state["reading"], state["number"])
 
 
 def killed_until_the_end(
     form: str, place: Path, span: float, source: random.Random, world: int, counts: Counter[str], every: Any
 ) -> str:
     """Kill a run after random times, of at most ``span`` seconds, until it ends; why it could not go on."""
-    folder, kept = place / "checkpoint", -1
+    folder, kept = place / "checkpoint", (-1, 0)
     while True:
+        for each in place.glob("joined-*"):
+            each.unlink()
         children = begun(form, place, world, every=every)
         time.sleep(source.uniform(0, span))
-        alone = world > 1 and source.random() < 0.2  # the others have to notice
+        joined = len([*place.glob("joined-*")]) == world
+        alone = world > 1 and joined and source.random() < 0.2  # the others have to notice
         killed = children[-1:] if alone else children
         for child in killed:
             os.kill(child, signal.SIGKILL)
@@ -189,11 +192,11 @@ def killed_until_the_end(
             said = [(place / f"said-{rank}").read_text() for rank in range(world)]
             return f"{form}, every={every}: it ended by {ends}\n" + "\n".join(said)
         counts["kills"] += 1
-        counts["before the first checkpoint"] += done_batches(folder) < 0
+        counts["before the first checkpoint"] += done_batches(folder)[0] < 0
         counts["while writing"] += any(path.suffix == ".part" for path in folder.glob("*"))
         now = done_batches(folder)
         if now < kept:
-            return f"{form}: {kept} batches were safe, and {now} are left"
+            return f"{form}: reading and batches {kept} were safe, and {now} are left"
         counts["without a new batch"] += now == kept
         kept = now
 

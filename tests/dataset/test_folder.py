@@ -137,6 +137,16 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "a year of work"
 
 
+def test_what_a_kill_left_half_written_is_not_in_the_way(tmp_path: Path) -> None:
+    """Before the first checkpoint, too; the first name is one that safetensors has given."""
+    names = [".tmpbmX3Li", "state-000001.safetensors.part"]
+    for name in names:
+        (tmp_path / name).touch()
+    model, data = small_one()
+    compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=tmp_path)
+    assert not {path.name for path in tmp_path.iterdir()} & {*names}
+
+
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model, data = small_one()

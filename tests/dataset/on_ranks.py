@@ -265,28 +265,32 @@ class Loader:
         pass
 
 
+def breaking(really: Any, where: str) -> Any:
+    """The method, which fails where a rank shall fail."""
+    calls = itertools.count(1)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        value, call = really(self, *arguments), next(calls)
+        if arguments[:1] == (None,) if where == "end of a reading" else call == 2:
+            raise (KeyboardInterrupt if where == "interrupt" else OSError)("the disk is gone")
+        return value
+
+    return method
+
+
 def fails_when_due(rank: int, world: int, folder: Path) -> dict[str, tuple[str, Any]]:
     """What each rank says if the last one fails where a checkpoint is due, and what comes afterwards."""
     found = {}
     for where, (owner, name) in WHERE.items():
-        fails, calls, really = rank == world - 1, 0, getattr(owner, name)
-
-        def failing(self: Any, *arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            value = really(self, *arguments)  # noqa: B023  # of this round
-            is_time = arguments[:1] == (None,) if where == "end of a reading" else calls == 2  # noqa: B023
-            if fails and is_time and where != "state":  # noqa: B023
-                raise (KeyboardInterrupt if where == "interrupt" else OSError)("the disk is gone")  # noqa: B023
-            return value
-
+        fails, really = rank == world - 1, getattr(owner, name)
         x, y = samples()
         options: dict[str, Any] = {"checkpoint": folder / where, "given": [extensions.BatchL2Grad()]}
         options |= {"store": folder / "store"} if where == "commit" else {}
         given: Any = Loader(batches_of(rank, world, False), fails) if where == "state" else (x, y)
         given = batches_of(rank, world, True) if where == "end of a reading" else given
         options |= {"batch_size": SIZE} if isinstance(given, tuple) else {}
-        setattr(owner, name, failing)
+        if fails and where != "state":
+            setattr(owner, name, breaking(really, where))
         try:
             computed(given, every="1h" if where == "end of a reading" else 1, **options)
             said = "nothing"

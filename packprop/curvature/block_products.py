@@ -124,7 +124,7 @@ def block_products(graph: Graph, matrix: Matrix, modify: Modify) -> Iterator[tup
             yield leaf, BlockProduct(leaf, _HessianBlock(graph, leaf), snapshots, graph.name(leaf), graph.hooks)
         return
     columns(graph, EXACT, create_graph=False)  # refuses losses that have no GGN
-    tensors: list[GradientEdge] = [loss.call.edge for loss in graph.losses]
+    tensors: list[GradientEdge] = [loss.entrance.edge for loss in graph.losses]
     hessians: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]
     if matrix == "positive":
         routes = choose_routes(graph, known_losses=True, per_sample=True)

@@ -143,14 +143,20 @@ def _rounded(root: Root, dtype: torch.dtype) -> Root:
 
 
 def loss_hessian_products(graph: Graph, loss: ReachedLoss) -> Callable[[Tensor], Tensor]:
-    """From vectors ``[v, *f]`` at a loss's input to their products with its Hessian, scaled as in the roots."""
+    """From vectors ``[v, *f]`` where columns of a loss are fed in to their products with its Hessian."""
     call = loss.call
+    outputs: Any
+    value: Any
     with torch.no_grad():
         factor = loss_factor(graph, loss)
-        outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
-    _require_twice_differentiable(call.function, value)
+        if loss.entrance.made is None:
+            outputs, value = evaluated_again(call.function, call.args, call.kwargs, factor)
+            _require_twice_differentiable(call.function, value)
+            seeds = None
+        else:
+            outputs, value, seeds = loss.entrance.edge, loss.value, [factor]
     with torch.enable_grad():
-        (gradient,) = derivatives([value], [outputs], create_graph=True)
+        (gradient,) = derivatives([value], [outputs], seeds, create_graph=True)
         assert gradient is not None
 
     def product(vectors: Tensor) -> Tensor:

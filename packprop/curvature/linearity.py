@@ -65,7 +65,7 @@ def nonlinear_nodes(graph: Graph, masks: dict[Node, int]) -> NonlinearNodes:
         masks: The uses upstream of each node, as bits.
     """
     nodes = NonlinearNodes()
-    for node in upstream_first([loss.call.edge.node for loss in graph.losses]):
+    for node in upstream_first([loss.entrance.edge.node for loss in graph.losses]):
         _classify(node, masks, nodes)
     while nodes.elementwise:
         layouts = layouts_at(graph, [(each.input, each.shape) for each in nodes.elementwise])

@@ -111,7 +111,7 @@ def _chain(graph: Graph) -> list[_Place]:
                 "it is used more than once, or not by an affine function: its block is not that of one layer",
             )
     masks = dependence(graph)
-    edge = graph.losses[0].call.edge
+    edge = graph.losses[0].entrance.edge
     edges = [edge]
     while True:
         node = edge.node

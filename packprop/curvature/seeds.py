@@ -24,7 +24,6 @@ from packprop.functions.losses.description import (
     Loss,
     Root,
     canonical,
-    describe,
     from_canonical,
     without_classes,
 )
@@ -120,7 +119,8 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "its input is complex: real and imaginary parts curve together, which no rule of a loss describes",
             "give the loss real numbers, as torch.view_as_real(output)",
         )
-    rule = describe(call.function, call.args, call.kwargs)
+    entrance = loss.entrance
+    rule = entrance.rule
     if rule.refusal is not None:
         raise PackpropError(
             "A generalized Gauss-Newton quantity was asked for.",
@@ -134,14 +134,17 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
             "it was changed in place after the loss was computed",
             "clone it before changing it",
         )
-    targets = [value for value in (*call.args[1:], *call.kwargs.values()) if isinstance(value, Tensor)]
-    if any(value.requires_grad and value is not call.input for value in targets):
-        raise PackpropError(
-            "A generalized Gauss-Newton quantity was asked for.",
-            f"the targets of {getattr(call.function, '__name__', call.function)}",
-            "they require gradients: the loss curves in them too, and that is not accounted for",
-            "detach the targets",
-        )
+    others = [*enumerate(call.args[1:], 1), *call.kwargs.items()]
+    for place, value in others:
+        if isinstance(value, Tensor) and value.requires_grad and value is not call.input:
+            raise PackpropError(
+                "A generalized Gauss-Newton quantity was asked for.",
+                f"argument {place!r} of {getattr(call.function, '__name__', call.function)}",
+                "it requires gradients, as the model's output does: the loss curves in both together, and a "
+                "generalized Gauss-Newton matrix is one of what the model's output alone enters",
+                "detach it, if no gradient shall go through it (targets); where one shall (a predicted "
+                "variance), ask for the Hessian: DiagHessian, BatchDiagHessian, HMP",
+            )
     factor = loss_factor(graph, loss)
     tokens = token_count(loss, rule) if seed.by_token else 0
     if seed == EMPIRICAL:
@@ -151,22 +154,22 @@ def _loss_columns(graph: Graph, loss: ReachedLoss, seed: Seed) -> Columns:
         axis, positions = None, 1
     else:
         axis = rule.class_axis
-        value = canonical(call.input, layout, axis)
+        value = canonical(entrance.values(call.input), layout, axis)
         root = rule.root(value, _scale(rule, loss, factor, value))
         positions = value.shape[1]
-    place = functools.partial(from_canonical, shape=call.shape, layout=layout, class_axis=axis)
+    place = functools.partial(entrance.put, call, layout, axis)
     if seed.mc_samples is not None:
         draws = root.draw(seed.mc_samples, seed.generator)
         draws = draws if seed.mc_samples == 1 else draws / seed.mc_samples**0.5
         if tokens:
-            return columns_by_token(graph, loss, rule, draws)
-        return Columns([call.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
+            return columns_by_token(graph, loss, entrance, draws)
+        return Columns([entrance.edge], seed.mc_samples, lambda start, stop: [place(draws[start:stop])])
     if seed.entrywise and root.entrywise is not None:
         root = root.entrywise
     chunk = functools.partial(_exact_columns, root, positions, seed.entrywise)
     count = positions * root.columns
     counted = counted_tokens(graph, loss, rule) if tokens else None
-    return Columns([call.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
+    return Columns([entrance.edge], count, lambda start, stop: [place(chunk(start, stop))], counted=counted)
 
 
 def _empirical_column(loss: ReachedLoss, rule: Loss, factor: Tensor) -> Columns:

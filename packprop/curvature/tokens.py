@@ -26,8 +26,9 @@ from torch import Tensor
 from packprop.curvature.columns import Columns
 from packprop.curvature.generic_loss import linear_factor
 from packprop.errors import PackpropError
-from packprop.functions.losses.description import Loss, canonical, describe, from_canonical, without_classes
+from packprop.functions.losses.description import Loss, canonical, without_classes
 from packprop.graph.graph import Graph, ReachedLoss
+from packprop.graph.links import Entrance
 from packprop.graph.pull import derivatives
 
 TOKENS_ASKED = 'Quantities of single tokens were asked for (per="token").'
@@ -73,7 +74,8 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
     shape, layout = loss.call.shape, loss.layout
     name = f"the loss {getattr(loss.call.function, '__name__', loss.call.function)}"
     where = f"{name}, whose input has shape {list(shape)}"
-    if rule.class_axis is None and rule.root is None:
+    of_rows = rule.link is not None and rule.link.of_rows
+    if rule.class_axis is None and (rule.root is None or of_rows):
         raise PackpropError(
             TOKENS_ASKED,
             name,
@@ -108,22 +110,24 @@ def token_count(loss: ReachedLoss, rule: Loss) -> int:
 def gradient_by_token(graph: Graph) -> list[Columns]:
     """The gradient at the input of each loss, one column for each position."""
     losses = in_order(graph.losses)
-    rules = [describe(loss.call.function, loss.call.args, loss.call.kwargs) for loss in losses]
+    rules = [loss.entrance.rule for loss in losses]
     for loss, rule in zip(losses, rules, strict=True):
         token_count(loss, rule)  # refused before any work
     create_graph = torch.is_grad_enabled()
     edges = [loss.call.edge for loss in losses]
     with torch.enable_grad():
         gradients = derivatives(graph.roots, edges, graph.root_gradients(), create_graph=create_graph)
-    return [
-        columns_by_token(graph, loss, rule, canonical(gradient, loss.layout, rule.class_axis)[None])
-        for loss, rule, gradient in zip(losses, rules, gradients, strict=True)
-        if gradient is not None
-    ]
+    found = []
+    for loss, rule, gradient in zip(losses, rules, gradients, strict=True):
+        if gradient is not None:
+            values = canonical(gradient, loss.layout, rule.class_axis)[None]
+            found.append(columns_by_token(graph, loss, Entrance(rule, loss.call.edge), values))
+    return found
 
 
-def columns_by_token(graph: Graph, loss: ReachedLoss, rule: Loss, values: Tensor) -> Columns:
+def columns_by_token(graph: Graph, loss: ReachedLoss, entrance: Entrance, values: Tensor) -> Columns:
     """Columns ``[m, n, p, c]`` in canonical form, taken apart by token: ``m`` consecutive ones for each."""
+    rule = entrance.rule
     tokens, (each, samples, positions, classes) = token_count(loss, rule), values.shape
     apart = values.reshape(each, samples, tokens, -1)
 
@@ -133,10 +137,10 @@ def columns_by_token(graph: Graph, loss: ReachedLoss, rule: Loss, values: Tensor
         wide = apart.new_zeros(stop - start, samples, *apart.shape[2:])
         wide[number - start, :, token] = apart[number % each, :, token]
         column = wide.reshape(-1, samples, positions, classes)
-        return [from_canonical(column, loss.call.shape, loss.layout, rule.class_axis)]
+        return [entrance.put(loss.call, loss.layout, rule.class_axis, column)]
 
     counted = counted_tokens(graph, loss, rule)
-    return Columns([loss.call.edge], tokens * each, chunk, counted=counted)
+    return Columns([entrance.edge], tokens * each, chunk, counted=counted)
 
 
 def counted_tokens(graph: Graph, loss: ReachedLoss, rule: Loss) -> Tensor:

@@ -198,6 +198,12 @@ def _uses_running_statistics(node: Node) -> bool:
     return hasattr(node, "_saved_training") and node._saved_training is False
 
 
+def axis_of_rows(node: Node, axes: int) -> int:
+    """The axis, of so many, along which a softmax took entries together."""
+    axis = int(node._saved_dim)  # type: ignore[attr-defined]  # a name that autograd makes
+    return (axis - 2**64 if axis >= 2**63 else axis) % axes  # shown without a sign
+
+
 def is_wrong_in_third_order(node: Node) -> bool:
     """Whether torch's third derivative of a node is wrong, without any error.
 

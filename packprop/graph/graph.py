@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.errors import PackpropError
 from packprop.functions.entry import Entry
 from packprop.functions.losses import Loss
+from packprop.graph.links import Entrance, entrance_of
 from packprop.graph.site import Site
 from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
 from packprop.tensors.hooks import Hooks
@@ -124,6 +125,11 @@ class ReachedLoss:
     def value(self) -> GradientEdge:
         """Where its value came from."""
         return GradientEdge(self.node, self.output)
+
+    @functools.cached_property
+    def entrance(self) -> Entrance:
+        """What is known of it, and where columns of its curvature are fed in."""
+        return entrance_of(self.call)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from packprop import extensions as catalogue
 from packprop.errors import PackpropError
-from packprop.functions.losses.description import describe
 from packprop.graph.graph import Graph
 from packprop.reports.coverage_values import Family
 from packprop.types import ENTRYWISE, EXACT, GRADIENT, GRAPH, INPUTS, Extension, Seed
@@ -66,7 +65,7 @@ def _with_loss(family: Family, graph: Graph, own_loss: bool) -> Family:
         why = "the model returns a number that no recorded loss function alone has made"
         return replace(family, applies=False, why=why)
     for loss in graph.losses:
-        rule = describe(loss.call.function, loss.call.args, loss.call.kwargs)
+        rule = loss.entrance.rule
         if rule.refusal is not None:
             return replace(family, applies=False, why=rule.refusal[0])
     return family

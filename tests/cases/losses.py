@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.cases.building import (
     FLATTENED,
@@ -23,6 +24,25 @@ from tests.cases.building import (
 from tests.cases.case import Case, Data, Functional
 from tests.cases.models.losses import DoubleWell, LogCosh, SoftMaximum
 from tests.cases.models.wrapping import Apply
+
+
+def linked(
+    name: str,
+    layer: Callable[[], nn.Module],
+    link: Callable[[Tensor], Tensor],
+    loss: Callable[[], nn.Module],
+    data: Data,
+) -> Case:
+    """A loss of what a function has made of the output that it curves in, inside the model."""
+    return Case(
+        name,
+        lambda: Apply(lambda m, x: link(m.a(x)), a=layer()),
+        loss,
+        data,
+        output=lambda model, x: model.a(x),
+        score=lambda loss, f, y: loss(link(f), y),
+        total=lambda model, loss, x, y: loss(model(x), y),
+    )
 
 
 def cases() -> Iterator[Case]:
@@ -131,27 +151,44 @@ def cases() -> Iterator[Case]:
     )
     yield Case("smooth-l1", net(2), lambda: nn.SmoothL1Loss(beta=0.7), regression((3,), (2,)))
     yield Case("huber", net(2), lambda: nn.HuberLoss(delta=0.6), regression((3,), (2,)))
+    rows = functools.partial(torch.log_softmax, dim=1)
+    some = some_ignored((3,), (), 2)
+    yield linked("nll", lambda: nn.Linear(3, 3), rows, lambda: nn.NLLLoss(weight=weights, ignore_index=2), some)
+    yield linked("nll-map", lambda: nn.Conv2d(1, 3, 2), rows, nn.NLLLoss, classes((1, 3, 3), 3, (2, 2)))
+    yield linked("nll-of-softmax", lambda: nn.Linear(3, 3), lambda f: f.softmax(1).log(), nn.NLLLoss, linear)
     yield Case(
-        "nll",
-        lambda: nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)),
-        lambda: nn.NLLLoss(weight=weights, ignore_index=2),
-        some_ignored((3,), (), 2),
-        order=1,
-        refuses_curvature=("nll_loss", "cross_entropy"),
-    )
-    yield Case(
-        "nll-map",
-        lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.LogSoftmax(1)),
+        "nll-flattened",  # as language models call it
+        net(3),
         nn.NLLLoss,
-        classes((1, 3, 3), 3, (2, 2)),
+        classes((2, 3), 3, (2,)),
+        score=lambda loss, f, y: loss(f.log_softmax(-1).flatten(0, 1), y.flatten()),
+        record=True,
+        tags=FLATTENED,
+    )
+    yield Case(
+        "nll-not-normalised",
+        net(3),
+        nn.NLLLoss,
+        linear,
         order=1,
         refuses_curvature=("nll_loss", "cross_entropy"),
     )
+    sigmoid = torch.sigmoid
+    yield linked("bce-of-probabilities", lambda: nn.Linear(3, 2), sigmoid, nn.BCELoss, labels((3,), (2,)))
+    yield linked(
+        "bce-of-soft-targets",
+        lambda: nn.Linear(3, 2),
+        sigmoid,
+        lambda: nn.BCELoss(weight=two),
+        lambda n: (torch.randn(n, 3), torch.rand(n, 2)),
+    )
     yield Case(
-        "bce-of-probabilities",
-        lambda: nn.Sequential(nn.Linear(3, 2), nn.Sigmoid()),
+        "bce-of-softmax",
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)),
         nn.BCELoss,
         labels((3,), (2,)),
+        order=1,
+        refuses_curvature=("sigmoid", "binary_cross_entropy_with_logits"),
     )
     yield Case(
         "gaussian-nll",
@@ -195,11 +232,42 @@ def cases() -> Iterator[Case]:
         nn.HingeEmbeddingLoss,
         lambda n: (torch.randn(n, 3), torch.randn(n, 2).sign()),
     )
+    yield linked("kl-divergence", lambda: nn.Linear(3, 3), rows, nn.KLDivLoss, probabilities((3,)))
+    yield linked(
+        "kl-divergence-of-logarithms",
+        lambda: nn.Linear(3, 3),
+        rows,
+        lambda: nn.KLDivLoss(log_target=True),
+        lambda n: (torch.randn(n, 3), torch.randn(n, 3)),  # of any mass
+    )
+    yield linked(
+        "kl-divergence-map", lambda: nn.Conv2d(1, 3, 2), rows, nn.KLDivLoss, probabilities((1, 3, 3), (2, 2))
+    )
     yield Case(
-        "kl-divergence",
-        lambda: nn.Sequential(nn.Linear(3, 3), nn.LogSoftmax(1)),
+        "kl-divergence-transposed",
+        net(3),
+        nn.KLDivLoss,
+        lambda n: (torch.randn(n, 3, 3), torch.rand(n, 3, 3)),
+        score=lambda loss, f, y: loss(f.log_softmax(-1).mT, y),
+        record=True,
+    )
+    yield Case(
+        "kl-divergence-of-outputs",
+        net(3),
         nn.KLDivLoss,
         probabilities((3,)),
+        order=1,
+        refuses_curvature=("kl_div", "log_softmax"),
+    )
+    yield Case(
+        "distillation",
+        net(3),
+        lambda: nn.ModuleList([nn.CrossEntropyLoss(), nn.KLDivLoss()]),
+        lambda n: (torch.randn(n, 3), (torch.randint(3, (n,)), torch.randn(n, 3).softmax(-1))),
+        score=lambda loss, f, y: loss[0](f, y[0]) + 4 * loss[1]((f / 2).log_softmax(-1), y[1]),
+        reductions=("sum",),
+        columns=False,
+        record=True,
     )
     yield Case("own-convex", net(2), LogCosh, regression((3,), (2,)))
     yield Case("own-convex-map", maps(2), LogCosh, regression((1, 3, 3), (2, 2, 2)))
@@ -209,6 +277,21 @@ def cases() -> Iterator[Case]:
         net(2),
         nn.PoissonNLLLoss,
         lambda n: (torch.randn(n, 3), torch.randint(4, (n, 2)) * 1.0),
+    )
+    yield linked(
+        "poisson-of-rates",
+        lambda: nn.Linear(3, 2),
+        torch.exp,
+        lambda: nn.PoissonNLLLoss(log_input=False, eps=1e-14),
+        lambda n: (torch.randn(n, 3), torch.randint(4, (n, 2)) * 1.0),
+    )
+    yield Case(
+        "poisson-of-other-rates",
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.Softplus()),
+        lambda: nn.PoissonNLLLoss(log_input=False),
+        lambda n: (torch.randn(n, 3), torch.randint(4, (n, 2)) * 1.0),
+        order=1,
+        refuses_curvature=("exponential", "log_input=True"),
     )
     yield Case(
         "own-not-convex",

@@ -88,7 +88,7 @@ def dictionary():
 
 
 def linear_loss():
-    return nn.Sequential(network(), nn.LogSoftmax(1)), nn.NLLLoss(), (INPUTS, CLASSES)
+    return network(), nn.NLLLoss(), (INPUTS, CLASSES)
 
 
 def infinite():

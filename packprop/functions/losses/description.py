@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packprop.functions.losses.links import Link
 from packprop.tensors.layout import Layout, layout_of_rows
 
 
@@ -46,10 +47,13 @@ class Loss:
         divisor: What the sum of terms is divided by: 1 for ``sum`` and ``none``, ``None`` if unknown.
         root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
             ``None`` if the loss is described by its own derivatives alone.
-        refusal: Why the loss has no useful curvature, and what to use instead.
+        refusal: Why the loss has no useful curvature, and what to use instead; with a link, where that is not
+            there.
         sample_axis: The axis of the input that holds the samples and nothing else; ``None`` for the leading
             axis, which may hold positions, too.
         one_sample: Whether the input has no axis of samples.
+        link: The function that must have made the input: the root is that in what it was given. If it takes
+            rows, ``class_axis`` may be ``None``: they are found on the graph, and weights of a row summed.
     """
 
     class_axis: int | None
@@ -59,6 +63,7 @@ class Loss:
     refusal: tuple[str, str] | None = None
     sample_axis: int | None = None
     one_sample: bool = False
+    link: Link | None = None
 
 
 Rule = Callable[..., Loss]

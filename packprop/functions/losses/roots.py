@@ -125,6 +125,19 @@ def bernoulli_root(logits: Tensor, scale: Tensor) -> Root:
     return Root(1, _entrywise(deviation.squeeze(-1) * strength), draw)
 
 
+def poisson_root(logarithms: Tensor, scale: Tensor) -> Root:
+    """The root of ``scale * rate`` for each entry, given log-rates; draws ``sqrt(scale) (rate - y)``."""
+    strength = scale.sqrt()
+
+    def draw(draws: int, generator: torch.Generator | None) -> Tensor:
+        rate = logarithms.exp()
+        mean = torch.where(rate.isfinite(), rate, 0.0).detach()  # where it is not, the column is not either
+        counts = torch.poisson(mean.expand(draws, *mean.shape).contiguous(), generator)
+        return (rate - counts) * strength[..., None]
+
+    return Root(1, _entrywise((0.5 * logarithms).exp().squeeze(-1) * strength), draw)
+
+
 def matrix_root(hessian: Tensor) -> Root:
     """The root of any positive semi-definite Hessian ``[n, c, c]``; draws add up columns with random signs."""
     values, vectors = eigh(hessian)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packprop.functions.losses.description import NODES, Loss, Root, register_loss
-from packprop.functions.losses.roots import bernoulli_root, gaussian_root, softmax_root
+from packprop.functions.losses.links import EXPONENTIAL, LOG_SOFTMAX, SIGMOID
+from packprop.functions.losses.roots import bernoulli_root, gaussian_root, poisson_root, softmax_root
 from packprop.tensors.precision import accumulation_dtype
 
 
@@ -121,10 +122,74 @@ def _nll_loss(
 ) -> Loss:
     terms = _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction)
     refusal = (
-        "nll_loss is linear in the log-probabilities that it takes, so that its own Hessian is zero",
-        "give the logits to cross_entropy",
+        "nll_loss is linear in the log-probabilities that it takes, so that its own Hessian is zero; and no "
+        "log_softmax over the classes has made them",
+        "give the logits to cross_entropy, or what log_softmax makes of them to nll_loss",
     )
-    return replace(terms, root=None, refusal=refusal)
+    return replace(terms, refusal=refusal, link=LOG_SOFTMAX)
+
+
+@register_loss(F.kl_div)
+def _kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Loss:
+    reduction = _reduction(reduction, size_average, reduce)
+    divisor = {"mean": input.numel(), "batchmean": len(input) if input.dim() else 1}.get(reduction, 1)
+    mass = target.exp() if log_target else target
+    terms = _one_term_per_entry(input, target, mass, divisor, softmax_root)
+    refusal = (
+        "kl_div is linear in the log-probabilities that it takes, so that its own Hessian is zero; and no "
+        "log_softmax has made them",
+        "give it what log_softmax makes of logits, or the logits to cross_entropy, whose targets may be "
+        "probabilities",
+    )
+    return replace(terms, refusal=terms.refusal or refusal, link=None if terms.refusal else LOG_SOFTMAX)
+
+
+@register_loss(F.binary_cross_entropy)
+def _binary_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    terms = _binary_cross_entropy_with_logits(input, target, weight, size_average, reduce, reduction)
+    refusal = (
+        "it curves in probabilities otherwise than in logits, so that the matrix would depend on what is "
+        "called the model's output; and no sigmoid has made them",
+        "give logits to binary_cross_entropy_with_logits, or what sigmoid makes of them to this loss",
+    )
+    return replace(terms, refusal=refusal, link=SIGMOID)
+
+
+@register_loss(F.poisson_nll_loss)
+def _poisson_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: bool | None = None,
+    eps: float = 1e-8,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    mean = _reduction(reduction, size_average, reduce) == "mean"
+    terms = _one_term_per_entry(input, target, 1.0, input.numel() if mean else 1.0, poisson_root)
+    if log_input or terms.refusal:
+        return terms
+    refusal = (
+        "it curves in rates otherwise than in their logarithms, so that the matrix would depend on what is "
+        "called the model's output; and no exponential has made them",
+        "give logarithms of rates, with log_input=True",
+    )
+    return replace(terms, refusal=refusal, link=EXPONENTIAL)
 
 
 @register_loss(F.l1_loss)
@@ -136,8 +201,7 @@ def _l1_loss(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     return replace(_generic_entries(input, *args, **kwargs), refusal=refusal)
 
 
-@register_loss(F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.poisson_nll_loss)
-@register_loss(F.soft_margin_loss, F.kl_div)
+@register_loss(F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss)
 def _generic_entries(input: Tensor, *args: Any, **kwargs: Any) -> Loss:
     """One term for each entry; its curvature is computed by double backward."""
     reduction = kwargs.get("reduction", "mean")

@@ -1,0 +1,126 @@
+"""Where the columns of a loss are fed in: at its input, or at what a function before it was given.
+
+See NOTE [Links] in ``packprop/functions/losses/links.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.functions.losses.description import Loss, describe, from_canonical
+from packprop.functions.losses.links import CARRYING, Link
+from packprop.functions.nodes import axis_of_rows, name_of_node
+from packprop.graph.pull import pull_columns
+from packprop.graph.traversal import made_by
+from packprop.recording.marks import RecordedLoss
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import Layout
+from packprop.tensors.traced import decided
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """What is known of a loss, and where its columns are fed in.
+
+    Args:
+        rule: What is known, with the axis of classes that the graph shows; it refuses curvature if a function
+            that it needs before it is not there.
+        edge: Where columns are fed in.
+        made: Where the output of that function is, of the shape of what is fed in; ``None`` without one.
+    """
+
+    rule: Loss
+    edge: GradientEdge
+    made: GradientEdge | None = None
+
+    def values(self, given: Tensor) -> Tensor:
+        """What the root is taken of, in the shape of the loss's input, from this input."""
+        return given if self.made is None or self.rule.link is None else self.rule.link.undone(given)
+
+    def put(self, call: RecordedLoss, layout: Layout, class_axis: int | None, columns: Tensor) -> Tensor:
+        """Columns ``[v, n, t, c]`` as they are fed in, ``[v, *f]``."""
+        placed = from_canonical(columns, call.shape, layout, class_axis)
+        if self.made is None:
+            return placed
+        if self.made != call.edge:
+            differentiable = torch.is_grad_enabled()
+            (carried,) = pull_columns([call.edge], [self.made], [placed], create_graph=differentiable)
+            assert carried is not None
+            placed = carried
+        return placed.to(made_by(self.edge.node)[self.edge.output_nr].dtype)
+
+
+def entrance_of(call: RecordedLoss) -> Entrance:
+    """Where the columns of a loss are fed in."""
+    rule = describe(call.function, call.args, call.kwargs)
+    found = None if rule.link is None else _before(call.edge, rule.link)
+    if rule.link is None or found is None:
+        return Entrance(rule, call.edge)
+    made, node, edge = found
+    if rule.link.of_rows:
+        axis = _axis_of_rows(call, made, node, rule.class_axis)
+        if axis is None:
+            return Entrance(rule, call.edge)
+        if rule.class_axis is None and isinstance(rule.weight, Tensor):
+            rule = replace(rule, class_axis=axis, weight=rule.weight.sum(axis))
+    return Entrance(replace(rule, refusal=None), edge, made)
+
+
+def _before(edge: GradientEdge, link: Link) -> tuple[GradientEdge, Node, GradientEdge] | None:
+    """Where the output of a link is, its node, and where its input came from."""
+    while name_of_node(edge.node) in CARRYING:
+        above = [GradientEdge(*each) for each in edge.node.next_functions if each[0] is not None]
+        if len(above) != 1:
+            return None
+        (edge,) = above
+    for chain in link.chains:
+        at = edge
+        for name in chain:
+            if name_of_node(at.node) != name:
+                break
+            node, (above_node, number) = at.node, at.node.next_functions[0]
+            if above_node is None:
+                break
+            at = GradientEdge(above_node, number)
+        else:
+            return edge, node, at
+    return None
+
+
+def _axis_of_rows(call: RecordedLoss, made: GradientEdge, node: Node, wanted: int | None) -> int | None:
+    """The axis of a loss's input along which a node took entries together; ``None`` if there is none.
+
+    Numbers that are the same along the right axis, and differ otherwise, are the same along the node's own when
+    they are pulled back to it.
+    """
+    shape = torch.Size(made_by(made.node)[made.output_nr].shape)
+    own = axis_of_rows(node, max(1, len(shape)))
+    if made == call.edge or not shape:
+        return own if wanted in (own, None) else None
+    axes = range(len(call.shape)) if wanted is None else [wanted]
+    axes = [axis for axis in axes if call.shape[axis] == shape[own]]
+    if is_dry_run():
+        return axes[-1] if axes else None
+    return decided(
+        f"the axis of classes of a loss over {list(call.shape)}",
+        lambda: next((axis for axis in axes if _is_same_along(call, axis, made, own)), None),
+    )
+
+
+def _is_same_along(call: RecordedLoss, axis: int, made: GradientEdge, own: int) -> bool:
+    """Whether numbers that are the same along an axis of a loss's input are so along an axis of ``made``."""
+    like = made_by(call.edge.node)[call.edge.output_nr]
+    positions = [1 if place == axis else extent for place, extent in enumerate(call.shape)]
+    noise = torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    numbers = noise.to(like.dtype).to(like.device).expand(call.shape)
+    pulled = pull_columns([call.edge], [made], [numbers], batched=False)[0]
+    if pulled is None:
+        return False
+    if not pulled.numel():
+        return True
+    spread = pulled.amax(own) - pulled.amin(own)
+    return bool((spread <= 16 * torch.finfo(pulled.dtype).eps * pulled.abs().amax()).all())

@@ -3,20 +3,24 @@
 # NOTE [Products by double backward]
 All products are reverse over reverse. Forward over reverse is cheaper, and silently wrong through LayerNorm,
 InstanceNorm and BatchNorm in training mode in torch 2.13. ``J v`` is the derivative, along v, of ``J^T u`` in a
-vector u that is otherwise arbitrary (Townsend 2017).
+vector u that is otherwise arbitrary (Townsend 2017). Random numbers are taken for u: a formula that is linear
+in u need not have a slope at zero, as that of ``logcumsumexp``, which takes logarithms of u. Whether the
+derivative is the map's own is seen from ``<u, J v> = <J^T u, v>``, both of which are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, PackpropError
 from packprop.graph.pull import derivatives, pull_columns
 from packprop.graph.traversal import made_by
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.precision import accumulation_dtype
 
 Vectors = Sequence[Tensor]
 
@@ -78,16 +82,47 @@ def jvps(
 
 
 def linearize(outputs: Sequence[Any], inputs: Sequence[Tensor], retain_graph: bool = True) -> LinearMap:
-    """The map from v to ``J v``, for many calls: its graph is made once."""
+    """The map from v to ``J v``, for many calls: its graph is made once, and looked at in the first call."""
+    looked_at: list[bool] = []
     with torch.enable_grad():
-        arbitrary = [zeros_at(output).requires_grad_() for output in outputs]
+        arbitrary = [tensor.requires_grad_() for tensor in noise_like(outputs)]
         linear = vjps(outputs, inputs, arbitrary, batched=False, create_graph=True, retain_graph=retain_graph)
 
     def apply(vectors: Vectors, **options: Unpack[PullOptions]) -> list[Tensor]:
         products = vjps(linear, arbitrary, vectors, **options)
-        return with_zeros(products, arbitrary, len(vectors[0]) if options.get("batched", True) else None)
+        found = with_zeros(products, arbitrary, len(vectors[0]) if options.get("batched", True) else None)
+        if not looked_at and not is_dry_run():  # once is enough, and waits for the device
+            looked_at.append(True)
+            _require_adjoint(zip(arbitrary, found, strict=True), zip(linear, vectors, strict=True))
+        return found
 
     return apply
+
+
+def _require_adjoint(
+    at_outputs: Iterable[tuple[Tensor | None, Tensor]], at_inputs: Iterable[tuple[Tensor | None, Tensor]]
+) -> None:
+    """Refuse a map whose ``<u, J v>`` are not its ``<J^T u, v>``.
+
+    Raises:
+        PackpropError: If they differ by more than rounding.
+    """
+    sides, size, precision = [], 0.0, 0.0
+    for pairs in (at_outputs, at_inputs):
+        known = [(own.detach().conj(), other.detach()) for own, other in pairs if own is not None]
+        products = [(own * other).to(accumulation_dtype(other.dtype)) for own, other in known]
+        sides.append(sum(float(product.sum().real) for product in products))
+        size = max([size, *(float(product.abs().sum()) for product in products)])
+        precision = max([precision, *(torch.finfo(other.dtype).eps for _, other in known)])
+    if abs(sides[0] - sides[1]) > precision**0.5 * size:
+        raise PackpropError(
+            ASKED,
+            "the part of the graph that the Jacobian is taken of",
+            "the second derivative of a function there is wrong: a product with the Jacobian and one with its "
+            "transpose contradict each other",
+            "write that function in other operations (torch.logsumexp, exp, log), or ask for diagonals or "
+            "Kronecker factors, which take no second derivative",
+        )
 
 
 def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count: int | None) -> list[Tensor]:
@@ -99,12 +134,15 @@ def with_zeros(products: Sequence[Tensor | None], like: Sequence[Tensor], count:
     ]
 
 
-def zeros_at(output: Any) -> Tensor:
-    """Zeros of the shape of a tensor, or of what an edge stands for."""
-    if isinstance(output, Tensor):
-        return torch.zeros_like(output, requires_grad=False)
-    made = made_by(output.node)[output.output_nr]
-    return torch.zeros(tuple(made.shape), dtype=made.dtype, device=made.device)
+def noise_like(outputs: Sequence[Any]) -> list[Tensor]:
+    """Random numbers of the shape of each tensor, or of what an edge stands for: the same in each call."""
+    generator = torch.Generator().manual_seed(0)
+    like = [each if isinstance(each, Tensor) else made_by(each.node)[each.output_nr] for each in outputs]
+    wide = [accumulation_dtype(each.dtype) for each in like]
+    return [
+        torch.randn(tuple(each.shape), dtype=dtype, generator=generator).to(each.device, each.dtype)
+        for each, dtype in zip(like, wide, strict=True)
+    ]
 
 
 def require_vectors(call: str, like: Sequence[Tensor], vectors: Vectors, many: bool = False) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.curvature.linear import zeros_at
+from packprop.curvature.linear import noise_like
 from packprop.errors import PackpropWarning
 from packprop.graph.graph import Graph
 from packprop.graph.pull import derivatives
@@ -87,7 +87,7 @@ def faulty_node(
 
 def faulty_jacobian(outputs: Sequence[Any], inputs: Sequence[Any]) -> Node | None:
     """As ``faulty_node``, where first derivatives are differentiated only in what is fed in, as for ``J v``."""
-    seeds = [zeros_at(output).requires_grad_() for output in outputs]
+    seeds = [tensor.requires_grad_() for tensor in noise_like(outputs)]
     return faulty_node(outputs, seeds, inputs, seeds)
 
 

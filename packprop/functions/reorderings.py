@@ -61,7 +61,8 @@ def axes_reordered(
     dim = kwargs.get("dim", args[place] if 0 < place < len(args) else default)
     if isinstance(dim, bool) or not isinstance(dim, int):
         return None
-    return frozenset({dim % max(args[0].dim(), 1)})
+    axes = args[0].dim()
+    return frozenset({dim % axes} if axes else ())
 
 
 def _parts(index: Any) -> tuple[Any, ...]:

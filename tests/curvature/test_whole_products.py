@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import packprop
-from packprop import extensions
+from packprop import backpack, extend, extensions
 from packprop.curvature import products
 from packprop.errors import PackpropError
 from packprop.graph.walk import walk
 from tests.cases import BY_NAME, Case
 from tests.cases.models.functions import Cube
+from tests.cases.models.wrapping import Apply
 from tests.curvature.dense import TWICE, symmetric
 from tests.references.running import assert_near, backward, forward
 
@@ -157,3 +158,40 @@ def test_functions_without_second_derivative_are_refused_at_inner_tensors_too() 
     inner = torch.randn(3, requires_grad=True) * 1
     with pytest.raises(PackpropError, match="once_differentiable"):
         products.jvp(Cube.apply(inner), [inner], [torch.ones(3)])
+
+
+def test_products_behind_a_function_whose_formula_has_no_slope_at_zero() -> None:
+    """The backward formula of ``logcumsumexp`` takes logarithms of what is fed in."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model, loss = extend(Apply(lambda m, x: m.a(x).logcumsumexp(1), a=inner)), extend(nn.MSELoss())
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    with backpack(extensions.GGNMP(), extensions.HMP(), extensions.DiagGGNExact(), extensions.DiagHessian()):
+        loss(model(x), y).backward()
+    for parameter in model.parameters():
+        units = torch.eye(parameter.numel()).double().view(-1, *parameter.shape)
+        assert parameter.diag_ggn_exact.abs().max() > 0.01
+        for product, diagonal in ((parameter.ggnmp, "diag_ggn_exact"), (parameter.hmp, "diag_h")):
+            found = product(units).flatten(1).diagonal().view_as(parameter)
+            torch.testing.assert_close(found, getattr(parameter, diagonal), rtol=1e-10, atol=1e-12)
+
+
+class _WrongTwice(torch.autograd.Function):
+    """A square whose derivative has no slope in what is fed in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * cotangent.detach() + 0 * cotangent
+
+
+def test_wrong_second_derivatives_are_refused() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    output: Any = _WrongTwice.apply(weight)
+    with pytest.raises(PackpropError, match="contradict"):
+        products.jvp(output, [weight], [torch.ones(3)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import packprop
-from packprop import extensions
+from packprop import backpack, extend, extensions
 from packprop.errors import PackpropError
 from packprop.graph import samples
 from tests.cases.models.wrapping import Apply
@@ -195,3 +195,20 @@ def test_what_is_mixed_behind_positions_in_another_order(name: str, size: int) -
         loss = packprop.extend(nn.MSELoss())(packprop.extend(mixing)(x), torch.zeros(size, 2).double())
         with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
             loss.backward()
+
+
+@pytest.mark.parametrize("function", [lambda t: t.topk(1)[0], lambda t: t.sort()[0]], ids=["topk", "sort"])
+def test_a_tensor_without_axes_has_nothing_to_reorder(function: Any) -> None:
+    """A scale that each sample has of its own."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4).double()
+    model = extend(
+        Apply(lambda m, x: torch.stack([row * function(row.abs().max()) for row in m.a(x)]), a=layer)
+    )
+    x = torch.randn(5, 3).double()
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(5, 4).double()).backward()
+    for n in range(5):
+        row = layer(x[n])
+        (expected,) = torch.autograd.grad((row * row.abs().max()).square().sum(), [layer.weight])
+        torch.testing.assert_close(layer.weight.grad_batch[n], expected)

@@ -32,7 +32,7 @@ test: $(VENV)/.installed-test ## Run all tests
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 .PHONY: hunt
-hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"
+hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"; functions of PyTorch: ARGS="--operators"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
 
 .PHONY: ranks

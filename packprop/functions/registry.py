@@ -75,7 +75,8 @@ def register_use(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 
 def entries_of(call: Call) -> list[Entry]:
     """One entry for each parameter of a call: by its rule, or by the fallback."""
-    rule = None if _has_complex_numbers(call) else RULES.get(call.function)
+    empty = any(not parameter.numel() for parameter in call.parameters)  # rules divide by extents
+    rule = None if empty or _has_complex_numbers(call) else RULES.get(call.function)
     with as_it_was(call):
         by_rule = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
         by_rule = [entry for entry in by_rule if call.trains(entry.parameter)]

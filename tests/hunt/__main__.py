@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from tests.hunt import operators
 from tests.hunt.examining import examine, start
 from tests.hunt.outcomes import BAD, Outcome, hunt
 
@@ -27,7 +28,16 @@ def main() -> int:
         "--report", type=Path, default=Path(tempfile.gettempdir(), "hunt.json"), help="where the report goes"
     )
     parser.add_argument("--large", action="store_true", help="as if inputs were too large to be copied")
+    parser.add_argument(
+        "--operators",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="in place of programs the differentiable functions of PyTorch's own list; those that begin so",
+    )
     chosen = parser.parse_args()
+    if chosen.operators is not None:
+        return _operators(chosen.operators)
     if chosen.only is not None:
         start(chosen.large)
         return _one(chosen.only)
@@ -51,6 +61,21 @@ def main() -> int:
     report.print()
     print(f"written to {chosen.report}")
     return 1 if report.failures else 0
+
+
+def _operators(names: str) -> int:
+    """Every function between two layers; prints counts, and what was wrong or crashed."""
+    counts: Counter[tuple[str, str]] = Counter()
+    bad = 0
+    for name, outcomes in operators.hunt(names):
+        for outcome in outcomes:
+            counts[outcome.quantity, outcome.status] += 1
+            if outcome.status in BAD:
+                bad += 1
+                print(f"{name}: {outcome.quantity} {outcome.status}: {outcome.reason}\n{outcome.detail}")
+    for (quantity, status), count in sorted(counts.items()):
+        print(f"  {quantity:10s} {status} {count}")
+    return 1 if bad else 0
 
 
 def _one(seed: int) -> int:

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.hunt import operators
 from tests.hunt.outcomes import BAD, hunt
 from tests.hunt.programs import write
 
@@ -42,3 +43,11 @@ def test_programs_say_something() -> None:
 
 def test_a_program_is_its_seed() -> None:
     assert write(7) == write(7)
+
+
+@pytest.mark.parametrize("name", ["narrow_copy", "tile", "logcumsumexp", "diff", "matmul", "topk"])
+def test_functions_of_the_list_of_pytorch(name: str) -> None:
+    """A few of all; the hunt goes through the rest."""
+    found = [outcome for _, outcomes in operators.hunt(name) for outcome in outcomes]
+    assert not [(o.quantity, o.reason, o.detail) for o in found if o.status in BAD]
+    assert any(outcome.status == "right" for outcome in found)

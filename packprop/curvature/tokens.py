@@ -46,7 +46,8 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
             "the tensor that backward() was called on",
             f"no recorded loss lies between it and the parameters, so {unknown} not known",
             "use a loss of torch, as an extended module or as a function inside `with packprop.record():`; or "
-            "write your own as a module without parameters that takes the model's output and targets, and extend it",
+            "write your own as a module without parameters that takes the model's output and targets, and "
+            "extend it",
         )
     if graph.without_loss:
         raise PackpropError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,14 @@ X, Y = torch.randn(5, 3), torch.randint(2, (5,))
 P = torch.rand(5, 2)
 
 
-def run(extension: object, loss: Callable[[Tensor], Tensor], outputs: int = 2) -> None:
+def run(extension: Any, loss: Callable[[Tensor], Tensor], outputs: int = 2) -> None:
     """One pass over a small network; the parameter of its first layer gets what was asked for."""
     model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)))
     with packprop.record():
         value = loss(model(X))
-    with backpack(extension):  # type: ignore[arg-type]
+    with backpack(extension):
         value.backward()
-    assert hasattr(model[0].weight, extension.savefield)  # type: ignore[attr-defined]
+    assert hasattr(model[0].weight, extension.savefield)
 
 
 class _Squares(nn.Module):

@@ -73,7 +73,7 @@ def entrance_of(call: RecordedLoss) -> Entrance:
 def _before(edge: GradientEdge, link: Link) -> tuple[GradientEdge, Node, GradientEdge] | None:
     """Where the output of a link is, its node, and where its input came from."""
     while name_of_node(edge.node) in CARRYING:
-        above = [GradientEdge(*each) for each in edge.node.next_functions if each[0] is not None]
+        above = [GradientEdge(node, number) for node, number in edge.node.next_functions if node is not None]
         if len(above) != 1:
             return None
         (edge,) = above

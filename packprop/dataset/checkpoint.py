@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 import warnings
@@ -11,21 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from packprop.dataset.folder import Damaged, Folder, LockedElsewhere, WriteError
+from packprop.dataset.folder import Damaged, Folder, LockedElsewhere, OfRank, WriteError
 from packprop.dataset.identity import Identity, difference
-from packprop.dataset.saved import Facts, Pieces, SavedRun
+from packprop.dataset.rank_files import OfRanks
+from packprop.dataset.saved import ASKED, Facts, Pieces, SavedRun, packed, unpacked
 from packprop.dataset.shard_files import WrittenShards
-from packprop.dataset.values import NotPlainError, decode, encode
+from packprop.dataset.values import decode, encode
 from packprop.errors import BadInput, PackpropError, PackpropWarning
-from packprop.store.schema import Unfit, fitted, fitted_as, parsed
+from packprop.store.schema import Unfit, fitted, fitted_as
 from packprop.store.shard import require_no_links_out
 
-ASKED = "compute(..., checkpoint=...) was called."
-
-FORMAT = {"what": "a packprop checkpoint of a data set", "format": 2}
+FORMAT = {"what": "a packprop checkpoint of a data set", "format": 3}
 """The first facts of each checkpoint."""
 
 SHARE = 50
@@ -124,6 +121,8 @@ class Checkpoint:
     def load(self) -> tuple[dict[str, Any], list[Any]] | None:
         """State and pieces of the last checkpoint that can be read; ``None`` if none has been written.
 
+        What ranks have added up is that of the first one; ``others`` are the files of the others then.
+
         Raises:
             BadInput: If it belongs to something else.
             PackpropError: If none can be read.
@@ -134,7 +133,11 @@ class Checkpoint:
                 facts, tensors, rows = self._folder.read(number)
                 self._require_own(facts)
                 state = fitted_as(SavedRun, decode(facts["state"], tensors))
-                pieces = [piece for file in rows for piece in _unpacked(file)]
+                pieces = [piece for file in rows for piece in unpacked(Pieces, file)]
+                if len(self._folder.others) != len(state["ranks"]) - 1:
+                    raise Unfit(
+                        f"{len(state['ranks'])} ranks have {len(self._folder.others)} files beside the first"
+                    )
             except (Damaged, Unfit) as error:
                 damages.append(str(error))
                 continue
@@ -194,16 +197,7 @@ class Checkpoint:
         Raises:
             BadInput: With their type.
         """
-        try:
-            encode([state, list(pieces)], [])
-        except NotPlainError as error:
-            raise BadInput(
-                ASKED,
-                f"a value of type {error}",
-                "results and positions are kept as tensors, numbers and texts, and this is neither",
-                "let the statistics of the extension, or the state of the data loader, be made of such; "
-                "or leave checkpoint out",
-            ) from error
+        packed([state, list(pieces)])
 
     def begin(self) -> None:
         """Note that what is done from now on, such as exchanges between ranks, is for a checkpoint."""
@@ -215,9 +209,23 @@ class Checkpoint:
         return self._folder.path
 
     @property
+    def others(self) -> list[OfRank]:
+        """The files of ranks other than the first, in the checkpoint that was read."""
+        return self._folder.others
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next checkpoint."""
+        return self._folder.number + 1
+
+    def write_rows_anew(self) -> None:
+        """Have the next checkpoint hold all rows, and not what came since the one before."""
+        self._folder.write_rows_anew()
+
+    @property
     def next_shards(self) -> Path:
         """Where ranks write their shards of the next checkpoint."""
-        return self._folder.shards(self._folder.number + 1).resolve()
+        return self._folder.shards(self.next_number).resolve()
 
     def write(
         self,
@@ -226,6 +234,7 @@ class Checkpoint:
         said: str,
         batches: int,
         shards: WrittenShards,
+        others: OfRanks,
     ) -> bool:
         """Write what is for a checkpoint that was begun; whether that was done.
 
@@ -237,15 +246,18 @@ class Checkpoint:
             said: What is in it, for messages.
             batches: The batches of this run so far.
             shards: What the ranks have written to ``next_shards`` before.
+            others: What ranks other than this one have written before.
         """
         tensors: list[Tensor] = []
         self.require_plain(state, pieces)
         facts = {**FORMAT, "said": said, "identity": self._identity, "state": encode(state, tensors)}
         try:
-            if shards.failure:
-                raise OSError(shards.failure)
-            self._folder.write(facts, tensors, _packed(pieces) if pieces else [], shards.files)
+            if shards.failure or others.failure:
+                raise OSError(shards.failure or others.failure)
+            rows = packed([*pieces]) if pieces else []
+            self._folder.write(facts, tensors, rows, shards.files, others.files)
         except WriteError as error:
+            self._folder.discard(others.files)
             if not self._failed:  # once, until one is written again
                 warnings.warn(
                     f"The checkpoint in {str(self._folder.path)!r} could not be written: {error}. The work "
@@ -280,22 +292,3 @@ def require_checkpoint(asked: str, where: str, folder: str | Path) -> None:
             "there is no checkpoint in that folder",
             "name the folder of the run that shall go on, or begin one with --checkpoint",
         )
-
-
-def _packed(pieces: Sequence[Any]) -> list[Tensor]:
-    """Pieces as the tensors of one file: the first one says in JSON what the others are."""
-    tensors: list[Tensor] = []
-    named = json.dumps(encode(list(pieces), tensors)).encode()
-    return [torch.frombuffer(bytearray(named), dtype=torch.uint8), *tensors]
-
-
-def _unpacked(tensors: Sequence[Tensor]) -> list[Any]:
-    """What ``_packed`` was given.
-
-    Raises:
-        Unfit: If it was given nothing of this kind.
-    """
-    if not tensors:
-        raise Unfit("a file of rows holds nothing")
-    pieces: list[Any] = fitted_as(Pieces, decode(parsed(tensors[0].numpy().tobytes()), tensors[1:]))
-    return pieces

@@ -19,10 +19,10 @@ from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
 from packprop.dataset.identity import OF_RANK, RANKS, Identity, difference, identity_of, warn_of_untold
 from packprop.dataset.parts import needs_second_reading
+from packprop.dataset.rank_files import Own, RankFiles, told_to_all
 from packprop.dataset.ranks import Ranks, ranks_for
 from packprop.dataset.result import Result
 from packprop.dataset.run import Run
-from packprop.dataset.shard_files import require_one_folder
 from packprop.dataset.sharded import is_sharded_over, require_same_shards
 from packprop.dataset.shards import results_of, take_up_shards
 from packprop.dataset.sources import Samples
@@ -137,14 +137,14 @@ def compute(
             options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
             return identity_of(model, loss, chosen, batches.source, **options)
 
-        def loaded() -> tuple[Checkpoint | None, dict[str, Any] | None, list[Any]]:
+        def loaded() -> tuple[Checkpoint | None, Own | None]:
             if checkpoint is None or identity is None or group.rank:
-                return None, None, []
+                return None, None
             kept = stack.enter_context(Checkpoint(checkpoint, Every(every), identity).open())
             found = kept.load()
             if found is not None:
                 warn_of_untold(identity, data=found[0]["complete"] or batches.is_placed)
-            return kept, *(found or (None, []))
+            return kept, None if found is None else Own(*found)
 
         def stream_of() -> BatchStream:
             stored = stored_results(ASKED, store, model, chosen, resume=state is not None, losses=losses)
@@ -160,10 +160,13 @@ def compute(
         require_same_shards(ASKED, model, group)
         identity = group.attempt(identified)
         _require_same(group.each(identity))
-        kept, own_state, pieces = group.attempt(loaded)
-        if sharded and checkpoint is not None:
-            require_one_folder(None if kept is None else kept.path, group)
-        state = group.each(own_state)[0]
+        kept, own = group.attempt(loaded)
+        files = None if checkpoint is None else RankFiles(None if kept is None else kept.path, group)
+        if sharded and files is not None:
+            files.require_one_folder()
+        state = group.each(None if own is None else told_to_all(own.state))[0]
+        if files is not None and state is not None:
+            own = files.read(None if kept is None else kept.others, own, len(state["ranks"]))
         place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
         stream = group.attempt(stream_of)
         chunk_sizes = ChunkSizesByBatch(
@@ -176,7 +179,7 @@ def compute(
             stack.enter_context(long_work_of(chosen, bar=False))
             budget = budget_of(memory)
             run = Run(batches, stream, chunk_sizes, place, group, checkpoint is not None, progress, budget)
-            run.go_on(kept, state, pieces)
+            run.go_on(kept, files, state, own)
             return run
 
         run = group.attempt(begun)

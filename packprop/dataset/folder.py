@@ -5,8 +5,9 @@ A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names the 
 their sizes and checksums, and has one of its own. Every file is written under another name, flushed to the
 disk, and renamed; the JSON file comes last. So whenever the process is killed, every checkpoint that is there
 is whole. The last two are kept: where the last one cannot be read, the one before is taken. What grows with the
-data is in files of its own, each with what came since the checkpoint before; both share the older ones. What
-ranks have as shards is in a folder of its own for each checkpoint (NOTE [Files of shards]).
+data is in files of its own, each with what came since the checkpoint before; both share the older ones. Ranks
+other than the first have such files of their own (NOTE [Files of ranks]). What ranks have as shards is in a
+folder of its own for each checkpoint (NOTE [Files of shards]).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ UNFINISHED = r".*\.part|\.tmp\w+"
 """Names of files that a killed process was writing; safetensors gives them the second one."""
 
 NAMES = re.compile(
-    rf"checkpoint-(\d{{6,}})\.json|(state|rows)-\d{{6,}}\.safetensors|shards-\d{{6,}}|lock|{UNFINISHED}"
+    rf"checkpoint-(\d{{6,}})\.json|(state|rows)-\d{{6,}}(-\d+-\w+)?\.safetensors|shards-\d{{6,}}|lock|{UNFINISHED}"
 )
 KEPT = 2
 """Checkpoints that stay in the folder."""
@@ -77,13 +79,22 @@ class File:
 
 
 @dataclass(frozen=True)
+class OfRank:
+    """The files of a rank other than the first."""
+
+    state: File
+    rows: list[File]
+
+
+@dataclass(frozen=True)
 class Content:
-    """What a checkpoint says: its facts, and its files."""
+    """What a checkpoint says: its facts, and its files; ``state`` and ``rows`` are those of the first rank."""
 
     facts: dict[str, Any]
     state: File
     rows: list[File]
     shards: list[File] = field(default_factory=list)
+    others: list[OfRank] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,9 @@ class Folder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.number = 0
-        self._rows: list[dict[str, Any]] = []
+        self.others: list[OfRank] = []
+        self._rows: list[list[dict[str, Any]]] = []
+        self._named: set[str] = set()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -142,7 +155,9 @@ class Folder:
         return sorted((int(match[1]) for match in found if match and match[1]), reverse=True)
 
     def read(self, number: int) -> tuple[dict[str, Any], list[Tensor], list[list[Tensor]]]:
-        """Facts, tensors, and what grows, file by file, of one checkpoint; of shards, that they can be read.
+        """Facts, tensors, and what grows, file by file, of one checkpoint: those of the first rank.
+
+        Of shards, and of the files of other ranks, which ``others`` names then, that they are what was written.
 
         Raises:
             Damaged: If a file of it is missing, or not what was written.
@@ -156,10 +171,34 @@ class Folder:
             rows = [self._tensors(file) for file in content.rows]
             for file in content.shards:
                 _require_same(self.shards(number) / file.name, file)
+            for file in [file for other in content.others for file in (other.state, *other.rows)]:
+                _require_same(self.path / file.name, file)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise Damaged(f"checkpoint-{number:06d}.json: {error}") from error
-        self.number, self._rows = number, [asdict(file) for file in content.rows]
+        self.number, self.others = number, content.others
+        self._note([[asdict(file) for file in each] for each in (content.rows, *(o.rows for o in self.others))])
         return content.facts, state, rows
+
+    def read_of_rank(self, files: OfRank) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Tensors, and what grows, file by file, of a rank other than the first.
+
+        Raises:
+            Damaged: If a file of it is missing, or not what was written.
+        """
+        try:
+            return self._tensors(files.state), [self._tensors(file) for file in files.rows]
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise Damaged(f"{files.state.name}: {error}") from error
+
+    def write_rows_anew(self) -> None:
+        """Have the next checkpoint hold all rows, and not what came since the one before."""
+        self._rows = []
+
+    def _note(self, rows: list[list[dict[str, Any]]]) -> set[str]:
+        """Note the files of rows of a checkpoint, by rank; returns the names in the one before, and in this."""
+        before, self._rows = self._named, rows
+        self._named = {file["name"] for each in rows for file in each}
+        return before | self._named
 
     def _tensors(self, file: File) -> list[Tensor]:
         path = self.path / file.name
@@ -177,6 +216,7 @@ class Folder:
         state: Sequence[Tensor],
         rows: Sequence[Tensor],
         shards: Sequence[dict[str, Any]] = (),
+        others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Write one more checkpoint; ``rows`` are what came since the one before.
 
@@ -185,6 +225,8 @@ class Folder:
             state: Tensors that it holds.
             rows: What has grown since the one before.
             shards: Files that are in its folder of shards already.
+            others: Files that are in the folder already, of each rank other than the first: its ``state``, and
+                as ``rows`` what has grown.
 
         Raises:
             OSError, SafetensorError: If that fails; the checkpoints before are untouched then.
@@ -192,14 +234,19 @@ class Folder:
         number = self.number + 1
         made = [self.shards(number), part_of(self.shards(number))]
         try:
-            files = [*self._rows, *([self._written(f"rows-{number:06d}", rows, made)] if rows else [])]
+            new = [[self.written(f"rows-{number:06d}", rows, made)] if rows else []]
+            new += [each["rows"] for each in others]
+            files = [[*before, *more] for before, more in zip_longest(self._rows, new, fillvalue=())]
             content = {
                 "facts": facts,
-                "state": self._written(f"state-{number:06d}", state, made),
-                "rows": files,
+                "state": self.written(f"state-{number:06d}", state, made),
+                "rows": files[0],
             }
             if shards:
                 content["shards"] = [*shards]
+            if others:
+                pairs = zip(others, files[1:], strict=True)
+                content["others"] = [{"state": other["state"], "rows": of_rank} for other, of_rank in pairs]
             text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
             place = self.path / f"checkpoint-{number:06d}.json"
             with open(part_of(place), "w", encoding="utf-8") as file:
@@ -213,12 +260,12 @@ class Folder:
                 with contextlib.suppress(OSError):  # the error that is on its way says more
                     remove(path)
             raise
-        self.number, self._rows = number, files
+        self.number = number
         flush_folder(self.path)
-        self._remove_old()
+        self._remove_old(self._note(files))
 
-    def _written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
-        """Write tensors to a file; what the JSON file says of it."""
+    def written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
+        """Write tensors to a file, whose names are added to ``made``; what the JSON file says of it."""
         path = self.path / f"{name}.safetensors"
         made.append(part_of(path))
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
@@ -230,12 +277,21 @@ class Folder:
         flush_folder(self.path)
         return described(path)
 
-    def _remove_old(self) -> None:
-        """Remove what none of the last checkpoints names."""
+    def discard(self, others: Sequence[Mapping[str, Any]]) -> None:
+        """Remove files of other ranks that ``write`` was to name."""
+        for file in [file for other in others for file in (other["state"], *other["rows"])]:
+            with contextlib.suppress(OSError):
+                remove(self.path / file["name"])
+
+    def _remove_old(self, rows: set[str]) -> None:
+        """Remove what none of the last checkpoints names; ``rows`` are the files of rows that they name."""
         kept = self.numbers()[:KEPT]
         for name in os.listdir(self.path):
-            numbered = re.fullmatch(r"(checkpoint|state|shards)-(\d{6,})(\.json|\.safetensors)?", name)
-            if re.fullmatch(UNFINISHED, name) or (numbered and int(numbered[2]) not in kept):
+            numbered = re.fullmatch(
+                r"(checkpoint|state|shards)-(\d{6,})(-\d+-\w+)?(\.json|\.safetensors)?", name
+            )
+            old = (numbered and int(numbered[2]) not in kept) or (name.startswith("rows-") and name not in rows)
+            if re.fullmatch(UNFINISHED, name) or old:
                 with contextlib.suppress(OSError):
                     remove(self.path / name)
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from packprop.dataset.batches import Batches
-from packprop.dataset.checkpoint import ASKED, Checkpoint, Moment
+from packprop.dataset.checkpoint import Checkpoint, Moment
 from packprop.dataset.chunks import ChunkSizesByBatch
 from packprop.dataset.interrupts import interrupts_kept
+from packprop.dataset.joining import require_divided, take_up, take_up_others
 from packprop.dataset.parts import Part, generators_of, readings_of
 from packprop.dataset.progress import progress_bar
+from packprop.dataset.rank_files import Own, RankFiles, merged_apart
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.result import Result
 from packprop.dataset.shard_files import written_shards
@@ -56,6 +58,7 @@ class Run:
         self._batches, self._stream, self._chunk_sizes = batches, stream, chunk_sizes
         self._device, self._ranks, self._keeps, self._progress = device, ranks, keeps, progress
         self._checkpoint: Checkpoint | None = None
+        self._files: RankFiles | None = None
         self._results = stream.step.merged
         self._readings = readings_of(stream.step.extensions)
         self._generators = generators_of(stream.step.extensions)
@@ -71,31 +74,42 @@ class Run:
             self._set_draws(self._derived(self._before))
         self._begin = self._draws()
 
-    def go_on(self, checkpoint: Checkpoint | None, state: dict[str, Any] | None, pieces: list[Any]) -> None:
+    def go_on(
+        self,
+        checkpoint: Checkpoint | None,
+        files: RankFiles | None,
+        state: dict[str, Any] | None,
+        own: Own | None,
+    ) -> None:
         """Take up what the last checkpoint holds, if there is one.
 
         Args:
             checkpoint: Where the run is kept; the first rank has it.
-            state: What the last checkpoint holds; every rank has it.
-            pieces: What it holds of results that grow; the first rank has them.
+            files: Where what other ranks have added up is kept; ``None`` without a checkpoint.
+            state: What the last checkpoint holds for all ranks.
+            own: What it holds for this one; ``None`` on a rank whose batches are all yet to come.
 
         Raises:
             BadInput: If it was written by another number of ranks that had batches of their own.
         """
-        self._checkpoint = checkpoint
+        self._checkpoint, self._files = checkpoint, files
         self._goes_on = state is not None
         if state is None:
             return
-        saved, grown = map_tensors(lambda tensor: tensor.to(self._device), (state["results"], pieces))
+        place = self._own(state["ranks"])
         self._reading, self._is_complete = state["reading"], state["complete"]
         self._number = state["number"]
-        if self._ranks.rank == 0:
-            self._results.restore(saved, [((key[0], key[1], key[2]), piece) for key, piece in grown])
-            self._written = len(self._results.batches)
+        shared = map_tensors(lambda tensor: tensor.to(self._device), state["results"])
+        if own is None:
+            self._results.restore_what_is_shared(shared)
         else:
-            self._results.restore_what_is_shared(saved)
-        self._chunk_sizes.restore(state["chunks"])
-        place = self._own(state["ranks"])
+            take_up(self._results, own, shared["rotations"], self._device)
+            self._written = len(self._results.batches)
+        if checkpoint is not None and files is not None and len(state["ranks"]) not in (1, self._ranks.world):
+            take_up_others(self._results, files.in_turn(checkpoint.others), self._device)
+            checkpoint.write_rows_anew()
+            self._written = 0
+        self._chunk_sizes.restore((state if own is None else own.state)["chunks"])
         self._begin = place["begin"]
         if self._is_complete:
             self._batches.count = self._number
@@ -109,15 +123,7 @@ class Run:
         """What the checkpoint says of this rank; of one that was not there, what follows from the first one."""
         if len(of_ranks) == self._ranks.world:
             return of_ranks[self._ranks.rank]
-        if not isinstance(self._batches.source, Samples):
-            raise BadInput(
-                ASKED,
-                "the checkpoint",
-                f"it was written by {len(of_ranks)} ranks, each with batches of its own; there are "
-                f"{self._ranks.world} now",
-                f"go on with {len(of_ranks)} ranks; a Dataset, or a pair of tensors, is divided by packprop, "
-                "and any number of ranks may go on with it",
-            )
+        require_divided(self._batches.source, len(of_ranks), self._ranks.world)
         first = of_ranks[0]
         draws, (start, states) = self._ranks.derived(first["draws"]), first["start"]
         own = {"draws": draws, "start": [self._ranks.derived(start), states]}
@@ -164,7 +170,7 @@ class Run:
             if self._keeps:
                 self._note_moment()
                 self._keep()
-        found = self._results.of_all(self._ranks, 0)
+        found = self._results.of_all(self._ranks)
         if len(self._readings) > 1:
             found.end_second_reading()
         if self._ranks.world > 1:
@@ -280,26 +286,27 @@ class Run:
     def _keep(self) -> None:
         """Write a checkpoint of the last moment between two batches, of all ranks."""
         assert self._moment is not None
+        assert self._files is not None
         if self._checkpoint is not None:
             self._checkpoint.begin()
-        since, count, steps = self._written, len(self._results.batches), self._moment.steps
+        count, steps = len(self._results.batches), self._moment.steps
         stored = self._stream.step.stored
         if stored is not None:  # what the checkpoint speaks of is on the disk before it
             self._ranks.attempt(stored.writer.commit)
-        found = self._results.of_all(self._ranks, since)
+        found = self._results.since(self._written)
         place = None if self._checkpoint is None else self._checkpoint.next_shards
         shards = written_shards(found.partial, place, self._ranks)
+        pieces = [(key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value]
+        own = {"results": merged_apart(found.saved()), "chunks": self._chunk_sizes.saved()}
+        number = None if self._checkpoint is None else self._checkpoint.next_number
+        others = self._files.write(number, own, pieces)
         of_ranks = self._ranks.each(self._ranks.attempt(self._own_state))
 
         def write() -> bool:
             if self._checkpoint is None:
                 return True
             state = self._state(found.saved(), of_ranks)
-            pieces = [
-                (key, piece) for key, value in found.partial.items() if found.grows(key) for piece in value
-            ]
-            said = self._said(found.samples, of_ranks)
-            return self._checkpoint.write(state, pieces, said, steps, shards)
+            return self._checkpoint.write(state, pieces, self._said(of_ranks), steps, shards, others)
 
         if all(self._ranks.each(self._ranks.attempt(write))):
             self._written = count
@@ -312,8 +319,9 @@ class Run:
         ]
         self._checkpoint.require_plain(self._state(self._results.saved(), [self._own_state()]), pieces)
 
-    def _said(self, samples: int, of_ranks: list[dict[str, Any]]) -> str:
+    def _said(self, of_ranks: list[dict[str, Any]]) -> str:
         """What a checkpoint of the last moment holds, for messages."""
+        samples = sum(each["samples"] for each in of_ranks)
         if self._is_complete:
             return f"the results of all {samples:,} samples"
         batches = self._said_batches([each["batches"] for each in of_ranks])
@@ -345,7 +353,8 @@ class Run:
         assert self._moment is not None
         loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
         draws = {"now": self._moment.draws, "begin": self._begin}
-        return {**self._moment.place, **loader, **draws, "stored": self._moment.stored}
+        counts = {"stored": self._moment.stored, "samples": self._results.samples}
+        return {**self._moment.place, **loader, **draws, **counts}
 
     def _draws(self) -> dict[str, Any]:
         """The random states that the next draws are made from."""

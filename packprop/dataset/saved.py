@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from packprop.dataset.values import NotPlainError, decode, encode
+from packprop.errors import BadInput
 from packprop.store.plain import dtype_of
-from packprop.store.schema import Size, Unfit
+from packprop.store.schema import Size, Unfit, fitted_as, parsed
+
+ASKED = "compute(..., checkpoint=...) was called."
 
 Pieces = list[tuple[tuple[Size, Size, str], Tensor]]
 """What has come to results that grow: extension, row, parameter, and the piece."""
@@ -57,6 +63,7 @@ class SavedRank:
     now: SavedDraws
     begin: SavedDraws
     stored: tuple[Size, float] | None
+    samples: Size
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -100,14 +107,21 @@ class SavedResults:
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """What a run goes on from, but for what grows with the data."""
+class SavedPart:
+    """What one rank has added up, but for what grows with the data, and which chunks it takes."""
+
+    results: SavedResults
+    chunks: list[tuple[list[list[Size]], list[Any]]]
+    may_have_more: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class SavedRun(SavedPart):
+    """What a run goes on from, but for what grows with the data: sums are those of the first rank."""
 
     reading: Literal[0, 1]
     complete: bool
     number: Size
-    results: SavedResults
-    chunks: list[tuple[list[list[Size]], list[Any]]]
     ranks: list[SavedRank]
     may_have_more: ClassVar[bool] = True
 
@@ -119,6 +133,37 @@ class SavedRun:
         """
         if not self.ranks:
             raise Unfit("there is no rank")
+
+
+def packed(value: Any) -> list[Tensor]:
+    """A value as the tensors of one file: the first one says in JSON what the others are.
+
+    Raises:
+        BadInput: If it holds what has no form in a file, with its type.
+    """
+    tensors: list[Tensor] = []
+    try:
+        named = json.dumps(encode(value, tensors)).encode()
+    except NotPlainError as error:
+        raise BadInput(
+            ASKED,
+            f"a value of type {error}",
+            "results and positions are kept as tensors, numbers and texts, and this is neither",
+            "let the statistics of the extension, or the state of the data loader, be made of such; "
+            "or leave checkpoint out",
+        ) from error
+    return [torch.frombuffer(bytearray(named), dtype=torch.uint8), *tensors]
+
+
+def unpacked(kind: Any, tensors: Sequence[Tensor]) -> Any:
+    """The value that ``packed`` was given.
+
+    Raises:
+        Unfit: If it was given nothing of this kind.
+    """
+    if not tensors:
+        raise Unfit("a file of values holds nothing")
+    return fitted_as(kind, decode(parsed(tensors[0].numpy().tobytes()), tensors[1:]))
 
 
 def require_states(states: list[Tensor]) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -28,7 +27,7 @@ from torch import Tensor
 from packprop.dataset.folder import described, flush_folder, part_of, remove
 from packprop.dataset.ranks import OtherRankFailed, Ranks
 from packprop.dataset.values import SavedShards
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 from packprop.store.schema import Unfit
 from packprop.tensors.nesting import map_instances, map_tensors
 from packprop.tensors.sharding import is_distributed, is_replicated, own_part
@@ -180,43 +179,6 @@ def _written(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> WrittenSh
     except OSError as error:
         return WrittenShards(failure=str(error))
     return WrittenShards(sorted((file for each in told for file in each), key=itemgetter("name")))
-
-
-def require_one_folder(folder: Path | None, ranks: Ranks) -> None:
-    """Refuse ranks that do not all see the folder that the first one writes to.
-
-    Args:
-        folder: The folder of the checkpoint, which the first rank has locked; ``None`` on the others.
-        ranks: Who takes part.
-
-    Raises:
-        BadInput: On every rank, with the first that does not see it.
-    """
-
-    def write() -> tuple[Path, str]:
-        assert folder is not None
-        token = secrets.token_hex(8)
-        part_of(folder / "ranks").write_text(token)
-        return part_of(folder / "ranks").resolve(), token
-
-    def read() -> str:
-        try:
-            return path.read_text()
-        except OSError as error:
-            return str(error)
-
-    path, token = ranks.each(ranks.attempt(write if ranks.rank == 0 else lambda: (Path(), "")))[0]
-    seen = ranks.each(read())
-    if ranks.rank == 0:
-        path.unlink(missing_ok=True)
-    for rank, found in enumerate(seen):
-        if found != token:
-            raise BadInput(
-                "compute(..., checkpoint=...) was called on a model that fully_shard has sharded.",
-                f"rank {rank}, the folder {str(path.parent)!r}",
-                "it does not see there what rank 0 has written: each rank writes its own shards to it",
-                "give a folder on a disk that all ranks share",
-            )
 
 
 def _load(into: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:

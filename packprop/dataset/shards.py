@@ -42,36 +42,34 @@ class ShardedResults(MergedResults):
 
     def end_pass(self, ranks: Ranks) -> None:
         """Merge what a pass has brought on all ranks; each keeps the parts of its own shards."""
-        for key, value in ranks.merged_in_turn(self.arrived, self._monoid_of):
+        for key, value in ranks.merged_in_turn(self.arrived, self.monoid_of):
             self.arrived.pop(key, None)
             self._keep(key, self._part(key, value))
 
-    def of_all(self, ranks: Ranks, since: int) -> MergedResults:
+    def since(self, batches: int) -> MergedResults:
         """As of any results; of those that are kept as parts a ``DTensor``, placed like the parameter."""
-        found = super().of_all(ranks, since)
+        return self._with_kept(super().since(batches))
+
+    def of_all(self, ranks: Ranks) -> MergedResults:
+        """As of any results; of those that are kept as parts a ``DTensor``, placed like the parameter."""
+        return self._with_kept(super().of_all(ranks))
+
+    def _with_kept(self, found: MergedResults) -> MergedResults:
         for key, value in self.kept.items():
             shard = self.shards[key[2]]
             found.partial[key] = _each(value, lambda part, shard=shard: whole_from(part, shard), shard)
         return found
 
     def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
-        """Take up what ``saved`` returned: of whole parameters the parts of this rank's shards."""
+        """Take up what ``saved`` returned; what it has of whole parameters waits for the end of a pass."""
         super().restore(saved, pieces)
-        self._cut(self.partial)
-
-    def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
-        """Take up what a rank needs whose own batches are all yet to come, and the parts of its shards."""
-        super().restore_what_is_shared(saved)
-        self._cut({(position, index, name): value for position, index, name, value in saved["partial"]})
-
-    def _cut(self, partial: dict[Key, Any]) -> None:
-        for key in [key for key, value in partial.items() if self._is_of_shard(key, value)]:
-            self.kept[key] = self._part(key, partial.pop(key))
+        for key in [key for key, value in self.partial.items() if self._is_of_shard(key, value)]:
+            self.arrived[key] = self.partial.pop(key)
 
     def _merge_row(self, key: Key, partial: Any) -> None:
         if self._is_of_shard(key, partial):
             before = self.arrived.get(key)
-            self.arrived[key] = partial if before is None else self._monoid_of(key).merge(before, partial)
+            self.arrived[key] = partial if before is None else self.monoid_of(key).merge(before, partial)
         else:
             super()._merge_row(key, partial)
 
@@ -88,7 +86,7 @@ class ShardedResults(MergedResults):
         return _each(value, lambda whole: part_like(whole, shard))
 
     def _keep(self, key: Key, part: Any) -> None:
-        monoid, before = self._monoid_of(key), self.kept.get(key)
+        monoid, before = self.monoid_of(key), self.kept.get(key)
         self.kept[key] = begun(monoid, part) if before is None else merged_with(monoid, before, part)
 
 
@@ -101,7 +99,7 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
 
 
 def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any, ranks: Ranks) -> None:
-    """Take up what ranks have written as shards, where a checkpoint holds such; all ranks must do so at once.
+    """Take up what ranks have written as shards, and divide what they have written as a whole; all at once.
 
     Args:
         results: What goes on.
@@ -112,14 +110,15 @@ def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any
     shards = results.shards if isinstance(results, ShardedResults) else {}
     saved = {(position, index, name): value for position, index, name, value in state["results"]["partial"]}
     saved = {key: value for key, value in saved.items() if has_saved_shards(value)}
-    if not saved:
-        return
-    for key, value in read_back(saved, Path(state["shards"]), shards, device, ranks).items():
+    found = read_back(saved, Path(state["shards"]), shards, device, ranks) if saved else {}
+    for key, value in found.items():
+        results.partial.pop(key, None)
         if isinstance(results, ShardedResults) and key[2] in shards:
-            results.partial.pop(key, None)
             results.kept[key] = value
         elif ranks.rank == 0:
             results.partial[key] = value
+    if isinstance(results, ShardedResults):
+        results.end_pass(ranks)
 
 
 def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:

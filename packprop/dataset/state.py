@@ -144,7 +144,7 @@ class MergedResults:
 
     def _merge_row(self, key: Key, partial: Any) -> None:
         """Merge a partial result of a batch with those before."""
-        monoid, before = self._monoid_of(key), self.partial.get(key)
+        monoid, before = self.monoid_of(key), self.partial.get(key)
         if before is None:
             self.partial[key] = begun(monoid, partial)
             return
@@ -161,7 +161,7 @@ class MergedResults:
         own = {key: value for key, value in self.partial.items() if self._is_of_first_pass(key)}
         for key in own:
             del self.partial[key]
-        merged = ranks.merged(own, self._monoid_of)
+        merged = ranks.merged(own, self.monoid_of)
         terms, reduction = self._terms_of(ranks)
         self.reduction = reduction
         dtypes = {name: dtype for each in ranks.each(self.dtypes) for name, dtype in each.items()}
@@ -203,7 +203,8 @@ class MergedResults:
             results.append(map_tensors(methodcaller("to", dtype), rescale(value, scale, row.degree)))
         return results
 
-    def _monoid_of(self, key: Key) -> Monoid:
+    def monoid_of(self, key: Key) -> Monoid:
+        """How the partial results under a key merge."""
         return self.extensions[key[0]].rows[key[1]].over_n
 
     def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
@@ -218,15 +219,15 @@ class MergedResults:
             return sum(terms for terms, _ in told), "mean"
         return told[0] if told else (0.0, "")
 
-    def of_all(self, ranks: Ranks, since: int) -> MergedResults:
-        """The results of the batches of all ranks; of what grows, the pieces that came after ``since`` batches.
+    def since(self, batches: int) -> MergedResults:
+        """These results; of what grows, the pieces that came after so many ``batches`` of this rank."""
+        own = {key: value[batches:] if self.grows(key) else value for key, value in self.partial.items()}
+        return replace(self, partial=own)
 
-        Those of this rank stay as they are.
-        """
-        own = {key: value[since:] if self.grows(key) else value for key, value in self.partial.items()}
-        own = {key: value for key, value in own.items() if not self.grows(key) or value}
+    def of_all(self, ranks: Ranks) -> MergedResults:
+        """The results of the batches of all ranks; those of this rank stay as they are."""
         if ranks.world == 1:
-            return replace(self, partial=own)
+            return replace(self, partial=dict(self.partial))
         terms, reduction = self._terms_of(ranks)
         counts: dict[str, Any] = {
             "samples": self.samples,
@@ -235,13 +236,12 @@ class MergedResults:
             "dtypes": self.dtypes,
             "reached": self.reached,
             "batches": self.batches,
-            "since": since,
         }
         told = ranks.each(counts)
         again = [each["again"] for each in told]
         found = replace(
             self,
-            partial=ranks.merged(own, self._monoid_of),
+            partial=ranks.merged(self.partial, self.monoid_of),
             dtypes={name: dtype for each in told for name, dtype in each["dtypes"].items()},
             reached={},
             samples=sum(each["samples"] for each in told),
@@ -255,9 +255,9 @@ class MergedResults:
             for name, samples in each["reached"].items():
                 found.reached[name] = found.reached.get(name, 0) + samples
         found._require_reached()
-        sizes = [each["batches"][each["since"] :] for each in told]
+        sizes = [each["batches"] for each in told]
         for key, pieces in found.partial.items():
-            if (axis := self._monoid_of(key).axis) is not None:
+            if (axis := self.monoid_of(key).axis) is not None:
                 found.partial[key] = _in_order(pieces, axis, sizes)
         return found
 
@@ -308,9 +308,12 @@ class MergedResults:
         return Result(values, self.samples, float(self.loss) * self._scale, self.reduction)
 
     def saved(self) -> dict[str, Any]:
-        """Everything but what grows with the data, in values that files can hold."""
+        """Everything but what grows with the data, in values that files can hold; of that its place alone.
+
+        In which order results are merged decides how ranks round them.
+        """
         return {
-            "partial": [[*key, value] for key, value in self.partial.items() if not self.grows(key)],
+            "partial": [[*key, [] if self.grows(key) else value] for key, value in self.partial.items()],
             "rotations": [[*key, value] for key, value in self.rotations.items()],
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
             "reached": dict(self.reached),
@@ -325,8 +328,10 @@ class MergedResults:
     def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
         """Take up what ``saved`` returned, and the ``pieces`` of what grows, in their order."""
         self.partial = {(position, index, name): value for position, index, name, value in saved["partial"]}
+        self.partial |= {key: [] for key in self.partial if self.grows(key)}
         for key, piece in pieces:
             self.partial.setdefault(key, []).append(piece)
+        self.partial = {key: value for key, value in self.partial.items() if value or not self.grows(key)}
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in saved["dtypes"].items()}
         self.reached = dict(saved["reached"])

@@ -163,6 +163,7 @@ def cases() -> Iterator[Case]:
         classes((2, 3), 3, (2,)),
         score=lambda loss, f, y: loss(f.log_softmax(-1).flatten(0, 1), y.flatten()),
         record=True,
+        sizes=(3,),  # [1, t, d] against t rows of the loss is refused where no position meets another
         tags=FLATTENED,
     )
     yield Case(

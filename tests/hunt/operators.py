@@ -26,7 +26,7 @@ from packprop.errors import PackpropError
 from packprop.tensors.nesting import map_tensors, tensors_in
 from tests.hunt.outcomes import Outcome, doubles
 
-LARGEST = 200
+LARGEST = 600
 """Entries of an input or output."""
 
 SAMPLES_OF_EACH = 3

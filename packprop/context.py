@@ -41,7 +41,7 @@ from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
 from packprop.tensors.traced import decided, is_traced
-from packprop.types import Extension, Seed
+from packprop.types import Extension, Seed, check_extensions
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
@@ -378,27 +378,3 @@ def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) or not isinstance(value, Sequence) else list(value)
-
-
-def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, ...]:
-    """Refuse classes, and anything that is no extension.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    for extension in extensions:
-        if isinstance(extension, type) and issubclass(extension, Extension):
-            raise BadInput(
-                asked,
-                f"extension {extension.__name__}",
-                "it is a class, not an instance",
-                f"write {extension.__name__}()",
-            )
-        if not isinstance(extension, Extension):
-            raise BadInput(
-                asked,
-                f"argument {extension!r} of type {type(extension).__name__}",
-                "it is not an extension",
-                "give instances from packprop.extensions, or of your own subclass of Extension",
-            )
-    return tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once

@@ -42,6 +42,7 @@ def linked(
         output=lambda model, x: model.a(x),
         score=lambda loss, f, y: loss(link(f), y),
         total=lambda model, loss, x, y: loss(model(x), y),
+        tags=frozenset({"linked"}),
     )
 
 

@@ -1,8 +1,8 @@
 """``python -m benchmarks.opacus_cases``: cases of Opacus' own tests, put to packprop; writes
 ``results/opacus_cases.json``.
 
-Opacus' tests of per-sample gradients (``opacus.tests.grad_samples``, which need hypothesis) run as they are, but
-for what they call in order to compare: the layers and batches that they draw are kept. Each is a case
+Opacus' tests of per-sample gradients (``opacus.tests.grad_samples``, with hypothesis) run as they are, but
+for what they call in order to compare: layers and batches that they draw are kept. Each is a case
 under a sum and under a mean, and again with no sample in the batch, as Poisson sampling may draw it. Right are
 rows of ``BatchGrad``, and norms and sums of ``clipped_gradients``, that equal those of autograd on one sample
 after the other, in double precision; of an empty batch, zeros and PyTorch's own gradients. Tests of norms of

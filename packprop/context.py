@@ -19,7 +19,7 @@ from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.clipping import Clipping, settled
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.nothing import is_about_nothing, save_nothing
+from packprop.engine.nothing import saved_nothing
 from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
@@ -47,7 +47,6 @@ NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
     f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
-
 
 SIZES_OF_CHUNKS = "sizes of chunks"
 """What passes under a budget decide; a traced pass takes it over."""
@@ -241,22 +240,21 @@ class Backpack(OwnMode):
             return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
         if is_traced():
             graph.hooks.require_none()
-        names = ", ".join(extension.name for extension in self.extensions)
-        graph.asked = (
-            f"{names or self.call}: quantities that are made of those of single samples were asked for."
-        )
+        names = ", ".join(extension.name for extension in self.extensions) or self.call
+        graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         leaves_out = self._probes is not None or self._clipping is not None
         of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
-        if self._probes is None and joint is None and is_about_nothing(graph, self.extensions):
-            save_nothing(graph, self.extensions, self._hook, self._clipping)
+        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
+        asked = self.extensions, self._hook, self._clipping
+        alone = of_samples and self._probes is None and joint is None
+        if alone and saved_nothing(graph, *asked, call.create_graph, is_plain):
             return backward()
         with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
         saver = ResultSaver(graph, self._hook, self._loss_scale)
-        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
         clip = None if self._clipping is None else settled(self._clipping, graph, is_plain, groups)
         sizes = self._chunk_sizes(graph)
@@ -289,12 +287,10 @@ class Backpack(OwnMode):
             else:  # a pass to these inputs alone does not go through every node that is needed
                 with swept(graph, self.extensions, self._ranks):
                     backward_pass.run(None)
-                asks_gradient = any(
-                    row.seed.kind == "gradient" for each in self.extensions for row in each.rows
-                )
+                kinds = {row.seed.kind for each in self.extensions for row in each.rows}
                 if joint is not None:
                     joint.before_backward()
-                with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
+                with graph.hooks.refusing_changes(changed_gradient) if "gradient" in kinds else NOTHING:
                     backward()
             if joint is not None:
                 joint.hand_over(saver)

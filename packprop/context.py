@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns
-from packprop.distributed.joint import JointPass, is_empty
+from packprop.distributed.joint import JointPass
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.clipping import Clipping, settled
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.nothing import saved_nothing
+from packprop.engine.nothing import samples_of_nothing, saved_nothing
 from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
@@ -227,17 +227,18 @@ class Backpack(OwnMode):
                 raise nothing_recorded(EXTEND_FIRST, ASKED if self._clipping is None else self._clipping.asked)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
-        if not graph.uses or (joint is not None and is_empty(graph)):
+        saver = ResultSaver(graph, self._hook, self._loss_scale)
+        if not graph.uses or (joint is not None and samples_of_nothing(graph) == 0):
             if joint is None:
                 return backward()
             with swept(graph, self.extensions, self._ranks):
                 pass  # the others may sweep
-            joint.agree(graph, None)
+            joint.agree(graph, None, saver)
             with swept(graph, self.extensions, self._ranks):
                 pass
             joint.before_backward()
             backward()
-            return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
+            return joint.hand_over(saver)
         if is_traced():
             graph.hooks.require_none()
         names = ", ".join(extension.name for extension in self.extensions) or self.call
@@ -246,15 +247,14 @@ class Backpack(OwnMode):
         leaves_out = self._probes is not None or self._clipping is not None
         of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
         is_plain = not (call.create_graph or call.leaves is not None or is_traced())
-        asked = self.extensions, self._hook, self._clipping
+        how = self._clipping, call.create_graph, is_plain
         alone = of_samples and self._probes is None and joint is None
-        if alone and saved_nothing(graph, *asked, call.create_graph, is_plain):
+        if alone and saved_nothing(graph, self.extensions, saver, *how):
             return backward()
         with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
-        saver = ResultSaver(graph, self._hook, self._loss_scale)
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
         clip = None if self._clipping is None else settled(self._clipping, graph, is_plain, groups)
         sizes = self._chunk_sizes(graph)

@@ -18,7 +18,7 @@ from packprop.algebra.monoid import SINGLE
 from packprop.algebra.structures import ByToken, Dense
 from packprop.engine.clipping import Clipping, clip_factors, settled
 from packprop.engine.request import require_indices
-from packprop.engine.saving import Hook, ResultSaver
+from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete, require_separable
 from packprop.graph.graph import Graph
@@ -52,6 +52,18 @@ def knows_nothing(extension: Extension) -> bool:
     )
 
 
+class ZeroProduct:
+    """Product with a block of zeros, in place of a function that belongs to a graph."""
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Zeros like ``vectors``."""
+        return torch.zeros_like(vectors)
+
+    def scaled(self, factor: Tensor | float) -> ZeroProduct:
+        """The product with a multiple of the block."""
+        return self
+
+
 def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples: int = 0) -> list[Any]:
     """The results of the rows of an extension for a leaf, before they are finished.
 
@@ -67,7 +79,7 @@ def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples
     results: list[Any] = []
     for row in extension.rows:
         if row.over_n is SINGLE:  # products
-            results.append(torch.zeros_like)
+            results.append(ZeroProduct())
             continue
         columns = _columns(row, graph, samples)
         structure: Any = Dense(zeros.expand(columns, samples, *leaf.shape))
@@ -88,12 +100,20 @@ def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples
 def saved_nothing(
     graph: Graph,
     extensions: Sequence[Extension],
-    hook: Hook | None,
-    clipping: Clipping | None,
-    create_graph: bool,
-    is_plain: bool,
+    saver: ResultSaver,
+    clipping: Clipping | None = None,
+    create_graph: bool = False,
+    is_plain: bool = True,
 ) -> bool:
     """Save the values of a pass in which no sample has an entry, and tell their norms; whether it is one.
+
+    Args:
+        graph: What the pass goes through.
+        extensions: What is computed.
+        saver: Saves it.
+        clipping: How gradients are clipped, if they are.
+        create_graph: Whether values are differentiable.
+        is_plain: Whether the pass is ``backward()`` without options, and not traced.
 
     Raises:
         PackpropError: With the extension that has no value then.
@@ -115,7 +135,6 @@ def saved_nothing(
             )
     require_indices(extensions, samples)
     clip = None if clipping is None else settled(clipping, graph, is_plain)
-    saver = ResultSaver(graph, hook)  # what is zero has no scale
     saver.take_off(extensions, reuse=False)
     counts = {each: samples if each.subsampling is None else len(each.subsampling) for each in extensions}
     with torch.set_grad_enabled(create_graph):

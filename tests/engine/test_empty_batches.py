@@ -311,3 +311,64 @@ def test_values_of_an_earlier_batch_are_replaced() -> None:
             loss(model(torch.randn(size, 3)), torch.zeros(size, dtype=torch.int64)).backward()
         assert {len(p.grad_batch) for p in model.parameters()} == {size}
         assert {len(p.batch_l2) for p in model.parameters()} == {size}
+
+
+REFUSED_BESIDE_NOTHING: dict[str, Callable[[], packprop.context.Backpack]] = {
+    "probes": lambda: packprop.backpack(extensions.BatchGrad(), probes=[0]),
+    "clipping of the others": lambda: packprop.clipped_gradients(max_norm=1.0, probes=[0]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BESIDE_NOTHING)
+def test_choices_of_samples_are_refused(name: str) -> None:
+    model = _classifier()
+    with REFUSED_BESIDE_NOTHING[name](), packprop.record():
+        loss = F.cross_entropy(model(torch.randn(0, 3)), torch.zeros(0).long(), reduction="sum")
+        with pytest.raises(packprop.PackpropError, match="the batch is empty"):
+            loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_probes_without_entries_have_no_columns() -> None:
+    """Samples are there, and nothing of them that a column could be fed in at."""
+    model = packprop.extend(nn.Linear(3, 2))
+    with packprop.backpack(extensions.DiagGGNExact(), probes=[0]), packprop.record():
+        loss = LOSSES["mse_loss"](model(torch.randn(4, 0, 3)))
+        with pytest.raises(packprop.PackpropError, match="no entries"):
+            loss.backward()
+
+
+def test_a_clipped_pass_beside_a_penalty_adds_its_gradient() -> None:
+    model = _classifier()
+    parameter = model[0].weight
+    with packprop.clipped_gradients(max_norm=1e-3) as clipped, packprop.record():
+        loss = F.cross_entropy(model(torch.randn(0, 3)), torch.zeros(0).long(), reduction="sum")
+        (loss + parameter.square().sum()).backward()
+    assert_near(parameter.grad, 2 * parameter.detach(), "gradient")
+    assert clipped.norms.shape == (0,)
+    assert clipped.fraction.isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_compiled_steps(reduction: str) -> None:
+    """Replays of empty batches are the passes that they stand for, between those of others."""
+    asked = [extensions.BatchGrad, extensions.Variance, extensions.DiagGGNExact, extensions.SqrtGGNExact]
+    model, reference = _classifier(), _classifier()
+    reference.load_state_dict(model.state_dict())
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    step = packprop.compile(model, loss, *(make() for make in asked), backend="eager")
+    for size in (0, 0, 0, 0, 4, 0, 0):
+        x, y = torch.randn(size, 3), torch.zeros(size).long()
+        for each in (model, reference):
+            each.zero_grad()
+        step(x, y)
+        with packprop.backpack(*(make() for make in asked)), packprop.record():
+            loss(reference(x), y).backward()
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_near(mine.grad, other.grad, "gradient")
+            for name in ("grad_batch", "diag_ggn_exact", "sqrt_ggn_exact"):
+                assert_near(getattr(mine, name), getattr(other, name), name)
+            assert bool(mine.variance.isnan().all()) == (size == 0)
+    assert sum(kind.replays for kind in step.kinds) == 3
+    with pytest.raises(packprop.PackpropError, match="the batch is empty"):
+        packprop.compile(model, loss, extensions.KFAC(), backend="eager")(x, y)

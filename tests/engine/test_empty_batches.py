@@ -217,6 +217,9 @@ def test_what_has_no_value_for_no_samples_is_refused(name: str) -> None:
         value.backward()
     assert raised.value.asked.startswith(name.partition("(")[0])
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+    with packprop.backpack(extensions.BatchGrad()):  # as the error says: without it
+        loss(model(torch.randn(0, 3)), torch.zeros(0, dtype=torch.int64)).backward()
+    assert all(len(p.grad_batch) == 0 for p in model.parameters())
 
 
 def test_columns_that_cannot_be_counted_are_refused() -> None:
@@ -240,7 +243,10 @@ def test_an_index_that_no_sample_has_is_refused() -> None:
         value = F.cross_entropy(model(torch.randn(0, 3)), torch.zeros(0).long())
         with pytest.raises(packprop.BadInput, match="the batch has 0 samples") as raised:
             value.backward()
-    assert "-1" not in raised.value.instead
+    assert raised.value.instead == "leave subsampling out of this pass"
+    with packprop.backpack(extensions.BatchGrad()), packprop.record():
+        F.cross_entropy(model(torch.randn(0, 3)), torch.zeros(0).long()).backward()
+    assert model[0].weight.grad_batch.shape == (0, 4, 3)
 
 
 @pytest.mark.parametrize("name", ["diag_h", "diag_h_batch", "diag_h_mc", "hmp", "ggnmp", "grad_batch"])

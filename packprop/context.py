@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from packprop.curvature.columns import Columns
-from packprop.distributed.joint import JointPass, is_empty
+from packprop.distributed.joint import JointPass
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.distributed.sharded import require_sharded, swept
 from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.clipping import Clipping, settled
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.nothing import is_about_nothing, save_nothing
+from packprop.engine.nothing import samples_of_nothing, saved_nothing
 from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_alone
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
@@ -41,13 +41,12 @@ from packprop.recording.switch import drop_stale_recording
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
 from packprop.tensors.traced import decided, is_traced
-from packprop.types import Extension, Seed
+from packprop.types import Extension, Seed, check_extensions
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
     f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
 )
-
 
 SIZES_OF_CHUNKS = "sizes of chunks"
 """What passes under a budget decide; a traced pass takes it over."""
@@ -228,35 +227,34 @@ class Backpack(OwnMode):
                 raise nothing_recorded(EXTEND_FIRST, ASKED if self._clipping is None else self._clipping.asked)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
-        if not graph.uses or (joint is not None and is_empty(graph)):
+        saver = ResultSaver(graph, self._hook, self._loss_scale)
+        if not graph.uses or (joint is not None and samples_of_nothing(graph) == 0):
             if joint is None:
                 return backward()
             with swept(graph, self.extensions, self._ranks):
                 pass  # the others may sweep
-            joint.agree(graph, None)
+            joint.agree(graph, None, saver)
             with swept(graph, self.extensions, self._ranks):
                 pass
             joint.before_backward()
             backward()
-            return joint.hand_over(ResultSaver(graph, self._hook, self._loss_scale))
+            return joint.hand_over(saver)
         if is_traced():
             graph.hooks.require_none()
-        names = ", ".join(extension.name for extension in self.extensions)
-        graph.asked = (
-            f"{names or self.call}: quantities that are made of those of single samples were asked for."
-        )
+        names = ", ".join(extension.name for extension in self.extensions) or self.call
+        graph.asked = f"{names}: quantities that are made of those of single samples were asked for."
         settle_loss_inputs(graph, self.extensions, kept=call.keeps_graph or call.create_graph)
         leaves_out = self._probes is not None or self._clipping is not None
         of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
-        if self._probes is None and joint is None and is_about_nothing(graph, self.extensions):
-            save_nothing(graph, self.extensions, self._hook, self._clipping)
+        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
+        how = self._clipping, call.create_graph, is_plain
+        alone = of_samples and self._probes is None and joint is None
+        if alone and saved_nothing(graph, self.extensions, saver, *how):
             return backward()
         with swept(graph, self.extensions, self._ranks):
             check_graph(graph, of_samples or (joint is not None and joint.finds_samples))
         if call.create_graph:
             require_differentiable(graph)
-        saver = ResultSaver(graph, self._hook, self._loss_scale)
-        is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         extensions, groups = by_groups(graph, self._probes, self.extensions, is_plain)
         clip = None if self._clipping is None else settled(self._clipping, graph, is_plain, groups)
         sizes = self._chunk_sizes(graph)
@@ -289,12 +287,10 @@ class Backpack(OwnMode):
             else:  # a pass to these inputs alone does not go through every node that is needed
                 with swept(graph, self.extensions, self._ranks):
                     backward_pass.run(None)
-                asks_gradient = any(
-                    row.seed.kind == "gradient" for each in self.extensions for row in each.rows
-                )
+                kinds = {row.seed.kind for each in self.extensions for row in each.rows}
                 if joint is not None:
                     joint.before_backward()
-                with graph.hooks.refusing_changes(changed_gradient) if asks_gradient else NOTHING:
+                with graph.hooks.refusing_changes(changed_gradient) if "gradient" in kinds else NOTHING:
                     backward()
             if joint is not None:
                 joint.hand_over(saver)
@@ -378,27 +374,3 @@ def _retaining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) or not isinstance(value, Sequence) else list(value)
-
-
-def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, ...]:
-    """Refuse classes, and anything that is no extension.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    for extension in extensions:
-        if isinstance(extension, type) and issubclass(extension, Extension):
-            raise BadInput(
-                asked,
-                f"extension {extension.__name__}",
-                "it is a class, not an instance",
-                f"write {extension.__name__}()",
-            )
-        if not isinstance(extension, Extension):
-            raise BadInput(
-                asked,
-                f"argument {extension!r} of type {type(extension).__name__}",
-                "it is not an extension",
-                "give instances from packprop.extensions, or of your own subclass of Extension",
-            )
-    return tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once

@@ -147,3 +147,27 @@ class Extension:
     def name(self) -> str:
         """The name in tables and messages."""
         return type(self).__name__
+
+
+def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, ...]:
+    """Refuse classes, and anything that is no extension.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    for extension in extensions:
+        if isinstance(extension, type) and issubclass(extension, Extension):
+            raise BadInput(
+                asked,
+                f"extension {extension.__name__}",
+                "it is a class, not an instance",
+                f"write {extension.__name__}()",
+            )
+        if not isinstance(extension, Extension):
+            raise BadInput(
+                asked,
+                f"argument {extension!r} of type {type(extension).__name__}",
+                "it is not an extension",
+                "give instances from packprop.extensions, or of your own subclass of Extension",
+            )
+    return tuple(dict.fromkeys(extensions))  # an extension that is given twice counts once

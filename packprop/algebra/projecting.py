@@ -160,7 +160,7 @@ def _by_blocks(structure: Structure, projection: Projection, name: str, shape: S
                 total.add(block.flatten(1), (group * fan_out + first) * fan_in)
     else:
         gradients = rows(structure)[0]
-        total.add(gradients.reshape(len(gradients), -1), 0)
+        total.add(gradients.reshape(len(gradients), math.prod(shape)), 0)
     if total.total is None:  # a parameter without entries
         like = rows(structure)
         return like.new_zeros(like.shape[1], projection.dimension)

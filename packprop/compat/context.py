@@ -19,15 +19,13 @@ from packprop.compat.calls import (
     watch_calls,
 )
 from packprop.compat.dispatch import Overrides, Start, run_on_modules
-from packprop.compat.nothing import graph_of_nothing, values_of_nothing
+from packprop.compat.nothing import values_of_nothing
 from packprop.compat.own import BackpropExtension, Unsupported
 from packprop.context import Backpack
 from packprop.engine.gradient import changed_gradient
-from packprop.engine.nothing import knows_nothing
 from packprop.engine.saving import Hook
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_unsharded
-from packprop.graph.graph import Graph
 from packprop.graph.hooks import hooks_below
 from packprop.memory.plan import Plan
 from packprop.recording import switch
@@ -127,10 +125,6 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         except PackpropError as error:
             if type(error) is not PackpropError:
                 raise
-            graph = graph_of_nothing(run.roots, run.gradients)
-            if graph is not None and all(map(knows_nothing, self.extensions)):
-                self._run_on_nothing(graph, backward)
-                return
             # what cannot be computed for a graph is not implemented, as programs for BackPACK expect
             raise Unsupported(*error.args).with_traceback(error.__traceback__) from None
 
@@ -180,16 +174,6 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
     def _without_samples(self) -> list[Extension]:
         """Extensions that were asked about no sample."""
         return [ext for ext in self.extensions if ext.subsampling is not None and len(ext.subsampling) == 0]
-
-    def _run_on_nothing(self, graph: Graph, backward: Callable[[], None]) -> None:
-        """Run a pass over a batch without samples."""
-        owners = [module for module, _ in graph.owners()]
-        self._overrides = values_of_nothing(graph, self.extensions)
-        backward()
-        self._replace(None)
-        for module in owners:
-            if self.extension_hook is not None:
-                self.extension_hook(module)
 
     def _done(self, module: nn.Module) -> None:
         """Called with a module that has all of packprop's values."""

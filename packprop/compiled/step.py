@@ -13,12 +13,11 @@ from packprop.compiled.arguments import ASKED_FOR, require_callable, require_fin
 from packprop.compiled.compiler import Backend
 from packprop.compiled.passes import ASKED, TrainingPass
 from packprop.compiled.replayer import Kind, Replayer
-from packprop.context import check_extensions
 from packprop.engine.saving import Hook
 from packprop.errors import BadInput
 from packprop.memory.plan import Plan
 from packprop.tensors.calling import LossFunction
-from packprop.types import Extension
+from packprop.types import Extension, check_extensions
 
 
 def compile(

@@ -25,6 +25,7 @@ from packprop.functions.losses.description import (
     Root,
     canonical,
     from_canonical,
+    weight_of_terms,
     without_classes,
 )
 from packprop.graph.graph import Graph, ReachedLoss
@@ -229,5 +230,5 @@ def _scale(rule: Loss, loss: ReachedLoss, factor: Tensor, value: Tensor) -> Tens
     terms = value.shape[:2]
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
     divisor = 1.0 if rule.divisor is None else rule.divisor
-    weight = (rule.weight * factor / divisor).to(value.dtype)
+    weight = (weight_of_terms(rule, factor, loss.call.shape) / divisor).to(value.dtype)
     return layout.to_front(weight.expand(shape)).reshape(terms)

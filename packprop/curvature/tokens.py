@@ -26,7 +26,7 @@ from torch import Tensor
 from packprop.curvature.columns import Columns
 from packprop.curvature.generic_loss import linear_factor
 from packprop.errors import PackpropError
-from packprop.functions.losses.description import Loss, canonical, without_classes
+from packprop.functions.losses.description import Loss, canonical, weight_of_terms, without_classes
 from packprop.graph.graph import Graph, ReachedLoss
 from packprop.graph.links import Entrance
 from packprop.graph.pull import derivatives
@@ -150,5 +150,5 @@ def counted_tokens(graph: Graph, loss: ReachedLoss, rule: Loss) -> Tensor:
     tokens = token_count(loss, rule)
     factor = linear_factor(graph, loss, TOKENS_ASKED)
     layout, shape = without_classes(loss.layout, loss.call.shape, rule.class_axis)
-    counts = (rule.weight * factor != 0).expand(shape)
+    counts = (weight_of_terms(rule, factor, loss.call.shape) != 0).expand(shape)
     return layout.to_front(counts).reshape(layout.samples, tokens, -1).any(-1).T

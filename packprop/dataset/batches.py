@@ -141,6 +141,10 @@ class Batches:
             yield self._checked(batch)
             self._current = None
 
+    def take_instead(self, batch: Any) -> None:
+        """Name this batch of another rank in messages, where this rank has none."""
+        self._current = batch
+
     def share(self, ranks: Ranks) -> None:
         """Divide samples with indices among the ranks, batch by batch; other batches are each rank's own."""
         if ranks.world == 1:

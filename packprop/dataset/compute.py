@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from packprop.algebra.monoid import SINGLE
-from packprop.context import check_extensions
 from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
@@ -37,7 +36,7 @@ from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
-from packprop.types import Extension
+from packprop.types import Extension, check_extensions
 
 ASKED = "compute(...) was called."
 

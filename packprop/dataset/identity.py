@@ -33,8 +33,8 @@ SAMPLED = "some samples"
 BATCHES = "batches"
 """The name of what is known of the data without reading them all."""
 
-OF_RANK = ("modules", BATCHES)
-"""Facts in which ranks may differ."""
+OF_RANK = ("modules", "loss", BATCHES)
+"""Facts in which ranks may differ: modules and losses may keep the number of their rank, or its device."""
 
 
 def packprop_version() -> str | None:
@@ -79,6 +79,7 @@ def identity_of(
             name: describer.digest(tensor) for name, tensor in tensors.items()
         },
         "loss": describer.of(loss, "the loss"),
+        "reduction of the loss": describer.of(getattr(loss, "reduction", None), "the loss"),
         "data": source.facts(),
         BATCHES: source.described(of_data),
         **options,

@@ -255,7 +255,9 @@ class Run:
             self._ranks.in_step = False
             self._stand_in = self._ranks.given_to_all(batch if has_any else None)
             self._ranks.in_step = True  # until the end of the forward pass
-        batch = batch if has_any else self._stand_in
+        if not has_any:
+            batch = self._stand_in
+            self._batches.take_instead(batch)
         self._stream.add(batch, self._chunk_sizes.of(batch), parts, second, number, counts=has_any)
         if isinstance(self._results, ShardedResults):
             self._results.end_pass(self._ranks)

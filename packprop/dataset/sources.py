@@ -171,17 +171,26 @@ def chained(before: str, batch: Any) -> str:
     return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
 
 
+def _as_bytes(numbers: list[Any]) -> Tensor:
+    """Bytes, as the state of a generator of torch is."""
+    return torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+
+
+def _from_bytes(state: Tensor) -> list[float]:
+    return state.clone().view(torch.float64).tolist()
+
+
 class PythonNumbers:
     """The numbers that the functions of Python's ``random`` draw, as a generator of torch has them."""
 
     def get_state(self) -> Tensor:
         """Whole numbers below 2**32, and a number that waits, ``NaN`` for none."""
         _, words, waiting = random.getstate()
-        return torch.tensor([*words, math.nan if waiting is None else waiting], dtype=torch.float64)
+        return _as_bytes([*words, math.nan if waiting is None else waiting])
 
     def set_state(self, state: Tensor) -> None:
         """Put back what ``get_state`` returned."""
-        *words, waiting = state.tolist()
+        *words, waiting = _from_bytes(state)
         random.setstate((3, tuple(map(int, words)), None if math.isnan(waiting) else waiting))
 
 
@@ -191,12 +200,12 @@ class NumpyNumbers:
     def get_state(self) -> Tensor:
         """Whole numbers below 2**32, the place among them, whether a number waits, and that number."""
         state: Any = np.random.get_state()  # noqa: NPY002  # the one that functions draw from
-        return torch.tensor([] if isinstance(state, dict) else [*state[1], *state[2:]], dtype=torch.float64)
+        return _as_bytes([] if isinstance(state, dict) else [*state[1], *state[2:]])
 
     def set_state(self, state: Tensor) -> None:
         """Put back what ``get_state`` returned."""
         if len(state):
-            *words, place, waits, waiting = state.tolist()
+            *words, place, waits, waiting = _from_bytes(state)
             kept = ("MT19937", np.array(words, np.uint32), int(place), int(waits), waiting)
             np.random.set_state(kept)  # noqa: NPY002  # the one that functions draw from
 

@@ -24,6 +24,7 @@ from packprop.distributed.statement import (
     merged_counts,
     shares,
 )
+from packprop.engine.nothing import saved_nothing
 from packprop.engine.request import Request, require_possible, tasks_by_seed
 from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
@@ -103,10 +104,11 @@ class JointPass:
             if why:
                 raise PackpropError(ASKED, f"extension {extension.name}", *why)
 
-    def agree(self, graph: Graph, request: Request | None) -> None:
+    def agree(self, graph: Graph, request: Request | None, saver: ResultSaver | None = None) -> None:
         """Tell the other ranks what this one does, and hear what they do; no rank has begun to work then.
 
-        ``request`` is ``None`` where this rank has no samples, or no use of a parameter.
+        ``request`` is ``None`` where this rank has no samples, or no use of a parameter. If no rank has any,
+        ``saver`` saves what there is then.
 
         Raises:
             PackpropError: On every rank, if one cannot take part, or they do not fit together.
@@ -138,6 +140,8 @@ class JointPass:
         self.rows = range(start, start + own.samples)
         self._groups = [*_some_at_once(leaves_of_all(told))]
         self._others_wait = True
+        if saver is not None and not any(statement.samples for statement in told):
+            saved_nothing(graph, self._extensions, saver)
 
     def before_backward(self) -> None:
         """Wait until all ranks are about to run their own backward pass, in which gradients may be exchanged.
@@ -198,11 +202,6 @@ class JointPass:
                 pairs = zip(extension.rows, found, strict=True)
                 values[extension] = [None if each is None else row.over_n.result(each) for row, each in pairs]
         return values
-
-
-def is_empty(graph: Graph) -> bool:
-    """Whether the pass is about no sample: every output of a model has an axis of no entries."""
-    return bool(graph.outputs) and all(0 in shape for _, _, shape in graph.outputs)
 
 
 def _unmergeable(extension: Extension) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from packprop.engine.gradient import Backward, GradientPass
 from packprop.engine.hessian import add_hessian, add_without_sweep
 from packprop.engine.partial_results import Begin, cubes_of_factors
 from packprop.engine.request import Request, Task, require_possible, tasks_by_seed
+from packprop.errors import PackpropError
 from packprop.functions.entry import ArrivedCotangents
 from packprop.recording.regions import opened
 from packprop.tensors.dry import is_dry_run
@@ -106,6 +107,13 @@ class BackwardPass:
         for seed in dict.fromkeys([*request.draws, *tasks]):
             if seed.kind in ("ggn", "empirical", "jacobian") or seed.by_token:
                 found = request.drawn.pop(seed, []) or columns(request.graph, seed, request.create_graph)
+                if not any(group.count for group in found):
+                    raise PackpropError(
+                        request.graph.asked,
+                        "the input of the loss, or the output of the model",
+                        "its samples have no entries, so that there is nothing to feed in",
+                        "leave such batches out",
+                    )
                 if seed in tasks:
                     made[seed] = found
         return made

@@ -1,86 +1,194 @@
 """Values for no samples: an empty batch, as Poisson sampling draws it, or an empty subset of one.
 
 Values of samples have no rows, ``[0, *p]``; sums over samples are zero; the variance of no rows is NaN, as a
-mean over nothing is.
+mean over nothing is. Samples without entries, such as sequences of no length, have rows of zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from packprop.algebra.monoid import SINGLE
-from packprop.algebra.structures import Dense
+from packprop.algebra.structures import ByToken, Dense
 from packprop.engine.clipping import Clipping, clip_factors, settled
-from packprop.engine.saving import Hook, ResultSaver
+from packprop.engine.request import require_indices
+from packprop.engine.saving import ResultSaver
+from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete, require_separable
 from packprop.graph.graph import Graph
 from packprop.graph.separation import model_outputs
-from packprop.types import Extension
+from packprop.types import Extension, Row
+
+OF_SAMPLES = ("gradient", "ggn", "empirical", "hessian", "hessian_mc", "jacobian")
+"""Seeds whose statistics are those of gradients of samples, so that zeros take the place of any structure."""
 
 
-def is_about_nothing(graph: Graph, extensions: Sequence[Extension]) -> bool:
-    """Whether no sample is in the batch that a pass is about, and all that is asked for has a value then."""
+def samples_of_nothing(graph: Graph) -> int | None:
+    """How many samples a pass is about in which no sample has an entry; ``None`` if one has."""
     shapes = [loss.call.shape for loss in graph.losses] or [shape for _, _, shape in graph.outputs]
-    if not shapes or not all(0 in shape for shape in shapes) or not all(map(knows_nothing, extensions)):
-        return False
-    declared = [
-        size[axis] == 0
+    if not shapes or not all(0 in shape for shape in shapes):
+        return None
+    outputs = model_outputs(graph)
+    counts = {
+        size[axis]
         for forward in graph.forwards
         for size, axis in zip(forward.sizes, forward.axes, strict=True)
         if axis is not None
-    ]
-    if declared:
-        return all(declared)
-    return all(output.samples == 0 for output in model_outputs(graph))
+    } or {output.samples for output in outputs}
+    return counts.pop() if len(counts) == 1 and all(0 in output.shape for output in outputs) else None
 
 
 def knows_nothing(extension: Extension) -> bool:
     """Whether an extension has a value where there are no samples."""
-    rows = extension.rows
-    if len(rows) != 1 or rows[0].of_parameter:
-        return False
-    seed = rows[0].seed
-    return rows[0].over_n is SINGLE or (seed.kind in ("gradient", "ggn", "hessian") and not seed.by_token)
+    return all(
+        row.over_n is SINGLE or (row.seed.kind in OF_SAMPLES and (row.sums or not row.seed.by_token))
+        for row in extension.rows
+    )
 
 
-def result_of_nothing(extension: Extension, parameter: Tensor, entries: int) -> Any:
-    """The result of the one row of an extension for a parameter, before it is finished.
+class ZeroProduct:
+    """Product with a block of zeros, in place of a function that belongs to a graph."""
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Zeros like ``vectors``."""
+        return torch.zeros_like(vectors)
+
+    def scaled(self, factor: Tensor | float) -> ZeroProduct:
+        """The product with a multiple of the block."""
+        return self
+
+
+def results_of_nothing(extension: Extension, leaf: Tensor, graph: Graph, samples: int = 0) -> list[Any]:
+    """The results of the rows of an extension for a leaf, before they are finished.
 
     Args:
         extension: One that ``knows_nothing`` is true for.
-        parameter: Any parameter.
-        entries: Of one sample's input of the loss.
+        leaf: Any leaf of the graph.
+        graph: What the pass goes through.
+        samples: How many there are, none of which has an entry.
     """
-    (row,) = extension.rows
-    if row.over_n is SINGLE:  # products
-        return torch.zeros_like
-    exact = entries if row.seed.kind == "ggn" else 1
-    columns = exact if row.seed.mc_samples is None else row.seed.mc_samples
-    dtype = extension.dtype_of(parameter.dtype)
-    return row.statistic(Dense(torch.zeros(columns, 0, *parameter.shape, dtype=dtype, device=parameter.device)))
+    zeros = torch.zeros_like(leaf, dtype=extension.dtype_of(leaf.dtype))
+    if torch.is_grad_enabled():  # a caller that differentiates values finds the leaf
+        zeros = zeros + 0 * leaf
+    results: list[Any] = []
+    for row in extension.rows:
+        if row.over_n is SINGLE:  # products
+            results.append(ZeroProduct())
+            continue
+        columns = _columns(row, graph, samples)
+        structure: Any = Dense(zeros.expand(columns, samples, *leaf.shape))
+        if row.seed.by_token:
+            structure = ByToken(structure, columns, zeros.new_zeros(columns, samples, dtype=torch.bool))
+        statistic: Callable[..., Any] = row.statistic
+        if row.of_parameter:
+            name = graph.distinct_names(extension.name)[id(leaf)]
+            statistic = functools.partial(statistic, name=name, shape=leaf.shape)
+        if row.after is None:
+            results.append(statistic(structure))
+        else:
+            results = row.after(results)
+            results.append(statistic(structure, results))
+    return results
 
 
-def entries_of_sample(graph: Graph) -> int:
-    """Entries of one sample's input of all losses."""
-    return sum(loss.call.shape[1:].numel() for loss in graph.losses)
+def saved_nothing(
+    graph: Graph,
+    extensions: Sequence[Extension],
+    saver: ResultSaver,
+    clipping: Clipping | None = None,
+    create_graph: bool = False,
+    is_plain: bool = True,
+) -> bool:
+    """Save the values of a pass in which no sample has an entry, and tell their norms; whether it is one.
 
+    Args:
+        graph: What the pass goes through.
+        extensions: What is computed.
+        saver: Saves it.
+        clipping: How gradients are clipped, if they are.
+        create_graph: Whether values are differentiable.
+        is_plain: Whether the pass is ``backward()`` without options, and not traced.
 
-def save_nothing(
-    graph: Graph, extensions: Sequence[Extension], hook: Hook | None, clipping: Clipping | None
-) -> None:
-    """Save the values of a pass over no samples, and tell the norms of none."""
+    Raises:
+        PackpropError: With the extension that has no value then.
+    """
+    samples = samples_of_nothing(graph)
+    if samples is None:
+        return False
     require_separable(graph)
     require_complete(graph)
-    saver = ResultSaver(graph, hook)  # what is zero has no scale
+    for extension in extensions:
+        why = _without_value(extension, graph, samples)
+        if why:
+            raise PackpropError(
+                f"{extension.name}() was asked for.",
+                f"the loss's input, of shape {list(model_outputs(graph)[0].shape)}",
+                ("its samples have no entries: " if samples else "the batch is empty: ") + why,
+                "leave it out of this pass, or leave the pass out (`if len(x):`); to a data set that "
+                "packprop.compute goes through, an empty batch adds nothing",
+            )
+    require_indices(extensions, samples)
+    clip = None if clipping is None else settled(clipping, graph, is_plain)
     saver.take_off(extensions, reuse=False)
-    entries = entries_of_sample(graph)
-    for leaf in reversed(graph.leaves()):
-        saver.save(leaf, {each: [result_of_nothing(each, leaf, entries)] for each in extensions})
-    if clipping is not None:
-        clip = settled(clipping, graph, True)
-        none = [group.leaves[0].new_zeros(0, dtype=torch.float32) for group in clip.groups]
-        clip.tell(clip_factors(clip, none))
+    counts = {each: samples if each.subsampling is None else len(each.subsampling) for each in extensions}
+    with torch.set_grad_enabled(create_graph):
+        for leaf in reversed(graph.leaves()):
+            results = {each: results_of_nothing(each, leaf, graph, counts[each]) for each in extensions}
+            saver.save(leaf, results, counts)
+    if clip is not None:
+        zeros = [group.leaves[0].new_zeros(samples, dtype=torch.float32) for group in clip.groups]
+        clip.tell(clip_factors(clip, zeros))
+    return True
+
+
+def _without_value(extension: Extension, graph: Graph, samples: int) -> str:
+    """Why an extension has no value; empty if it has one."""
+    rows = extension.rows
+    if any(row.seed.by_token and not row.sums for row in rows):
+        return "how many tokens a sample has does not show"
+    if not knows_nothing(extension):
+        return "it is made of means over samples, or of what they hold, and there is nothing to take them of"
+    if graph.terms and any(row.over_n is SINGLE or _has_penalties(row) for row in rows):
+        return "the curvature is that of a penalty alone, which is not computed without samples"
+    known = {shape for _, _, shape in graph.outputs}
+    if any(row.over_v.grows and _is_exact(row) for row in rows) and not samples:
+        unknown = [output.shape for output in model_outputs(graph) if output.shape not in known]
+        if unknown:
+            return "how many columns a sample has does not show, as its positions do not"
+    return ""
+
+
+def _has_penalties(row: Row) -> bool:
+    """Whether terms that no sample enters are part of a result."""
+    return row.seed.kind.startswith("hessian") and row.sums
+
+
+def _is_exact(row: Row) -> bool:
+    """Whether there is a column for each entry of a sample's input of the losses."""
+    return row.seed.kind == "ggn" and row.seed.mc_samples is None
+
+
+def _columns(row: Row, graph: Graph, samples: int) -> int:
+    """How many columns are fed in for a row."""
+    if row.seed.kind == "jacobian" and row.seed.entries is not None:
+        return len(row.seed.entries)
+    if row.seed.kind == "jacobian":
+        shapes = [shape for _, forward, shape in graph.outputs if forward.has_parameters]
+    elif _is_exact(row):
+        shapes = [output.shape for output in model_outputs(graph)]
+    else:
+        return row.seed.mc_samples or 1
+    return sum(_entries(shape, samples) for shape in shapes)
+
+
+def _entries(shape: torch.Size, samples: int) -> int:
+    """Entries of one sample in a tensor of this shape, in which either all or none of the samples have any."""
+    if 0 not in shape:
+        return shape[1:].numel()
+    return 0 if samples else math.prod(extent for extent in shape if extent)

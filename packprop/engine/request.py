@@ -133,7 +133,7 @@ def require_possible(request: Request, seeds: Iterable[Seed]) -> None:
         PackpropError: For a loss that mixes samples; for second derivatives through a reentrant checkpoint, or
             products of gradients of a complex parameter.
     """
-    _require_samples(request.extensions, request.graph.samples)
+    require_indices(request.extensions, request.graph.samples)
     _require_second_passes(request.extensions)
     _require_real_numbers(request)
     seeds = list(seeds)
@@ -158,7 +158,12 @@ def _asks_hessians_of_samples(request: Request) -> bool:
     )
 
 
-def _require_samples(extensions: Sequence[Extension], samples: int) -> None:
+def require_indices(extensions: Sequence[Extension], samples: int) -> None:
+    """Refuse indices of samples that are not in the batch.
+
+    Raises:
+        BadInput: With the first one.
+    """
     for extension in extensions:
         for index in extension.subsampling or ():
             if not -samples <= index < samples:
@@ -166,7 +171,9 @@ def _require_samples(extensions: Sequence[Extension], samples: int) -> None:
                     f"{extension.name}(subsampling={list(extension.subsampling or ())}) was asked for.",
                     f"index {index}",
                     f"the batch has {samples} samples",
-                    f"give indices from 0 to {samples - 1}",
+                    f"give indices from 0 to {samples - 1}"
+                    if samples
+                    else "leave subsampling out of this pass",
                 )
 
 

@@ -65,8 +65,7 @@ def entrance_of(call: RecordedLoss) -> Entrance:
         axis = _axis_of_rows(call, made, node, rule.class_axis)
         if axis is None:
             return Entrance(rule, call.edge)
-        if rule.class_axis is None and isinstance(rule.weight, Tensor):
-            rule = replace(rule, class_axis=axis, weight=rule.weight.sum(axis))
+        rule = replace(rule, class_axis=axis)
     return Entrance(replace(rule, refusal=None), edge, made)
 
 

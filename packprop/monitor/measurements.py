@@ -80,11 +80,15 @@ def measured(
     """The numbers of a step; see NOTE [Monitored step].
 
     Args:
-        passes: What its backward passes have brought, one or more.
+        passes: What its backward passes have brought, one or more. Those without samples count for nothing.
         gradients: By name of the parameter, the sum of their gradients ``[*p]``.
         updates: By name of the parameter, squared norms of its update and of itself; none where no optimizer
             has made a step.
     """
+    own = [each.own for each in passes]
+    passes = [each for each in passes if each.samples]
+    if not passes:
+        return StepValues(0, {}, own=own)
     samples = sum(each.samples for each in passes)
     square = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
     layers = {TOTAL: list(gradients)}
@@ -105,7 +109,7 @@ def measured(
             traces,
             _update(updates[name] for name in parts if name in updates),
         )
-    return StepValues(samples, values, _sharpness(passes, samples), [each.own for each in passes])
+    return StepValues(samples, values, _sharpness(passes, samples), own)
 
 
 def _joined(passes: Sequence[PassValues], which: str, names: Sequence[str]) -> Tensor:

@@ -216,9 +216,9 @@ class Monitor:
         numbers: Values = {"samples": values.samples}
         for layer, of_layer in values.layers.items():
             numbers |= self._of_layer(layer, of_layer)
-        if "sharpness" in self._quantities:
+        if "sharpness" in self._quantities and values.samples:
             numbers["sharpness"] = _finite(values.sharpness)
-        if "outliers" in self._quantities:
+        if "outliers" in self._quantities and values.samples:
             found = outliers(values.layers[TOTAL].squares)
             numbers["outliers"] = [{"sample": names[index], "norm": norm} for index, norm in found]
         if values.samples == 1 and not self._warned and "noise_scale" in self._quantities:

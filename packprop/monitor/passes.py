@@ -17,9 +17,11 @@ from packprop.curvature.products import hessian_product, vjp
 from packprop.distributed.joint import JointPass
 from packprop.distributed.ranks import AllRanks
 from packprop.engine.chunks import ChunkSizes
+from packprop.engine.nothing import samples_of_nothing
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph
-from packprop.recording.marks import RecordedUse
+from packprop.graph.walk import walk
+from packprop.recording.marks import EXTENDED, RecordedUse
 from packprop.recording.switch import disable
 from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.tensors.names import named_parameters
@@ -140,7 +142,10 @@ class MonitoredPass(Backpack):
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run a pass, and take off what it has left."""
-        bend = self._bend(call) if self._sharpness and not call.is_refused_by_torch else None
+        bend = None
+        if self._sharpness and not call.is_refused_by_torch:
+            has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
+            bend = self._bend(call) if has_entries else None
         self._reached = []
         try:
             super()._backward(call, backward)
@@ -152,8 +157,8 @@ class MonitoredPass(Backpack):
 
     def _pass(self, call: BackwardCall, backward: Callable[[], None], joint: JointPass | None) -> None:
         super()._pass(call, backward, joint)
-        if joint is not None:  # values of all ranks are also on parameters that this one has not reached
-            self._reached += self._parameters.values()
+        # values of all ranks, or of no samples, are also on parameters whose chunks nobody asked about
+        self._reached += [parameter for module in EXTENDED for parameter in module.parameters()]
 
     def _take_off(self) -> PassValues | None:
         """Take all values off; ``None`` if none of the model's parameters has any."""

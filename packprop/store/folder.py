@@ -225,18 +225,11 @@ class WriterLock:
 
     Raises:
         PackpropError: If there is another writer.
+        OSError: If the system does not let it.
     """
 
     def __init__(self, folder: Path, asked: str) -> None:
-        try:
-            self._file = (folder / LOCK).open("a+b", buffering=0)
-        except OSError as error:
-            raise BadInput(
-                asked,
-                f"file {str(folder / LOCK)!r}",
-                f"nothing can be written there: {error.strerror or error}",
-                "give a folder that you may write to; or remove this file, if nobody writes to the store",
-            ) from error
+        self._file = (folder / LOCK).open("a+b", buffering=0)
         if importlib.util.find_spec("fcntl") is None:  # no POSIX
             return
         import fcntl

@@ -113,6 +113,7 @@ class StoreWriter:
             (),
         )
         self._place = folder_of_shard(self.folder, self._header.shard)
+        self._finishing: Future[None] | None = None
         with writable(self._asked, self.folder):
             require_place(self._asked, self.folder)
             require_no_links_out(self._asked, self.folder)
@@ -123,7 +124,6 @@ class StoreWriter:
             except BaseException:
                 self._lock.release()
                 raise
-        self._finishing: Future[None] | None = None
         self._pool = ThreadPoolExecutor(1, "packprop-store")
         self._open_bytes, self._began = 0, time.monotonic()
 

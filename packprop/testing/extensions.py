@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from packprop.context import check_extensions
 from packprop.errors import BadInput
 from packprop.testing.laws import check_laws
 from packprop.testing.problem import Parts, Problem, double_precision
 from packprop.testing.reference import Reference, check_reference
 from packprop.testing.report import TOLERANCE, Ledger, Report
-from packprop.types import Extension
+from packprop.types import Extension, check_extensions
 
 
 def check_extension(

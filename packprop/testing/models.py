@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from packprop import extensions as catalogue
-from packprop.context import check_extensions
 from packprop.errors import PackpropError
 from packprop.testing.laws import check_laws, require_all
 from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved
 from packprop.testing.problem import Problem, double_precision
 from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
-from packprop.types import Extension, Seed
+from packprop.types import Extension, Seed, check_extensions
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ def cases() -> Iterator[Case]:
         classes((2, 3), 3, (2,)),
         output=_flat,
         score=_flat_score,
+        sizes=(3,),  # [1, t, d] against t rows of the loss is refused where no position meets another
         tags=FLATTENED,
     )
     yield Case(

@@ -42,6 +42,7 @@ def linked(
         output=lambda model, x: model.a(x),
         score=lambda loss, f, y: loss(link(f), y),
         total=lambda model, loss, x, y: loss(model(x), y),
+        tags=frozenset({"linked"}),
     )
 
 
@@ -163,6 +164,7 @@ def cases() -> Iterator[Case]:
         classes((2, 3), 3, (2,)),
         score=lambda loss, f, y: loss(f.log_softmax(-1).flatten(0, 1), y.flatten()),
         record=True,
+        sizes=(3,),  # [1, t, d] against t rows of the loss is refused where no position meets another
         tags=FLATTENED,
     )
     yield Case(

@@ -194,20 +194,43 @@ def unused_on_one_rank(rank: int) -> None:
     torch.testing.assert_close(factors[1], inputs.T @ inputs / total)
 
 
-def empty_on_one_rank(rank: int) -> None:
+def empty_on_one_rank(rank: int, any_output: bool = True) -> None:
     """A rank without samples takes part, and has the values of the others."""
     model, loss = built(), cross_entropy()
     sizes = (4, 0, 3)
     x, y = data(sizes)[rank]
     with packprop.backpack(*(make() for make in ASKED), ranks=AllRanks(gather=True)) as context:
         out = model(x)
-        (loss(out, y) if len(x) else out.sum() * 0).backward()
+        (loss(out, y) if len(x) or not any_output else out.sum() * 0).backward()
     assert context.rows == [range(4), range(4, 4), range(4, 7)][rank]
     reference = built()
     x, y = (torch.cat(each) for each in zip(*data(sizes), strict=True))
     with packprop.backpack(*(make() for make in ASKED)):
         loss(reference(x), y).backward()
     assert_same(values(model, FIELDS), values(reference, FIELDS))
+
+
+def empty_under_the_loss_on_one_rank(rank: int) -> None:
+    """It may call the loss as the others do."""
+    empty_on_one_rank(rank, any_output=False)
+
+
+def empty_on_all_ranks(rank: int) -> None:
+    """Values are those of one process that has an empty batch."""
+    x, y = data((0, 0, 0))[rank]
+    asked = [extensions.BatchGrad, extensions.SumGradSquared, extensions.DiagGGNExact, extensions.BatchL2Grad]
+    found = []
+    for ranks in (AllRanks(gather=True), "own"):
+        model, loss = built(), cross_entropy()
+        for parameter in model.parameters():
+            parameter.grad_batch = "of the step before"
+        asks = [make() for make in (*asked, extensions.Variance)]
+        with packprop.backpack(*asks, ranks=ranks) as context:
+            loss(model(x), y).backward()
+        assert context.rows == range(0)
+        assert all(parameter.variance.isnan().all() for parameter in model.parameters())
+        found.append(values(model, [make.savefield for make in asked]))
+    assert_same(*found)
 
 
 def without_terms_on_one_rank(rank: int) -> None:
@@ -319,6 +342,8 @@ RIGHT = [
     accumulation,
     unused_on_one_rank,
     empty_on_one_rank,
+    empty_under_the_loss_on_one_rank,
+    empty_on_all_ranks,
     without_terms_on_one_rank,
     tied_and_frozen,
     penalties,

@@ -20,7 +20,7 @@ class LossText:
         whole: expression of the whole loss.
         share: expression of the share of the samples in ``f`` and ``y``.
         targets: expressions of the targets.
-        prepare: what the model applies to its output, for losses of probabilities.
+        prepare: what the model makes of its output ``h`` at last; losses of probabilities curve in ``h``.
     """
 
     setup: list[str]

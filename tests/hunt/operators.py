@@ -24,9 +24,9 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from packprop.tensors.nesting import map_tensors, tensors_in
-from tests.hunt.outcomes import Outcome, doubles
+from tests.hunt.outcomes import FLOOR, Outcome, doubles
 
-LARGEST = 200
+LARGEST = 600
 """Entries of an input or output."""
 
 SAMPLES_OF_EACH = 3
@@ -214,6 +214,8 @@ def examine(program: Program) -> list[Outcome]:
 
 def _wrong(model: nn.Module, quantity: str, truth: Truth) -> str:
     """What differs from the truth, or nothing."""
+    expectations = {"gradients": truth.rows, "curvature": truth.diagonal, "products": truth.product}[quantity]
+    largest = max(float(each.abs().max()) for each in expectations.values() if each.numel())
     for name, parameter in model.named_parameters():
         if parameter.grad is None:  # nothing led to it
             if truth.rows[name].any():
@@ -230,7 +232,7 @@ def _wrong(model: nn.Module, quantity: str, truth: Truth) -> str:
         else:
             pairs = [(parameter.ggnmp(torch.ones_like(parameter)), truth.product[name])]
         for found, expected in pairs:
-            size = max(1e-9, float(expected.abs().max())) if expected.numel() else 1.0
+            size = max(1e-9, FLOOR * largest, float(expected.abs().max())) if expected.numel() else 1.0
             if found.shape != expected.shape:
                 return f"{name} has another shape"
             if found.numel() and not float((found - expected).abs().max()) <= TOLERANCE * size:

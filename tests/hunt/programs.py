@@ -83,8 +83,6 @@ def write(seed: int) -> Program:
         w.tags.append(f"mixing: {planted}")
     if bad_loss:
         w.tags.append("loss that mixes")
-    if loss.prepare:
-        w.set(loss.prepare)
     regularised = "two losses" not in w.tags and w.chance(0.05)
     text = _module(w, seed, samples, given, axis, form, loss, regularised)
     functional = "F." in re.sub(r"[^\n]*def share[\s\S]*", "", text.split("def loss")[1])
@@ -175,9 +173,13 @@ class Model(nn.Module):
     def forward(self, x):
         n = x.shape[{axis}]
 {indented(w.body, 2)}
-        return h
+        return {"link(h)" if loss.prepare else "h"}
 
 {methods}
+
+def link(h):
+    return {loss.prepare or "h"}
+
 
 def data():
     return {given}, ({targets})

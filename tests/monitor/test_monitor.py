@@ -126,6 +126,28 @@ def test_two_losses_of_the_same_samples_in_two_passes_are_refused() -> None:
     assert not any(vars(p) for p in model.parameters())
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_steps_without_samples(reduction: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Poisson sampling makes them: nothing is logged but that, and an empty pass counts for nothing."""
+    model, x, y = built()
+    logged: list[dict[str, Any]] = []
+    logs = ["print", lambda values, _: logged.append(values)]
+    quantities = [name for name in QUANTITIES if name != "update_ratio"]
+    monitor = Monitor(model, every=1, quantities=quantities, log=logs, window=1, mc_samples=None)
+    before = set(vars(model.head.weight))
+    for parts in ([x[:0]], [x, x[:0]], [x]):
+        model.zero_grad()
+        with monitor.step(identifiers=range(sum(map(len, parts)))), packprop.record():
+            for part in parts:
+                F.cross_entropy(model(part), y[: len(part)], reduction=reduction).backward()
+        assert set(vars(model.head.weight)) == before
+    nothing, beside_nothing, whole = logged
+    assert nothing == {"samples": 0}
+    assert beside_nothing.pop("outliers") == whole.pop("outliers") == []
+    assert beside_nothing == pytest.approx(whole)
+    assert "step 0: 0 samples" in capsys.readouterr().out
+
+
 def test_penalties_are_no_part_of_the_gradient() -> None:
     """Whether they have a pass of their own or not."""
     for together in (True, False):

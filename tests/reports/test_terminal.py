@@ -23,6 +23,8 @@ from tests.reports.factories import FACTORIES, Run
 
 SLOW = """
 import time
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -34,7 +36,8 @@ class Batches:
     def __iter__(self):
         source = torch.Generator().manual_seed(0)
         for number in range(60):
-            time.sleep(SLEEP)  # there is a long one, so that an interrupt comes in time
+            if Path("slowly").exists():  # and one batch long, so that an interrupt comes in time
+                time.sleep(60 if number == 20 else 0.05)
             yield torch.randn(5, 4, generator=source), torch.randint(2, (5,), generator=source)
 
 
@@ -134,7 +137,8 @@ class Terminal:
 
 def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a run; the same command goes on, to the result of a run that was left alone."""
-    (tmp_path / "slow.py").write_text(SLOW.replace("SLEEP", "60 if number == 20 else 0.05"))
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "slowly").touch()
     options = ("slow:factory", "--checkpoint", "kept", "--every", "1", "--memory", "64MiB")
     terminal = Terminal(tmp_path, *options, NO_COLOR="1")
     terminal.read(until=r"\d+/60 batches, \d+ samples/s")
@@ -149,7 +153,7 @@ def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, 
     assert "Traceback" not in seen
     assert not (tmp_path / "profile").exists()
 
-    (tmp_path / "slow.py").write_text(SLOW.replace("SLEEP", "0"))
+    (tmp_path / "slowly").unlink()
     status, out, err = run("slow:factory", "--resume", "kept", "--memory", "64MiB")
     assert status == 0
     assert "300 samples in 60 batches" in out

@@ -43,7 +43,7 @@ class Loss:
     Args:
         class_axis: Axis of the input whose entries interact; ``None`` if every entry has its own term.
         weight: What multiplies each term before reduction, of the input's shape without ``class_axis``;
-            a number if it is the same for all.
+            a number if it is the same for all. Of the input's whole shape it is summed along ``class_axis``.
         divisor: What the sum of terms is divided by: 1 for ``sum`` and ``none``, ``None`` if unknown.
         root: From canonical input ``[n, t, c]`` and scale of each term ``[n, t]`` to the root;
             ``None`` if the loss is described by its own derivatives alone.
@@ -53,7 +53,7 @@ class Loss:
             axis, which may hold positions, too.
         one_sample: Whether the input has no axis of samples.
         link: The function that must have made the input: the root is that in what it was given. If it takes
-            rows, ``class_axis`` may be ``None``: they are found on the graph, and weights of a row summed.
+            rows, ``class_axis`` may be ``None``: they are found on the graph.
     """
 
     class_axis: int | None
@@ -140,6 +140,14 @@ def without_classes(layout: Layout, shape: torch.Size, class_axis: int | None) -
     if layout.axis is not None and layout.axis > class_axis:
         layout = layout._replace(axis=layout.axis - 1)
     return layout, torch.Size([*shape[:class_axis], *shape[class_axis + 1 :]])
+
+
+def weight_of_terms(loss: Loss, factor: Tensor, shape: Sequence[int]) -> Tensor:
+    """What multiplies each term of a loss whose output is multiplied by ``factor``, without ``class_axis``."""
+    weight = loss.weight * factor
+    if loss.class_axis is None or weight.dim() < len(shape):
+        return weight
+    return weight.sum(loss.class_axis)
 
 
 def input_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,17 +33,23 @@ def require_divided(source: Any, before: int, now: int) -> None:
         )
 
 
-def take_up(results: MergedResults, own: Own, rotations: list[Any], device: torch.device | str) -> None:
-    """Take up what one rank has written, and what the first reading led to, which all have together."""
+def take_up(
+    results: MergedResults, own: Own | None, shared: dict[str, Any], device: torch.device | str
+) -> None:
+    """Take up what one rank has written, if it has, and what all ranks have together."""
+    shared = map_tensors(lambda tensor: tensor.to(device), shared)
+    if own is None:
+        results.restore_what_is_shared(shared)
+        return
     saved, grown = map_tensors(lambda tensor: tensor.to(device), (own.state["results"], own.pieces))
-    results.restore({**saved, "rotations": rotations}, [((*key,), piece) for key, piece in grown])
+    results.restore({**saved, "rotations": shared["rotations"]}, [((*key,), piece) for key, piece in grown])
 
 
 def take_up_others(results: MergedResults, others: Iterable[Own], device: torch.device | str) -> None:
     """Merge what other ranks have written, in their order, with the results of the first one."""
     for own in others:
         other = MergedResults(results.extensions)
-        take_up(other, own, [], device)
+        take_up(other, own, own.state["results"], device)
         _join(results, other)
 
 

@@ -25,7 +25,6 @@ from packprop.dataset.shards import ShardedResults
 from packprop.dataset.sources import Samples, set_states, states_of
 from packprop.dataset.stream import BatchStream, is_empty
 from packprop.errors import BadInput, PackpropError
-from packprop.tensors.nesting import map_tensors
 from packprop.tensors.random import random_states, set_random_states
 
 
@@ -99,12 +98,8 @@ class Run:
         place = self._own(state["ranks"])
         self._reading, self._is_complete = state["reading"], state["complete"]
         self._number = state["number"]
-        shared = map_tensors(lambda tensor: tensor.to(self._device), state["results"])
-        if own is None:
-            self._results.restore_what_is_shared(shared)
-        else:
-            take_up(self._results, own, shared["rotations"], self._device)
-            self._written = len(self._results.batches)
+        take_up(self._results, own, state["results"], self._device)
+        self._written = len(self._results.batches)
         if checkpoint is not None and files is not None and len(state["ranks"]) not in (1, self._ranks.world):
             take_up_others(self._results, files.in_turn(checkpoint.others), self._device)
             checkpoint.write_rows_anew()

@@ -331,7 +331,7 @@ class MergedResults:
         self.partial |= {key: [] for key in self.partial if self.grows(key)}
         for key, piece in pieces:
             self.partial.setdefault(key, []).append(piece)
-        self.partial = {key: value for key, value in self.partial.items() if value or not self.grows(key)}
+        self.partial = {key: value for key, value in self.partial.items() if not self.grows(key) or value}
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in saved["dtypes"].items()}
         self.reached = dict(saved["reached"])

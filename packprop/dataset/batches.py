@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from packprop.dataset.describing import Describer
 from packprop.dataset.ranks import Ranks
 from packprop.dataset.sources import (
     GLOBAL,
     Drawing,
     Draws,
     Given,
+    Numbers,
     Samples,
     Source,
     chained,
@@ -109,6 +111,18 @@ class Batches:
 
     def __length_hint__(self) -> int:
         return max(0, len(self.source) - self.count)
+
+    def facts(self) -> dict[str, Any]:
+        """What tells these data from others, without reading them all."""
+        return self.source.facts()
+
+    def described(self, describer: Describer) -> dict[str, Any]:
+        """What reads the data, and some of them; generators that are found there are kept with their places."""
+        found = self.source.described(describer)
+        for each in describer.generators:
+            if not any(each is kept for kept in self._generators):
+                self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
+        return found
 
     def left(self) -> int:
         """How many batches are to come; where that is not known, as many as there were."""

@@ -16,6 +16,7 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
+from packprop.dataset.describing import Describer
 from packprop.dataset.identity import OF_RANK, RANKS, Identity, difference, identity_of, warn_of_untold
 from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.rank_files import Own, RankFiles, told_to_all
@@ -130,11 +131,13 @@ def compute(
 
         def identified() -> Identity | None:
             if checkpoint is None and group.world == 1:
+                if any(map(needs_second_reading, chosen)):
+                    batches.described(Describer())  # its generators shall draw the same once more
                 return None
             options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
             options |= {} if isinstance(batches.source, Samples) else {RANKS: group.world}
-            return identity_of(model, loss, chosen, batches.source, **options)
+            return identity_of(model, loss, chosen, batches, **options)
 
         def loaded() -> tuple[Checkpoint | None, Own | None]:
             if checkpoint is None or identity is None or group.rank:

@@ -58,12 +58,14 @@ class Describer:
     Attributes:
         untold: Where values are that cannot be described.
         draws: Whether generators of random numbers, or iterators, were met.
+        generators: Generators that were met, whose states can be kept.
         versions: Versions of the packages whose classes and functions were met.
     """
 
     def __init__(self) -> None:
         self.untold: list[str] = []
         self.draws = False
+        self.generators: list[Any] = []
         self.versions: dict[str, str] = {}
         self._met: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self._classes: dict[tuple[Any, ...], tuple[dict[str, Any], Code]] = {}
@@ -104,6 +106,10 @@ class Describer:
         """The description of what has parts."""
         if isinstance(value, GENERATORS):
             self.draws = True
+            if isinstance(value, random.SystemRandom):  # which has no state
+                self._cannot_tell(where)
+            elif not any(value is each for each in self.generators):
+                self.generators.append(value)
             return "a generator"
         if isinstance(value, Tensor):
             whole = value.numel() * value.element_size() <= PIECE
@@ -175,6 +181,7 @@ class Describer:
         inside = Describer()
         some = [inside.of(each, where) for each in entries[:: len(entries) // 100]]
         self.draws |= inside.draws
+        self.generators += inside.generators
         return f"{len(entries)} entries {short_digest(json.dumps(some, sort_keys=True))}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:

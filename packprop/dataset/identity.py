@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from packprop.dataset.batches import Batches
 from packprop.dataset.describing import Describer
 from packprop.dataset.digests import kind_of
-from packprop.dataset.sources import Source
 from packprop.errors import PackpropWarning
 from packprop.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.types import Extension
@@ -46,7 +46,7 @@ def packprop_version() -> str | None:
 
 
 def identity_of(
-    model: nn.Module, loss: Any, extensions: Sequence[Extension], source: Source, **options: Any
+    model: nn.Module, loss: Any, extensions: Sequence[Extension], data: Batches, **options: Any
 ) -> Identity:
     """What a run is of. Where two runs differ in nothing of this, one goes on from where the other ended.
 
@@ -55,7 +55,7 @@ def identity_of(
             trained, which modules are in training mode; classes, options and code of modules.
         loss: Its name, its code, its options, and the values of its tensors.
         extensions: Their names, code and options; of a generator that there is one.
-        source: The data: how many there are, some of them, and what reads them.
+        data: How many there are, some of them, and what reads them. They keep the generators that are found.
         options: Facts that have a form in JSON.
     """
     tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
@@ -80,8 +80,8 @@ def identity_of(
         },
         "loss": describer.of(loss, "the loss"),
         "reduction of the loss": describer.of(getattr(loss, "reduction", None), "the loss"),
-        "data": source.facts(),
-        BATCHES: source.described(of_data),
+        "data": data.facts(),
+        BATCHES: data.described(of_data),
         **options,
     }
     facts["versions of packages"] = dict(sorted((describer.versions | of_data.versions).items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
+import json
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -171,50 +171,53 @@ def chained(before: str, batch: Any) -> str:
     return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
 
 
-def _as_bytes(numbers: list[Any]) -> Tensor:
-    """Bytes, as the state of a generator of torch is."""
-    return torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+class Numbers:
+    """A generator of Python or numpy, whose state can be taken and put back as that of one of torch.
 
+    Args:
+        source: A generator, or ``random`` or ``numpy.random``, whose functions draw from one.
+    """
 
-def _from_bytes(state: Tensor) -> list[float]:
-    return state.clone().view(torch.float64).tolist()
-
-
-class PythonNumbers:
-    """The numbers that the functions of Python's ``random`` draw, as a generator of torch has them."""
+    def __init__(self, source: Any) -> None:
+        self.source = source
 
     def get_state(self) -> Tensor:
-        """Whole numbers below 2**32, and a number that waits, ``NaN`` for none."""
-        _, words, waiting = random.getstate()
-        return _as_bytes([*words, math.nan if waiting is None else waiting])
+        """The state, as bytes."""
+        if hasattr(self.source, "getstate"):
+            state = self.source.getstate()
+        elif isinstance(self.source, np.random.Generator):
+            state = self.source.bit_generator.state
+        else:
+            state = self.source.get_state(legacy=False)
+        return torch.frombuffer(bytearray(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
 
     def set_state(self, state: Tensor) -> None:
         """Put back what ``get_state`` returned."""
-        *words, waiting = _from_bytes(state)
-        random.setstate((3, tuple(map(int, words)), None if math.isnan(waiting) else waiting))
+        found = json.loads(state.numpy().tobytes(), object_hook=_array)
+        if hasattr(self.source, "getstate"):
+            version, numbers, waiting = found
+            self.source.setstate((version, tuple(numbers), waiting))
+        elif isinstance(self.source, np.random.Generator):
+            self.source.bit_generator.state = found
+        else:
+            self.source.set_state(found)
 
 
-class NumpyNumbers:
-    """The numbers that the functions of ``numpy.random`` draw; empty where another algorithm was put there."""
-
-    def get_state(self) -> Tensor:
-        """Whole numbers below 2**32, the place among them, whether a number waits, and that number."""
-        state: Any = np.random.get_state()  # noqa: NPY002  # the one that functions draw from
-        return _as_bytes([] if isinstance(state, dict) else [*state[1], *state[2:]])
-
-    def set_state(self, state: Tensor) -> None:
-        """Put back what ``get_state`` returned."""
-        if len(state):
-            *words, place, waits, waiting = _from_bytes(state)
-            kept = ("MT19937", np.array(words, np.uint32), int(place), int(waits), waiting)
-            np.random.set_state(kept)  # noqa: NPY002  # the one that functions draw from
+def _plain(value: Any) -> Any:
+    """What stands for a value of numpy in JSON."""
+    return {"dtype": str(value.dtype), "values": value.tolist()}
 
 
-Drawing = torch.Generator | PythonNumbers | NumpyNumbers
+def _array(found: dict[str, Any]) -> Any:
+    """What ``_plain`` was given; another mapping as it is."""
+    return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
+
+
+Drawing = torch.Generator | Numbers
 """What numbers are drawn from."""
 
-GLOBAL = (PythonNumbers(), NumpyNumbers())
-"""What data draw from beside generators of torch; the data's own objects are not known here."""
+GLOBAL = (Numbers(random), Numbers(np.random))
+"""What the functions of Python's ``random`` and of ``numpy.random`` draw from."""
 
 
 def states_of(generators: Sequence[Drawing]) -> list[Tensor]:

@@ -55,17 +55,26 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 class Changed(Dataset[Any]):
-    """Samples that are changed by random numbers of torch, Python and numpy, each time they are read."""
+    """Samples that are changed by random numbers of torch, Python and numpy, each time they are read.
+
+    They come from functions, and from generators of the data set's own.
+    """
 
     def __init__(self) -> None:
         self.inputs, self.targets = samples()
+        self.own = {
+            "numpy": np.random.default_rng(4),
+            "old": np.random.RandomState(5),
+            "python": random.Random(6),
+        }
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         drawn = torch.randn(6).double() + random.gauss(0, 1) + np.random.standard_normal()  # noqa: NPY002  # as users do
-        return self.inputs[index] + 0.1 * drawn, self.targets[index]
+        own = self.own["numpy"].normal() + self.own["old"].normal() + self.own["python"].gauss(0, 1)
+        return self.inputs[index] + 0.1 * drawn + 0.1 * own, self.targets[index]
 
 
 FORMS: dict[str, Callable[[], Any]] = {

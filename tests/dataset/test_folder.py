@@ -17,10 +17,10 @@ from packprop import BadInput, PackpropError, PackpropWarning, extensions
 from packprop.algebra.monoid import SUM
 from packprop.algebra.statistics import summed_grad
 from packprop.dataset import folder as files
+from packprop.dataset.batches import Batches
 from packprop.dataset.digests import digest
 from packprop.dataset.folder import Damaged, Folder
 from packprop.dataset.identity import identity_of
-from packprop.dataset.sources import Given
 from packprop.types import GRADIENT, Extension, Row
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
@@ -298,7 +298,7 @@ def test_options_of_one_extension_are_told_apart() -> None:
     model, _ = small_one()
 
     def facts(*asked: Extension) -> Any:
-        return identity_of(model, nn.CrossEntropyLoss(), asked, Given([]))["extensions"]
+        return identity_of(model, nn.CrossEntropyLoss(), asked, Batches("", []))["extensions"]
 
     assert facts(extensions.KFAC()) == facts(extensions.KFAC(mc_samples=1))
     assert facts(extensions.KFAC()) != facts(extensions.KFAC(approximation="expand"))

@@ -54,8 +54,8 @@ def require_losses(graph: Graph, asked: str, unknown: str) -> None:
             asked,
             graph.without_loss[0],
             "a path from the tensor that backward() was called on reaches it without passing a recorded loss",
-            "compute that part of the loss inside `with packprop.record():` by a loss function, or keep it out "
-            "of this backward pass",
+            "let a loss function of torch make that part, too, as an extended module or inside "
+            "`with packprop.record():`; or keep it out of this backward pass",
         )
 
 

@@ -77,16 +77,24 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             graph.asked,
             "the tensor that backward() was called on",
             "neither a recorded loss nor the output of an extended module lies between it and the parameters",
-            "extend the loss module, or compute the loss inside `with packprop.record():`",
+            "let a loss function of torch make it, as an extended module or as a function inside "
+            "`with packprop.record():`; or extend a module of your own that takes the model's output",
         )
-    if any(output.samples == 0 for output in outputs):
+    empty = [output for output in outputs if output.samples == 0]
+    if empty and 0 in empty[0].shape:
         raise PackpropError(
             graph.asked,
-            f"the model's output, of shape {list(outputs[0].shape)}",
-            "it holds no samples: the batch is empty, or the model returned a scalar that no loss made which "
-            "packprop has a rule for",
-            "pass at least one sample; let the model return what the scalar is computed from, and compute the "
-            "loss outside of it; or give the loss function that it calls a rule by packprop.register_loss",
+            f"the model's output, of shape {list(empty[0].shape)}",
+            "the batch is empty",
+            "leave the pass out (`if len(x):`), or ask without probes, plans and other ranks",
+        )
+    if empty:
+        raise PackpropError(
+            graph.asked,
+            "the model's output, one number",
+            "the model makes it without a loss function that packprop has a rule for: no axis of it holds samples",
+            "let the model return what the number is computed from, and compute the loss outside of it; or give "
+            "the loss function that it calls a rule by packprop.register_loss",
         )
 
 

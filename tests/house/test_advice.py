@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import inspect
+import pkgutil
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import packprop
 from packprop import backpack, extend, extensions
@@ -95,6 +102,400 @@ ADVICE: dict[str, tuple[Callable[[], None], str, str, Callable[[], None]]] = {
 }
 
 
+class Complex(nn.Module):
+    """A complex weight, or a real one that is seen as complex."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        weight = torch.randn(2, 3, dtype=torch.cfloat)
+        self.real, self.weight = real, nn.Parameter(torch.view_as_real(weight).clone() if real else weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.weight) if self.real else self.weight
+        return F.linear(x.to(weight.dtype), weight).abs()
+
+
+class Checkpointed(nn.Linear):
+    """Runs again in the backward pass, in one of two ways."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(3, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return torch.tanh(again)
+
+
+def folder(*files: str) -> Path:
+    """A new folder with these files."""
+    found = Path(tempfile.mkdtemp())
+    for name in files:
+        (found / name).touch()
+    return found
+
+
+def passing(model: nn.Module, x: Any, loss: Callable[[Any], Tensor], *asked: Any, axis: Any = None) -> None:
+    """A pass over any model, extended with an axis of samples if one is declared."""
+    extend(model, sample_axis=axis)
+    with packprop.record():
+        value = loss(model(x))
+    with backpack(*asked or (extensions.BatchGrad(),)):
+        value.backward()
+
+
+def mean(outputs: Tensor) -> Tensor:
+    """A loss function of torch over whatever comes."""
+    return F.mse_loss(outputs, torch.zeros_like(outputs))
+
+
+class Centred(nn.Linear):
+    """Subtracts the mean over the batch, unless it is told that each sample has one of its own."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__(3, 2)
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h - h.mean(self.axis, keepdim=True)
+
+
+class Changing(nn.Linear):
+    """Changes what a layer has used, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__(3, 2)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.clone()
+        h = super().forward(kept)
+        kept.mul_(2) if self.in_place else kept.mul(2)
+        return h
+
+
+class Returning(nn.Linear):
+    """Returns the loss, or what the loss is made of."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(3, 2)
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h.square().mean() if self.whole else h
+
+
+class Unseen(nn.Module):
+    """A parameter outside of every recorded function, or not."""
+
+    def __init__(self, seen: bool) -> None:
+        super().__init__()
+        self.layer, self.shift, self.seen = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen:
+            return self.layer(x) * self.shift
+        with packprop.disable():
+            return self.layer(x) * self.shift
+
+
+def on_device(model: nn.Module, x: Tensor) -> None:
+    passing(model, x, mean, extensions.BatchL2Grad())
+
+
+def clipped(reduction: str | None, loss: Callable[[Tensor], Tensor]) -> None:
+    model = extend(nn.Linear(3, 2))
+    options: dict[str, Any] = {} if reduction is None else {"reduction": reduction}
+    with packprop.record():
+        value = loss(model(X))
+    with packprop.clipped_gradients(max_norm=1.0, **options):
+        value.backward()
+
+
+def twice(again: bool) -> None:
+    """A product after a parameter has changed, with a pass in between or without."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    loss = extend(nn.CrossEntropyLoss())
+    with backpack(extensions.HMP()):
+        loss(model(X), Y).backward()
+    with torch.no_grad():
+        model[2].weight.mul_(2)  # type: ignore[union-attr, operator]  # a layer's
+    if again:
+        with backpack(extensions.HMP()):
+            loss(model(X), Y).backward()
+    model[0].weight.hmp(torch.ones(1, 4, 3))
+
+
+def over_data(data: Any, loss: Any = F.cross_entropy, **options: Any) -> None:
+    given = options.pop("given", extensions.Variance())
+    packprop.compute(nn.Linear(3, 2), loss, data, [given], progress=False, **options)
+
+
+def with_probes(probes: Any) -> None:
+    model = extend(nn.Linear(3, 2))
+    loss = extend(nn.CrossEntropyLoss())(model(X), Y)
+    with backpack(extensions.BatchGrad(), probes=probes):
+        loss.backward()
+
+
+def by_token(loss: Callable[[Tensor], Tensor], outputs: tuple[int, ...] = (5, 4, 2)) -> None:
+    model = extend(nn.Linear(3, 2))
+    with packprop.record():
+        value = loss(model(torch.randn(*outputs[:-1], 3)))
+    with backpack(extensions.BatchL2Grad(per="token")):
+        value.backward()
+
+
+def tokens(outputs: Tensor) -> Tensor:
+    targets = torch.zeros(outputs.shape[:-1], dtype=torch.long)
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def flat() -> nn.Module:
+    """Positions that never meet, flattened before the loss."""
+    return nn.Sequential(nn.Linear(3, 2), nn.Flatten(0, 1))
+
+
+ADVICE |= {
+    "a step of samples, or samples of steps": (
+        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y)),
+        "axis 0 or axis 1",
+        "sample_axis=0) or sample_axis=1",
+        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y), axis=1),
+    ),
+    "one sample of several steps": (
+        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y)),
+        "axis 0 or axis 1",
+        "sample_axis=0) or sample_axis=1",
+        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y), axis=0),
+    ),
+    "an axis that is not there": (
+        lambda: passing(nn.Linear(3, 2), X, mean, axis=2),
+        "has the declared axis",
+        "declare an axis that the inputs have",
+        lambda: passing(nn.Linear(3, 2), X, mean, axis=0),
+    ),
+    "an axis by a wrong name": (
+        lambda: passing(nn.Linear(3, 2), X, mean, axis={"x": 0}),
+        "has the arguments input",
+        "names of those that hold samples",
+        lambda: passing(nn.Linear(3, 2), X, mean, axis={"input": 0}),
+    ),
+    "batch normalisation": (
+        lambda: passing(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), X, mean),
+        "mixes the samples",
+        "call .eval() on the layer",
+        lambda: passing(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).eval()), X, mean),
+    ),
+    "another normalisation": (
+        lambda: passing(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), X, mean),
+        "mixes the samples",
+        "LayerNorm",
+        lambda: passing(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), X, mean),
+    ),
+    "statistics over the batch": (
+        lambda: passing(nn.Sequential(nn.Linear(3, 3), Centred(0)), X, mean),
+        "the samples are mixed there",
+        "no statistics over the batch",
+        lambda: passing(nn.Sequential(nn.Linear(3, 3), Centred(1)), X, mean),
+    ),
+    "a loss that mixes": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2),
+        "it mixes the samples",
+        "detached factor",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: 2 * F.mse_loss(f, P).detach() * F.mse_loss(f, P)),
+    ),
+    "a loss that mixes: the whole batch": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2),
+        "it mixes the samples",
+        "DiagHessian, HMP",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P) ** 2, extensions.DiagHessian()),
+    ),
+    "a loss without a name": (
+        lambda: passing(Returning(True), X, lambda f: f),
+        "one number|mixes",
+        "compute the loss outside",
+        lambda: passing(Returning(False), X, mean),
+    ),
+    "an input that was changed": (
+        lambda: passing(Changing(True), X, mean),
+        "changed in place",
+        "out-of-place version",
+        lambda: passing(Changing(False), X, mean),
+    ),
+    "a parameter that was not seen": (
+        lambda: passing(Unseen(False), X, mean),
+        "was not seen|outside of every recorded function|no use of it",
+        "outside of disable()",
+        lambda: passing(Unseen(True), X, mean),
+    ),
+    "samples that are not in the batch": (
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchGrad(subsampling=[7])),
+        "5 samples",
+        "from 0 to 4",
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchGrad(subsampling=[4])),
+    ),
+    "a class for an extension": (
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.KFAC),
+        "a class, not an instance",
+        "KFAC()",
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.KFAC()),
+    ),
+    "complex parameters": (
+        lambda: passing(Complex(False), X, mean, extensions.BatchL2Grad()),
+        "real parameters",
+        "torch.view_as_real",
+        lambda: passing(Complex(True), X, mean, extensions.BatchL2Grad()),
+    ),
+    "complex parameters: rows": (
+        lambda: passing(Complex(False), X, mean, extensions.BatchL2Grad()),
+        "real parameters",
+        "BatchGrad takes complex parameters",
+        lambda: passing(Complex(False), X, mean, extensions.BatchGrad()),
+    ),
+    "a reduction that the loss contradicts": (
+        lambda: clipped("sum", lambda f: F.cross_entropy(f, Y)),
+        "reduction='mean'",
+        "leave reduction out",
+        lambda: clipped(None, lambda f: F.cross_entropy(f, Y)),
+    ),
+    "a reduction that nobody knows": (
+        lambda: clipped(None, lambda f: f.square().sum()),
+        "is not known",
+        "say which",
+        lambda: clipped("sum", lambda f: f.square().sum()),
+    ),
+    "a block of old values": (
+        lambda: twice(False),
+        "changed in place since",
+        "run a forward and a backward pass",
+        lambda: twice(True),
+    ),
+    "an extension that belongs to one batch": (
+        lambda: over_data((X, Y), given=extensions.HMP()),
+        "belongs to the graph of one backward pass",
+        "backpack",
+        lambda: run(extensions.HMP(), lambda f: F.cross_entropy(f, Y)),
+    ),
+    "tensors of two lengths": (
+        lambda: over_data((X, Y[:3])),
+        "the same number of samples",
+        "targets [n, ...]",
+        lambda: over_data((X[:3], Y[:3])),
+    ),
+    "a size of batches that come": (
+        lambda: over_data([(X, Y)], batch_size=2),
+        "come in batches already",
+        "leave the batch size out",
+        lambda: over_data([(X, Y)]),
+    ),
+    "one batch in place of many": (
+        lambda: over_data({"input": X}, loss=None),
+        "a mapping is one batch",
+        "[batch]",
+        lambda: over_data([(X, Y)]),
+    ),
+    "data that are read once": (
+        lambda: over_data(iter([(X, Y)]), given=extensions.EKFAC()),
+        "",
+        "",
+        lambda: over_data([(X, Y)], given=extensions.EKFAC()),
+    ),
+    "losses without a store": (
+        lambda: over_data((X, Y), losses=True),
+        "not into the result",
+        "leave losses out",
+        lambda: over_data((X, Y)),
+    ),
+    "a time that is none": (
+        lambda: over_data((X, Y), checkpoint=folder(), every="soon"),
+        "neither a time nor a number",
+        "5min",
+        lambda: over_data((X, Y), checkpoint=folder(), every="5min"),
+    ),
+    "a folder of other files": (
+        lambda: over_data((X, Y), store=folder("note.txt"), given=extensions.BatchGrad()),
+        "not empty",
+        "does not exist yet",
+        lambda: over_data((X, Y), store=folder() / "new", given=extensions.BatchGrad()),
+    ),
+    "nothing that grows": (
+        lambda: over_data((X, Y), store=folder() / "store"),
+        "none of these values grows",
+        "ask for BatchGrad",
+        lambda: over_data((X, Y), store=folder() / "store", given=extensions.BatchGrad()),
+    ),
+    "all samples are probes": (
+        lambda: with_probes([0, 1, 2, 3, 4]),
+        "there is none to train on",
+        "give the indices of some",
+        lambda: with_probes([0, 1]),
+    ),
+    "probes that are no indices": (
+        lambda: with_probes([9]),
+        "no indices",
+        "whole numbers from 0 to 4",
+        lambda: with_probes([4]),
+    ),
+    "tokens without a loss": (
+        lambda: by_token(lambda f: f.square().sum()),
+        "no recorded loss",
+        "use a loss of torch",
+        lambda: by_token(tokens),
+    ),
+    "tokens of one term for each sample": (
+        lambda: by_token(lambda f: F.cross_entropy(f, Y), (5, 2)),
+        "no axis of positions",
+        "[n * t, c]",
+        lambda: by_token(tokens),
+    ),
+    "half of a loss of tokens": (
+        lambda: by_token(lambda f: tokens(f) + f.square().mean()),
+        "without passing a recorded loss",
+        "loss function of torch",
+        lambda: by_token(lambda f: tokens(f) + F.mse_loss(f, torch.zeros_like(f))),
+    ),
+    "a budget that is no number": (
+        lambda: over_data((X, Y), memory="much"),
+        "no positive number of bytes",
+        "600MiB",
+        lambda: over_data((X, Y), memory="600MiB"),
+    ),
+    "a number of draws": (
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.DiagGGNMC(mc_samples=0)),
+        "Monte Carlo draws",
+        "at least 1",
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.DiagGGNMC(mc_samples=1)),
+    ),
+    "entries of the output": (
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchJacobian(outputs=[2])),
+        "2 entries",
+        "0 to 1",
+        lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchJacobian(outputs=[1])),
+    ),
+    "reentrant checkpoints, twice": (
+        lambda: passing(Checkpointed(True), X.clone().requires_grad_(), mean, extensions.DiagHessian()),
+        "reentrant checkpoint",
+        "use_reentrant=False",
+        lambda: passing(Checkpointed(False), X.clone().requires_grad_(), mean, extensions.DiagHessian()),
+    ),
+    "a penalty alone": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: -F.mse_loss(f, P), extensions.DiagGGNExact()),
+        "a negative factor",
+        "change the sign",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P), extensions.DiagGGNExact()),
+    ),
+    "a loss of bent parts": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.mse_loss(f, P).exp(), extensions.DiagGGNExact()),
+        "mixes|not linear in the loss",
+        "",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: 2 * F.mse_loss(f, P), extensions.DiagGGNExact()),
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("name", ADVICE)
 def test_advice_leads_somewhere(name: str) -> None:
@@ -103,3 +504,29 @@ def test_advice_leads_somewhere(name: str) -> None:
         refused()
     assert advised in caught.value.instead
     followed()
+
+
+def _texts_of_errors() -> Iterator[str]:
+    """All texts that are given to the errors of the package."""
+    for path in Path(packprop.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("BadInput", "PackpropError"):
+                parts = (part for argument in node.args for part in ast.walk(argument))
+                yield from (
+                    part.value
+                    for part in parts
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                )
+
+
+def test_what_errors_name_is_there() -> None:
+    """Functions of packprop, and extensions with their arguments, that a text names."""
+    names = {name for text in _texts_of_errors() for name in re.findall(r"packprop\.([A-Za-z_.]+\w)", text)}
+    assert len(names) > 8
+    for name in names:
+        pkgutil.resolve_name(f"packprop.{name}")
+    called = [call for text in _texts_of_errors() for call in re.findall(r"\b([A-Z]\w+)\((\w+)=", text)]
+    known = {**vars(packprop), **vars(extensions), **vars(packprop.distributed), **vars(nn)}
+    assert len(called) > 3
+    for name, argument in called:
+        assert argument in inspect.signature(known[name]).parameters, f"{name}({argument}=...)"

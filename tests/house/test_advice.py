@@ -523,7 +523,7 @@ def test_what_errors_name_is_there() -> None:
     """Functions of packprop, and extensions with their arguments, that a text names."""
     names = {name for text in _texts_of_errors() for name in re.findall(r"packprop\.([A-Za-z_.]+\w)", text)}
     assert len(names) > 8
-    for name in names:
+    for name in names - {"integrations.lightning", "integrations.transformers"}:  # which import their library
         pkgutil.resolve_name(f"packprop.{name}")
     called = [call for text in _texts_of_errors() for call in re.findall(r"\b([A-Z]\w+)\((\w+)=", text)]
     known = {**vars(packprop), **vars(extensions), **vars(packprop.distributed), **vars(nn)}

@@ -28,6 +28,7 @@ from packprop.dataset.state import MergedResults
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_forms import Pairs
+from tests.distributed.processes import needs_groups
 
 SAMPLES, SIZE = 23, 5
 
@@ -269,10 +270,11 @@ def test_a_stateful_data_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(model.calls) == 5
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_groups)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads: torch's are idle
-def test_killed_at_random_moments() -> None:
+def test_killed_at_random_moments(ranks: int) -> None:
     """A few of the many that `python -m tests.dataset.kills` makes."""
-    command = [sys.executable, "-m", "tests.dataset.kills", "--kills", "5"]
+    command = [sys.executable, "-m", "tests.dataset.kills", "--kills", "5", "--ranks", str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -94,8 +94,8 @@ def compute(
             (``"all"``, or ``AllRanks`` for some of them), which must all call ``compute``; by default all,
             where there is a process group. A data set with indices is divided among them, batch by batch; other
             batches are each rank's own. All get the same values; rows of samples are in the order of steps,
-            then ranks. Each rank keeps its own sums in the checkpoint: with as many ranks as before a run ends with
-            the same values, with another number of them the same up to rounding.
+            then ranks. Each rank keeps its own sums in the checkpoint: with as many ranks as before a run ends
+            with the same values, with another number of them the same up to rounding.
         store: Where values of single samples go as they come, instead of into the result: a folder, which is
             made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
             terms. With a checkpoint, rows that came after it are cut off when the run goes on; a

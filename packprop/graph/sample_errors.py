@@ -92,9 +92,9 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
         raise PackpropError(
             graph.asked,
             "the model's output, one number",
-            "the model makes it without a loss function that packprop has a rule for: no axis of it holds samples",
-            "let the model return what the number is computed from, and compute the loss outside of it; or give "
-            "the loss function that it calls a rule by packprop.register_loss",
+            "no loss function that packprop has a rule for made it, so that no axis of it holds the samples",
+            "let the model return what the number is computed from, and compute the loss outside of it; or "
+            "give the loss function that it calls a rule by packprop.register_loss",
         )
 
 

@@ -315,7 +315,7 @@ ADVICE |= {
     ),
     "a loss without a name": (
         lambda: passing(Returning(True), X, lambda f: f),
-        "one number|mixes",
+        "made it",
         "compute the loss outside",
         lambda: passing(Returning(False), X, mean),
     ),

@@ -96,7 +96,7 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
     if truth.invalid or inconsistent:
         yield Outcome("program", "invalid", truth.invalid or "shares do not sum to the loss")
         return
-    if mixing != "loss" and truth.ambiguous:
+    if (mixing != "loss" or truth.is_one_step) and truth.ambiguous:
         yield Outcome("program", "ambiguous", "another axis can be read as the samples")
         return
     plain, changes = run(program, []), ""

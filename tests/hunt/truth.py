@@ -175,16 +175,21 @@ class Truth:
                 return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
 
+    @property
+    def is_one_step(self) -> bool:
+        """Whether time-first inputs have one step, ``[1, n, ...]``, as a batch of one sample has."""
+        return self.made.space["INPUT_AXIS"] == 1 and len(self.made.inputs) == 1
+
     @cached_property
     def ambiguous(self) -> bool:
         """Whether another axis can be read as the samples: no graph can show which reading is meant.
 
         Samples that are separate and lead both inputs and loss inputs are never ambiguous.
         """
+        if self.is_one_step and self.mixing:
+            return True  # one step of samples that meet, or one sample of positions that do
         first, second = self.made, build(self.program, checkpoints=False)
         axis = first.space["INPUT_AXIS"]
-        if axis == 1 and len(first.inputs) == 1 and self.mixing:
-            return True  # one step of samples that meet, or one sample of positions that do
         if axis == 1 and _inputs_mix(self.program, first):
             return True  # what is made of inputs alone is a constant: positions may as well be samples
         if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):

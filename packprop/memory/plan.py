@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ASKED = "A plan was asked for."
+
+RESULTS_BEFORE = "results of the batches before"
+"""What is there all the time in a pass over a batch of a data set."""
 
 
 class BudgetTooSmall(BadInput):
@@ -70,6 +73,10 @@ class Plan:
     leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...] = field(repr=False)
     options: tuple[tuple[tuple[str, str], ...], ...] = field(repr=False)
     mesh: Mesh | None = None
+
+    def beside(self, kind: str, size: int) -> Plan:
+        """The same plan, with something that is there all the time."""
+        return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
         """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.

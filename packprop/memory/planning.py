@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from packprop.graph.graph import Graph
 from packprop.memory.bytes import keep_freed_pages
 from packprop.memory.dry_run import DryRun
 from packprop.memory.mesh import mesh_of, require_not_sharded_yet
-from packprop.memory.plan import ASKED, Plan, gradients_are_there, leaf_shapes, options_of
+from packprop.memory.plan import ASKED, RESULTS_BEFORE, Plan, gradients_are_there, leaf_shapes, options_of
 from packprop.memory.search import budget_of, choose_plan
 from packprop.memory.step import Forward, PlannedStep, copy_without_data
 from packprop.recording.switch import extend, record
@@ -122,14 +121,9 @@ def chunk_sizes_over_data(
     if budget is None:
         keep_freed_pages()
         return default_chunk_sizes(torch.device(device))
-    accumulated = gradients_are_there(model.parameters())
-    whole = batch[0] if loss is None else batch
-    unlimited = plan(model, loss, whole, extensions, None, device, gradients=False, accumulated=accumulated)
-    if unlimited.peak + unlimited.results <= budget:
-        return unlimited.chunk_sizes
-    left = max(1, budget - unlimited.results)  # the merged results of the batches before are there all the time
-    limited = plan(model, loss, whole, extensions, left, device, gradients=False, accumulated=accumulated)
-    return limited.chunk_sizes
+    require_not_sharded_yet(ASKED, model)
+    step = _step_over_data(model, loss, batch, extensions, device)
+    return choose_plan(step, budget, _beside_results_before).chunk_sizes
 
 
 def plan_over_data(
@@ -148,16 +142,26 @@ def plan_over_data(
     Raises:
         PackpropError: If the forward pass decides on data.
     """
-    budget, accumulated = budget_of(memory), gradients_are_there(model.parameters())
+    budget = budget_of(memory)
+    found = DryRun(_step_over_data(model, loss, batch, extensions, device), chunk_sizes).run(budget)
+    return found if budget is None else _beside_results_before(found)
+
+
+def _step_over_data(
+    model: nn.Module,
+    loss: LossFunction | None,
+    batch: tuple[Any, Any],
+    extensions: Sequence[Extension],
+    device: torch.device | str,
+) -> PlannedStep:
     forward = _forward_of(model, loss, batch[0] if loss is None else batch)
-    step = PlannedStep(
-        model, forward, tuple(extensions), torch.device(device), gradients=False, accumulated=accumulated
-    )
-    found = DryRun(step, chunk_sizes).run(budget)
-    if budget is None:
-        return found
-    parts = {**found.parts, "results of the batches before": found.results}
-    return replace(found, peak=found.peak + found.results, parts=parts)
+    accumulated = gradients_are_there(model.parameters())
+    place = torch.device(device)
+    return PlannedStep(model, forward, tuple(extensions), place, gradients=False, accumulated=accumulated)
+
+
+def _beside_results_before(plan: Plan) -> Plan:
+    return plan.beside(RESULTS_BEFORE, plan.results)
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
@@ -203,7 +207,6 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
     if not returns_loss:
         tensors = _tensors_between(call.edge.node, model_outputs)
         between = tensors * call.input.numel() * call.input.element_size()
-    left = None if budget is None else max(1, budget - between)
     leaves = graph.leaves()
     step = PlannedStep(
         model,
@@ -213,11 +216,7 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
         gradients=True,
         accumulated=gradients_are_there(leaves),
     )
-    chosen = choose_plan(step, left)
-    if not between:
-        return chosen
-    parts = {**chosen.parts, "between model and loss": between}
-    return replace(chosen, peak=chosen.peak + between, memory=budget, parts=parts)
+    return choose_plan(step, budget, lambda plan: plan.beside("between model and loss", between))
 
 
 def _tensors_between(start: Node, ends: set[Node]) -> int:

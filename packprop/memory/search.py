@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +11,7 @@ from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
 from packprop.memory.bytes import byte_count, byte_text
 from packprop.memory.dry_run import DryRun
-from packprop.memory.plan import BudgetTooSmall, Plan
+from packprop.memory.plan import RESULTS_BEFORE, BudgetTooSmall, Plan
 from packprop.memory.step import PlannedStep
 
 
@@ -65,10 +63,13 @@ def budget_of(memory: int | str | None) -> int | None:
     return budget
 
 
-def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
+def choose_plan(
+    step: PlannedStep, budget: int | None, whole: Callable[[Plan], Plan] = lambda plan: plan
+) -> Plan:
     """The first of the choices that fits, then of each kind of chunk as much as still fits.
 
-    Where the smallest chunks do not fit, another choice may: see ``_least``.
+    Where the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan what is
+    there beside the step: the budget is for both.
 
     The choices make everything smaller, where often one thing alone sets the peak. Columns that take no memory
     need not be swept one by one because of a large layer; nor need small layers take another algorithm with it.
@@ -79,7 +80,7 @@ def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
 
     @functools.cache
     def tried(chunk_sizes: ChunkSizes) -> Plan:
-        return DryRun(step, chunk_sizes).run(budget)
+        return whole(DryRun(step, chunk_sizes).run(budget))
 
     def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
         """The first that fits, by bisection; the last one is known to fit, whatever is between."""
@@ -100,7 +101,7 @@ def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
     if tried(candidates[-1]).peak <= budget:
         best = first_fitting(candidates)
     else:
-        best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates)
+        best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates, budget)
         if tried(best).peak > budget:
             raise _impossible(tried(best), budget)
     for name in ("cotangents", "held", "scratch"):  # given back first: what costs most time to do without
@@ -108,35 +109,37 @@ def choose_plan(step: PlannedStep, budget: int | None) -> Plan:
     return tried(best)
 
 
-def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes]) -> ChunkSizes:
-    """The choice of the smallest peak.
+def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], enough: int) -> ChunkSizes:
+    """The choice of the smallest peak, or one whose peak is ``enough``.
 
     That need not be the one of the smallest chunks: what several chunks add up to is there beside the value of
-    the next, and an algorithm that holds less of a large use may hold more of a small one. So the most and the
-    least of each field are tried together with those of the others, and then what lies between, one field at a
-    time. A stretch of values at whose ends the peaks are equal is not looked into.
+    the next, and an algorithm that holds less of a large use may hold more of a small one. So each field is
+    tried at its most, its least and what lies between, with the others as they were best, until nothing falls.
     """
     first, last = candidates[0], candidates[-1]
-    ends: Iterator[tuple[Any, ...]] = itertools.product(*map(dict.fromkeys, zip(first, last, strict=True)))
-    tried = dict.fromkeys([*(ChunkSizes(*each) for each in ends), *candidates[-2:]])
-    best = min(tried, key=peak)
-    if len(set(map(peak, tried))) == 1:
-        return best
-    before = None
+    best, before = min(last, first, key=peak), None
     while before != best:
         before = best
-        for name in ("cotangents", "held", "scratch"):
+        for name in ("held", "scratch", "cotangents"):
             tightest = best._replace(**{name: getattr(last, name)})
-            best = min([best, *_ends_of_stretches(peak, looser(tightest, first, name))], key=peak)
+            best = min([best, *_worth_a_look(peak, looser(tightest, first, name))], key=peak)
+            if peak(best) <= enough:
+                return best
+        best = min([best, *(best._replace(parameters=each.parameters) for each in candidates)], key=peak)
     return best
 
 
-def _ends_of_stretches(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
-    """The ends of stretches of equal peaks, found by halving."""
-    if len(line) < 3 or peak(line[0]) == peak(line[-1]):
-        return [line[0], line[-1]]
-    middle = len(line) // 2
-    return _ends_of_stretches(peak, line[: middle + 1]) + _ends_of_stretches(peak, line[middle:])
+def _worth_a_look(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
+    """Choices of one line among which is its smallest peak: its ends, and middles of stretches.
+
+    A stretch is not looked into where the peaks of its ends are equal, or that of its middle is between them.
+    """
+    first, middle, last = line[0], line[len(line) // 2], line[-1]
+    ends = sorted([peak(first), peak(last)])
+    if len(line) < 3 or ends[0] == ends[1] or ends[0] < peak(middle) < ends[1]:
+        return [first, last]
+    half = len(line) // 2
+    return _worth_a_look(peak, line[: half + 1]) + _worth_a_look(peak, line[half:])
 
 
 INSTEAD = {
@@ -161,7 +164,7 @@ INSTEAD = {
 
 def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     largest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in list(floor.parts.items())[:3])
-    fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients"))
+    fixed = sum(floor.parts.get(kind, 0) for kind in ("parameters", "buffers", "gradients", RESULTS_BEFORE))
     fitting = int((budget - fixed) / (floor.peak - fixed) * floor.samples) if floor.peak > fixed else 0
     advice = []
     if 0 < fitting < floor.samples:
@@ -173,7 +176,7 @@ def _impossible(floor: Plan, budget: int) -> BudgetTooSmall:
     error = BudgetTooSmall(
         "A budget of memory was given.",
         f"memory={byte_text(budget)} on {floor.device}",
-        f"with the smallest chunks the step still takes {byte_text(floor.peak)}: {largest}",
+        f"with the chunks that take least the step still takes {byte_text(floor.peak)}: {largest}",
         "; or ".join(advice),
     )
     error.floor = floor.peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from packprop.algebra import kernels
 from packprop.engine import chunks
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.errors import BadInput
+from packprop.memory.bytes import byte_text
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
@@ -191,6 +193,102 @@ def test_the_least_is_the_least_of_all_choices(
     for chunk_sizes in itertools.starmap(ChunkSizes, all_of_them):
         monkeypatch.setattr(sys.modules["packprop.memory.search"], "choices", lambda *_, one=chunk_sizes: [one])
         assert packprop.plan(model, loss, batch, [make()], memory=2**40).peak >= floor, chunk_sizes
+
+
+class SmallBert(nn.Module):
+    """Tokens and places, embedded; blocks of attention; what comes out at the first place is classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(200, 16), nn.Embedding(32, 16)
+        block = nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, activation="gelu", batch_first=True)
+        self.blocks, self.head = nn.TransformerEncoder(block, 1, enable_nested_tensor=False), nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        output: Tensor = self.head(self.blocks(embedded)[:, 0])
+        return output
+
+
+SWEPT: list[tuple[Any, Any]] = [
+    (SmallBert, lambda: (torch.randint(200, (6, 24)), torch.arange(6) % 3)),
+    (layers, lambda: (torch.randn(24, 60), torch.arange(24) % 5)),
+    (convolutions, lambda: (torch.randn(4, 2, 16, 16), labels())),
+]
+ASKED = {
+    SmallBert: ("variance", "grad_batch", "batch_l2"),
+    layers: ("diag_ggn_exact", "kfac"),
+    convolutions: ("diag_ggn_mc", "variance"),
+}
+KEPT_OR_REFUSED = [(*swept, attribute) for swept in SWEPT for attribute in ASKED[swept[0]]]
+
+
+@pytest.mark.parametrize(("build", "data", "attribute"), KEPT_OR_REFUSED)
+def test_budgets_are_kept_or_refused_with_one_that_is_accepted(build: Any, data: Any, attribute: str) -> None:
+    """No budget below the least that was named is accepted, and what is planned without one is not below it."""
+    extension, model, batch = BY_ATTRIBUTE[attribute], build(), data()
+
+    def planned(memory: int | None) -> int:
+        asked = [extension(torch.Generator())]
+        return packprop.plan(model, nn.CrossEntropyLoss(), batch, asked, memory=memory).peak
+
+    free, draws = planned(None), random.Random(attribute)
+    kept, refused, named = [], [], set()
+    for budget in (int(draws.uniform(0.3, 1.5) * free) for _ in range(3)):
+        try:
+            assert planned(budget) <= budget
+            kept.append(budget)
+        except BudgetTooSmall as error:
+            refused.append(budget)
+            named.add(error.floor)
+    with pytest.raises(BudgetTooSmall) as caught:
+        planned(1)
+    least = caught.value.floor
+    assert named <= {least}
+    assert planned(least) <= least <= free
+    assert all(budget < least for budget in refused)
+    assert all(budget >= least for budget in kept)
+
+
+@pytest.mark.parametrize("swept", SWEPT, ids=lambda swept: swept[0].__name__)
+def test_rows_of_the_jacobian_take_no_less_without_a_budget_than_is_named(swept: Any) -> None:
+    model, batch, asked = swept[0](), swept[1](), extensions.BatchJacobian()
+    with pytest.raises(BudgetTooSmall) as caught:
+        packprop.plan(model, nn.CrossEntropyLoss(), batch, [asked], memory=1)
+    assert caught.value.floor <= measured(model, batch, asked)
+    assert measured(model, batch, asked, memory=caught.value.floor) <= 1.001 * caught.value.floor
+
+
+def test_the_least_of_a_pass_counts_what_is_between_model_and_loss() -> None:
+    model, (x, y) = packprop.extend(layers()), (torch.randn(24, 60), torch.arange(24) % 5)
+
+    def run(memory: int) -> None:
+        loss = packprop.extend(nn.CrossEntropyLoss())(model(x).sigmoid().mul(3).tanh(), y)
+        with packprop.backpack(extensions.Variance(), memory=memory):
+            loss.backward()
+
+    for memory in (1, 30_000):
+        with pytest.raises(BudgetTooSmall, match=f"memory={byte_text(memory)} on") as caught:
+            run(memory)
+        run(caught.value.floor)
+        with pytest.raises(BudgetTooSmall):
+            run(caught.value.floor - 1)
+
+
+def test_the_least_of_a_data_set_counts_the_results_of_the_batches_before() -> None:
+    data = torch.randn(24, 60), torch.arange(24) % 5
+
+    def run(memory: int) -> None:
+        asked, loss = [extensions.Variance()], nn.CrossEntropyLoss()
+        packprop.compute(layers(), loss, data, asked, batch_size=12, progress=False, memory=memory)
+
+    for memory in (1, 100_000):
+        with pytest.raises(BudgetTooSmall, match=f"memory={byte_text(memory)} on") as caught:
+            run(memory)
+        run(caught.value.floor)
+        with pytest.raises(BudgetTooSmall):
+            run(caught.value.floor - 1)
 
 
 def test_more_is_given_back_from_the_most_to_what_there_is() -> None:

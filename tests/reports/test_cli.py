@@ -59,7 +59,7 @@ def test_a_budget_of_memory(run: Run, tmp_path: Path) -> None:
     assert within.samples == Profile.load(tmp_path / "profile").samples
     status, _, err = run("factories:good", "--memory", "1KiB")
     assert status != 0
-    assert "with the smallest chunks" in err
+    assert "with the chunks that take least" in err
 
 
 def test_seed(run: Run, tmp_path: Path) -> None:

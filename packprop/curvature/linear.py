@@ -104,17 +104,21 @@ def _require_adjoint(
 ) -> None:
     """Refuse a map whose ``<u, J v>`` are not its ``<J^T u, v>``.
 
+    Rounding is measured by what is added up, and by ``|u| |v|``: where the map is zero, as that from a bias to
+    what batch normalisation makes of it, both sides are nothing but rounding.
+
     Raises:
         PackpropError: If they differ by more than rounding.
     """
-    sides, size, precision = [], 0.0, 0.0
-    for pairs in (at_outputs, at_inputs):
+    sides, size, precision, norms = [], 0.0, 0.0, []
+    for place, pairs in enumerate((at_outputs, at_inputs)):
         known = [(own.detach().conj(), other.detach()) for own, other in pairs if own is not None]
+        norms.append(sum(float(pair[place].abs().square().sum()) for pair in known) ** 0.5)
         products = [(own * other).to(accumulation_dtype(other.dtype)) for own, other in known]
         sides.append(sum(float(product.sum().real) for product in products))
         size = max([size, *(float(product.abs().sum()) for product in products)])
         precision = max([precision, *(torch.finfo(other.dtype).eps for _, other in known)])
-    if abs(sides[0] - sides[1]) > precision**0.5 * size:
+    if abs(sides[0] - sides[1]) > max(precision**0.5 * size, precision**0.75 * norms[0] * norms[1]):
         raise PackpropError(
             ASKED,
             "the part of the graph that the Jacobian is taken of",

@@ -195,3 +195,19 @@ def test_wrong_second_derivatives_are_refused() -> None:
     output: Any = _WrongTwice.apply(weight)
     with pytest.raises(PackpropError, match="contradict"):
         products.jvp(output, [weight], [torch.ones(3)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_maps_of_nothing_but_rounding_are_right(dtype: torch.dtype) -> None:
+    """A bias in front of batch normalisation moves nothing: both products are zero up to rounding."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = extend(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).to(dtype))
+        loss = extend(nn.MSELoss())
+        x, y = torch.randn(6, 4, dtype=dtype), torch.randn(6, 3, dtype=dtype)
+        with backpack(extensions.GGNMP()):
+            loss(model(x), y).backward()
+        for parameter in model.parameters():
+            product = parameter.ggnmp(torch.ones_like(parameter)[None])
+            assert product.isfinite().all()
+        assert model[0].bias.ggnmp(torch.ones(1, 5, dtype=dtype)).abs().max() < torch.finfo(dtype).eps ** 0.5

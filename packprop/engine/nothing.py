@@ -22,6 +22,7 @@ from packprop.engine.saving import ResultSaver
 from packprop.errors import PackpropError
 from packprop.graph.completeness import require_complete, require_separable
 from packprop.graph.graph import Graph
+from packprop.graph.loss_rows import locate_rows
 from packprop.graph.separation import model_outputs
 from packprop.types import Extension, Row
 
@@ -35,13 +36,7 @@ def samples_of_nothing(graph: Graph) -> int | None:
     if not shapes or not all(0 in shape for shape in shapes):
         return None
     outputs = model_outputs(graph)
-    counts = {
-        size[axis]
-        for forward in graph.forwards
-        for size, axis in zip(forward.sizes, forward.axes, strict=True)
-        if axis is not None
-    } or {output.samples for output in outputs}
-    return counts.pop() if len(counts) == 1 and all(0 in output.shape for output in outputs) else None
+    return locate_rows(graph, outputs)[0] if all(0 in output.shape for output in outputs) else None
 
 
 def knows_nothing(extension: Extension) -> bool:

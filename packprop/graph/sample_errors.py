@@ -7,32 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from packprop.errors import PackpropError
-from packprop.graph.evidence import Reading
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.readings import declaration
+from packprop.graph.loss_rows import declaration
 from packprop.graph.separation import ModelOutput
-
-
-def elsewhere(graph: Graph, use: ReachedUse, reading: Reading, inside: bool) -> PackpropError:
-    """The samples are not where they are taken to be: at a use, or ``inside`` of it."""
-    said = declaration(graph)
-    axis = f"the axis that {said} declares" if reading.axis is None else f"axis {reading.axis}"
-    if inside:
-        why = (
-            f"it mixes the {reading.samples} rows of the model's inputs along {axis}, which are no samples then"
-        )
-    else:
-        why = (
-            f"the {reading.samples} rows of the model's inputs along {axis} are not those that the loss keeps "
-            f"apart there, in an output of shape {list(use.recorded.shapes[0])}"
-        )
-    return PackpropError(
-        graph.asked,
-        graph.label(use),
-        why,
-        "say where the samples are, extend(model, sample_axis=1) if they come second; or give the layer what "
-        "it expects (batch_first=True)",
-    )
 
 
 def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
@@ -62,12 +39,18 @@ def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> Pac
     return PackpropError(
         graph.asked,
         where,
-        "the samples are mixed there: the loss of one sample depends on the inputs of others, or no axis "
-        f"of the output, of shape {list(mixing.recorded.shapes[0])}, holds the samples",
-        "keep the samples on one axis and independent of each other (no statistics over the batch), say where "
-        f"they are if it is elsewhere ({declaration(graph) or 'sample_axis=1'} in extend), or set "
-        "requires_grad=False on the parameters upstream",
+        f"the samples are mixed there: the loss of one of {graph.samples} depends on the inputs of others, or "
+        f"no axis of the output, of shape {list(mixing.recorded.shapes[0])}, holds them. Sample n is row n of "
+        f"what the loss takes{_declared(graph)}",
+        "keep the samples apart (no statistics over the batch); declare their axis if the loss takes another "
+        "one first, extend(model, sample_axis=1); if several rows of the loss are of one sample, flatten them "
+        "in front of it from a tensor [n, t, c]; or set requires_grad=False on the parameters upstream",
     )
+
+
+def _declared(graph: Graph) -> str:
+    said = declaration(graph)
+    return f", along {said}" if said else ""
 
 
 def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:

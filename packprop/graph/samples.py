@@ -11,14 +11,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
-from packprop.graph.ambiguity import (
-    is_explained_later,
-    may_be_rows,
-    require_not_in_turn,
-    require_the_only_order,
-    require_the_only_reading,
-    require_whole_batches,
-)
 from packprop.graph.completeness import (
     EXTEND_FIRST,
     UNSEEN,
@@ -26,15 +18,14 @@ from packprop.graph.completeness import (
     require_data,
     require_separable,
 )
-from packprop.graph.evidence import Reading, judge
 from packprop.graph.graph import WHOLE, Graph
-from packprop.graph.hidden_mixing import Dependence, Look, dependence, find_hidden
+from packprop.graph.hidden_mixing import Look, dependence, find_hidden
 from packprop.graph.loss_mixing import require_separate_losses
+from packprop.graph.loss_rows import locate_rows
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.graph.readings import choices, disagreement, layouts_of, readings
-from packprop.graph.sample_errors import elsewhere, mixed, require_samples
+from packprop.graph.sample_errors import mixed, require_samples
 from packprop.graph.separation import (
-    Separation,
+    Fitting,
     admitted_layouts,
     layouts_at,
     model_outputs,
@@ -196,17 +187,7 @@ def _usual_locations(graph: Graph) -> _SampleLocations:
     """Samples where they usually are: without data there is nothing to feed in."""
     outputs = model_outputs(graph)
     require_samples(graph, outputs)
-    reading = readings(graph, outputs)[0]
-    samples = reading.samples
-    if reading.in_turn:
-        raise PackpropError(
-            "A plan was asked for.",
-            "losses that take chunks of the samples in turn",
-            "a plan is made without data, and only data tell which rows of a chunk belong to which sample",
-            "let each chunk hold some positions of all samples (hidden.split(size, dim=1)), or leave the plan "
-            "and memory=... out",
-        )
-    chosen = [(layouts_of(output, reading) or [Layout(None, 1)])[0] for output in outputs]
+    samples, (chosen, *_) = locate_rows(graph, outputs)
     uses = []
     for use in graph.uses:
         layouts = [admitted_layouts(use, index, samples) for index in range(len(use.recorded.shapes))]
@@ -224,108 +205,44 @@ def _sweep_once(graph: Graph) -> None:
     sweep(edges, seeds, graph.uses, lambda *_: None, ONE_COLUMN_WITHOUT_INPUTS)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A number of samples, and places at the model's outputs, that keep the samples of this pass apart.
-
-    Args:
-        reading: The number of samples, and their axis in the inputs.
-        chosen: Where the outputs hold the samples.
-        found: What random numbers have shown.
-        shown: What NaN has shown; ``None`` where it was not fed in.
-    """
-
-    reading: Reading
-    chosen: list[Layout]
-    found: Separation
-    shown: Dependence | None
-
-    def locations(self) -> _SampleLocations:
-        """The places, as far as they are known."""
-        fitting = self.found.fitting if self.shown is None else self.shown.fitting
-        assert fitting is not None
-        uses = [[layouts[0] for layouts in places] for places in fitting.values()]
-        samples = self.reading.samples
-        lasting = samples == 1 or (
-            self.shown is not None
-            and self.shown.is_conclusive
-            and not self.shown.on_values
-            and all(layout.rows is None for places in uses for layout in places)
-        )
-        return _SampleLocations(samples, self.chosen, uses, lasting)
-
-
 def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
-    """Try numbers of samples, and layouts at the model's outputs, until one keeps the samples apart.
-
-    Where numbers that came back show nothing, as behind a head of zeros, one that keeps them apart for all
-    values is looked for, too.
-    """
+    """Find layouts that keep the samples apart, and whether they do so for all values."""
     outputs = model_outputs(graph)
     require_samples(graph, outputs)
-    first: _Candidate | None = None
-    refusal: PackpropError | None = None
-    contradicted = mixed_inside = False
-    look = memory.looks.get(graph.signature)
-    examine = graph.signature not in memory.examined and (look is None or look.is_due(graph))
-    tried = list(choices(graph, outputs))
-    for number, (reading, chosen) in enumerate(tried, 1):
-        if first is not None and (reading.samples == 1 or reading.axis != first.reading.axis):
+    graph.samples, choices = locate_rows(graph, outputs)
+    samples, mixing = graph.samples, None
+    for chosen in choices:
+        found = separate(graph, outputs, chosen, samples)
+        if found.fitting is not None:
             break
-        leads = all(layout.axis == 0 and layout.parts == 1 for layout in chosen)
-        if not (reading.usual or reading.axis == 0 or contradicted or (mixed_inside and leads)):
-            continue  # nothing speaks against the leading axis but that samples are mixed
-        found = separate(graph, outputs, chosen, reading.samples, in_parts=reading.axis is None)
-        if found.fitting is None:
-            if found.mixing is not None and reading.usual:
-                refusal = refusal or mixed(graph, found.mixing)
-            continue
-        verdict = judge(graph, found.fitting, reading)
-        if verdict.fitting is None or not (reading.usual or verdict.is_shown):
-            if verdict.contradicted is not None and reading.usual:
-                contradicted |= not verdict.inside
-                mixed_inside |= verdict.inside
-                refusal = refusal or elsewhere(graph, verdict.contradicted, reading, verdict.inside)
-            continue
-        only_mixed = refusal is not None and not (contradicted or mixed_inside)
-        if only_mixed and reading.axis == 1 and not verdict.is_shown:
-            continue  # positions, or features, look like samples
-        if verdict.mixed is not None and reading.axis is None:
-            if is_explained_later(graph, outputs, reading, tried[number:]):
-                continue
-        elif verdict.mixed is not None and reading.axis == 1:
-            refusal = refusal or elsewhere(graph, verdict.mixed, reading, inside=False)
-            continue
-        elif verdict.mixed is not None or not reading.usual or may_be_rows(outputs, reading):
-            require_the_only_reading(graph, outputs, verdict, reading)
-        require_the_only_order(graph, outputs, chosen, reading, verdict)
-        require_not_in_turn(graph, outputs, reading, verdict.fitting)
-        require_whole_batches(graph, outputs, chosen, reading)
-        shown = None
-        if examine and reading.samples > 1:
-            every = graph.structure not in memory.structures
-            shown = dependence(graph, outputs, chosen, verdict.fitting, every)
-        candidate = _Candidate(reading, chosen, found._replace(fitting=verdict.fitting), shown)
-        if shown is None or not shown.on_values:
-            first = candidate
-            break
-        first = first or candidate
-        if first.found.is_conclusive:
-            break
-    if first is None or first.reading.samples == 1:
+        mixing = mixing or found.mixing
+    places = [] if found.fitting is None else _first_of(found.fitting)
+    in_order = all(layout.rows is None for own in places for layout in own)
+    if samples == 1 or not places or not in_order:
         require_linear_backward(graph.asked, starts_of(graph.roots))
-    if first is None:
-        alone = any(output.loss.one_sample for output in outputs)
-        raise disagreement(graph, outputs) if refusal is None or alone else refusal
-    if first.shown is not None:
-        if first.shown.on_values:
-            hidden = find_hidden(graph, outputs, first.chosen, first.shown.fitting)
-            if hidden is not None:
-                memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
-                raise mixed(graph, *hidden)
-            if look is None:
-                memory.looks[graph.signature] = Look.at(graph)
-        else:
-            memory.examined.add(graph.signature)
-            memory.structures.add(graph.structure)
-    return first.locations()
+    if found.fitting is None:
+        assert mixing is not None
+        raise mixed(graph, mixing)
+    if samples == 1:
+        return _SampleLocations(1, chosen, places, True)
+    look = memory.looks.get(graph.signature)
+    if graph.signature in memory.examined or not (look is None or look.is_due(graph)):
+        return _SampleLocations(samples, chosen, places, False)
+    shown = dependence(graph, outputs, chosen, found.fitting, graph.structure not in memory.structures)
+    if shown.on_values:
+        hidden = find_hidden(graph, outputs, chosen, shown.fitting)
+        if hidden is not None:
+            memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
+            raise mixed(graph, *hidden)
+        if look is None:
+            memory.looks[graph.signature] = Look.at(graph)
+    else:
+        memory.examined.add(graph.signature)
+        memory.structures.add(graph.structure)
+    lasting = shown.is_conclusive and not shown.on_values and in_order
+    return _SampleLocations(samples, chosen, _first_of(shown.fitting), lasting)
+
+
+def _first_of(fitting: Fitting) -> list[list[Layout]]:
+    """For each use the usual layouts of its outputs."""
+    return [[layouts[0] for layouts in places] for places in fitting.values()]

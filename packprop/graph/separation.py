@@ -118,7 +118,7 @@ Sizes = dict[tuple[ReachedUse, int, Layout], Tensor]
 
 
 def separate(
-    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int, in_parts: bool = False
+    graph: Graph, outputs: Sequence[ModelOutput], chosen: Sequence[Layout], samples: int
 ) -> Separation:
     """Find layouts of all uses that keep the samples apart; see NOTE [Separation].
 
@@ -127,8 +127,6 @@ def separate(
         outputs: The model's outputs, where samples are fed in.
         chosen: Where each of them holds the samples.
         samples: Number of samples.
-        in_parts: Whether functions may take some rows of some samples, in order, where no axis holds them all:
-            one sample at a time, say.
     """
     if samples == 1:
         return Separation({use: [[WHOLE]] * len(use.recorded.shapes) for use in graph.uses}, None, True)
@@ -158,11 +156,11 @@ def separate(
         if differ(up[known], down[known], powers[known], tolerance, smallest):
             fitting[use][index].remove(layout)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
-    in_parts |= any(layout.rows is not None for layout in chosen)
-    if in_parts or any(use.recorded.reordered for use in graph.uses):
+    unfit = [use for use, layouts in fitting.items() if not all(layouts)]
+    if unfit or any(use.recorded.reordered for use in graph.uses):
         noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
-        reached |= _add_layouts_of_rows(fitting, sweeps, samples, largest, tolerance, in_parts, graph.documents)
+        reached |= _add_layouts_of_rows(fitting, unfit, sweeps, samples, largest, tolerance, graph.documents)
     for use in graph.uses:  # those nearest to the loss come first
         if not all(fitting[use]):
             return Separation(None, use, False)
@@ -179,29 +177,26 @@ def _dtypes_on_the_way(outputs: Sequence[ModelOutput]) -> set[torch.dtype]:
 
 def _add_layouts_of_rows(
     fitting: Fitting,
+    unfit: Sequence[ReachedUse],
     sweeps: Sweeps,
     samples: int,
     largest: float,
     tolerance: float,
-    in_parts: bool,
     documents: Tensor | None,
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
-    Where losses take the samples in turn, functions in front of them have some rows of some samples, in order:
-    they are taken ``in_parts``. Samples that are ``documents``, of which each position of the losses has one,
-    are in any order everywhere.
+    A function may take some rows of some samples, as in a loop over samples: no axis holds them all, and it is
+    ``unfit``. Samples that are ``documents``, of which each position of the losses has one, are in any order
+    everywhere.
 
     Returns:
         The uses that have them.
     """
-    unfit = [use for use, layouts in fitting.items() if not all(layouts)]
-    if not in_parts and not all(use.recorded.reordered for use in unfit):
-        return set()
     places = [
         Place(use, index, axis, joined)
         for use, outputs in fitting.items()
-        if use.recorded.reordered or (in_parts and use in unfit)
+        if use.recorded.reordered or use in unfit
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
         for axis, joined in _axes_of_rows(use.recorded.shapes[index], documents)
@@ -213,10 +208,8 @@ def _add_layouts_of_rows(
         own = layout.rows.sample_of
         places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
         if any(torch.equal(own, each) for each in places_of):
-            continue  # it is among them already, and changed inputs may speak against it
-        in_order = bool((own.diff() >= 0).all())
-        if use.recorded.reordered or documents is not None or in_order:
-            fitting[use][index].append(layout)
+            continue  # it is among them already
+        fitting[use][index].append(layout)
     return {place.use for place in found}
 
 

@@ -269,7 +269,7 @@ def _signature(graph: Graph, trail: _Trail) -> int:
     """A number that is equal for passes of equal structure, shapes and options."""
     uses = tuple((use.recorded.name, tuple(use.recorded.shapes), use.recorded.options) for use in graph.uses)
     losses = tuple((loss.call.function, loss.call.shape, loss.call.documents is None) for loss in graph.losses)
-    input_shapes = tuple((*forward.sizes, *forward.axes) for forward in graph.forwards)
+    input_shapes = tuple((*forward.sizes, forward.declared) for forward in graph.forwards)
     open_paths = tuple(place.shape for place in graph.open), tuple(loss.is_open for loss in graph.losses)
     edges = tuple(
         (-1 if above is None else trail.places.get(above, -1), output)

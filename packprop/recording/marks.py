@@ -18,8 +18,6 @@ from packprop.functions.entry import Call, Entry
 from packprop.functions.losses.description import input_of
 from packprop.functions.nodes import LINEAR, is_change_of_view, name_of_node
 from packprop.functions.registry import entries_of
-from packprop.recording.axes import SampleAxis
-from packprop.recording.evidence import Evidence
 from packprop.recording.inputs import InputSource
 from packprop.tensors.hooks import HookDictionary, dictionary_of
 
@@ -96,9 +94,7 @@ class ForwardCall:
     Args:
         module: The module that was called, or nothing inside ``record()``.
         sizes: Shapes of the tensors that went in.
-        data: Shapes of those among them that nothing differentiable was computed for.
-        axes: The axis of each that was declared to hold the samples.
-        declared: What was declared, if anything was.
+        declared: The axis of what the loss takes that was declared to hold the samples, if one was.
         inputs: The tensors that went in, unless it is the call of a loss; they are not kept alive.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
         reordered: Whether data may have decided the order of rows along any axis.
@@ -108,9 +104,7 @@ class ForwardCall:
 
     module: Callable[[], nn.Module | None]
     sizes: list[torch.Size] = field(default_factory=list)
-    data: list[torch.Size] = field(default_factory=list)
-    axes: list[int | None] = field(default_factory=list)
-    declared: SampleAxis | None = None
+    declared: int | None = None
     inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
     reordered: bool = False
@@ -167,7 +161,6 @@ class RecordedUse:
         forward: The outermost call that it was recorded in.
         source: Where its inputs are found, if it does not hold them.
         held: Whether the inputs are kept although a backward pass frees the graph.
-        evidence: What changed inputs of the call have changed here.
         reordered: Whether its inputs come from a function that takes rows out of their order.
         options: Axes, equations and other integers and texts that it was given.
         hooks: The user's hooks on its outputs: a sweep meets also those on outputs that lead nowhere.
@@ -180,7 +173,6 @@ class RecordedUse:
     forward: ForwardCall
     source: InputSource | None = None
     held: bool = False
-    evidence: list[Evidence] = field(default_factory=list)
     reordered: bool = False
     options: Any = None
     hooks: list[HookDictionary] = field(default_factory=list)

@@ -31,13 +31,12 @@ from packprop.functions.traits import (
     MAY_DRAW,
     METADATA,
     MIXERS,
-    RESHAPINGS,
     SEPARATE,
     UNUSUAL,
     is_one_index,
 )
 from packprop.recording.aside import Nesting, OwnMode, can_look_inside, is_running
-from packprop.recording.axes import AXIS, SampleAxis, axes_of
+from packprop.recording.axes import AXIS
 from packprop.recording.inputs import without_inputs
 from packprop.recording.leaving import (
     leave_use,
@@ -52,13 +51,11 @@ from packprop.recording.marks import (
     RecordedUse,
     edge_before,
     edge_of,
-    graph_is_kept,
     note_hooks,
 )
 from packprop.recording.provenance import Expansions, Provenance, Sorted
 from packprop.recording.regions import input_source, region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_counted
-from packprop.recording.witnesses import Witnesses
 from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
 from packprop.tensors.random import random_states, states_if_drawn
@@ -83,11 +80,11 @@ class Recorder(OwnMode):
     Args:
         module: The module that was called; ``None`` inside ``record()``.
         owner: The Python frame of that call, which ends the recording; ``None`` if something else ends it.
-        sample_axis: Where inputs hold the samples, of modules for which nothing was declared, too.
+        sample_axis: The axis of what losses take that holds the samples, unless the module declares it.
     """
 
     def __init__(
-        self, module: nn.Module | None, owner: FrameType | None, sample_axis: SampleAxis | None = None
+        self, module: nn.Module | None, owner: FrameType | None, sample_axis: int | None = None
     ) -> None:
         super().__init__()
         self.sample_axis = sample_axis
@@ -103,7 +100,6 @@ class Recorder(OwnMode):
         reference = weakref.ref(module) if module is not None else (lambda: None)
         self.forward = ForwardCall(reference, made=self._provenance.alive)
         self._provenance.sizes = self.forward.sizes
-        self._witnesses, self._looks = Witnesses(module), False
 
     @property
     def stale(self) -> bool:
@@ -130,25 +126,15 @@ class Recorder(OwnMode):
         """Take what a module that is not recorded returned: it depends on the samples."""
         self._provenance.from_samples.add_all(outputs)
 
-    def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: bool = True) -> None:
-        """Take the inputs of a call as data: what is computed from them depends on the samples.
-
-        Args:
-            args: Arguments by place.
-            kwargs: Arguments by name.
-            look: Whether it is looked at where the rows of the inputs go; see NOTE [Witnesses].
-        """
+    def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the inputs of a call as data: what is computed from them depends on the samples."""
         inputs, forward = (args, kwargs), self.forward
         forward.arguments.append(map_tensors(TensorSpec.of, inputs))
         module = forward.module()
         is_loss = module is not None and not forward.has_parameters
         tensors = list(tensors_in(inputs))
-        declared = None if is_loss else vars(module).get(AXIS) if module is not None else None
-        declared = self.sample_axis if declared is None and not is_loss else declared
-        axes: dict[int, int | None] = {}
-        if declared is not None and tensors:
-            axes = {id(tensor): axis for tensor, axis in axes_of(declared, module, args, kwargs)}
-            forward.declared = declared
+        declared = vars(module).get(AXIS) if module is not None else None
+        forward.declared = self.sample_axis if declared is None else declared
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and forward.owns(each)}
         if (
             is_loss
@@ -160,14 +146,7 @@ class Recorder(OwnMode):
         packed: list[PackedSequence] = []
         map_instances(PackedSequence, packed.append, inputs)
         forward.sizes += [torch.Size([int(each.batch_sizes[0])]) for each in packed]  # so many sequences
-        forward.axes += [None] * len(packed)
         inside = {id(tensor) for each in packed for tensor in tensors_in(each)}
-        # the forward pass of a checkpoint inside a backward pass frees its graph
-        look = look and graph_is_kept() and not (is_dry_run() or is_traced()) and torch.is_grad_enabled()
-        if look and not is_loss:
-            data = [(tensor, axes.get(id(tensor))) for tensor in tensors if id(tensor) not in own | inside]
-            self._witnesses.begin(data, declared is not None)
-            self._looks = self._witnesses.are_there
         for tensor in tensors:
             if id(tensor) in own:
                 continue
@@ -177,23 +156,13 @@ class Recorder(OwnMode):
                 self._provenance.reordered.add(tensor)
             else:
                 forward.sizes.append(tensor.shape)
-                forward.axes.append(axes.get(id(tensor)))
-                if tensor.is_leaf:
-                    forward.data.append(tensor.shape)
             if not is_loss:
                 forward.inputs.append(weakref.ref(tensor))
             if tensor.requires_grad and tensor.is_leaf:
                 forward.leaves.append(weakref.ref(tensor))
 
-    def drop(self) -> None:
-        """Drop what the recording holds of the samples."""
-        self._witnesses.drop()
-        self._looks = False
-
     def finish(self, outputs: Any) -> None:
         """Mark what the outermost call returned."""
-        self._witnesses.finish()
-        self._looks = False
         for tensor in tensors_in(outputs):
             mark_output(self.forward, tensor, tensor in self._provenance.from_samples)
 
@@ -212,8 +181,6 @@ class Recorder(OwnMode):
             new = isinstance(out, Tensor) and out is not args[0]
             if new and current.recorder is self and not current.disabled:
                 self._provenance.follow(args, out)
-                if self._looks:
-                    self._witnesses.follow(func, args, kwargs, out)
             return out
         if func in METADATA:
             return func(*args, **kwargs)
@@ -237,10 +204,7 @@ class Recorder(OwnMode):
         arguments = samples, parameters, _ = self._provenance.sort(tensors)
         if samples and parameters and torch.is_grad_enabled():
             return self._record(func, args, kwargs, arguments, hooks)
-        if samples and self._looks:
-            out = self._witnesses.call(func, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if unusual and self._is_settled(func, args, kwargs, arguments, out):
             return out
         if isinstance(out, (Tensor, tuple, list, dict)):
@@ -280,8 +244,6 @@ class Recorder(OwnMode):
                 self._expansions.note(func, args, out)
                 if func is Tensor.__getitem__ and self._is_of_samples(args[1]):
                     mark_chosen(out)
-        elif func in RESHAPINGS and args:
-            self._witnesses.follow_reshaped(args[0], out)
         elif func in CONSTANTS:
             return self._is_without_samples(out, samples, args)
         elif func in MIXERS:
@@ -293,7 +255,7 @@ class Recorder(OwnMode):
 
     def _follow_each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function whose outputs come from one input each, which decides what each of them is."""
-        out = self._witnesses.call(func, args, kwargs) if self._looks else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         for tensor, made in zip(tensors_in(args), tensors_in(out), strict=True):
             if made is not tensor:
                 self._provenance.follow((tensor,), made)
@@ -344,7 +306,7 @@ class Recorder(OwnMode):
             inputs = (args[0].clone(), *args[1:])
         draws = func in MAY_DRAW or func not in RULES
         before = ({} if is_traced() else random_states()) if draws and not is_dry_run() else None
-        out, evidence = self._witnesses.call_use(func, args, kwargs)
+        out = func(*args, **kwargs)
         state = states_if_drawn(before, f"whether {name} draws random numbers")
         if in_place:
             changed = zip(origins, edges, strict=True)
@@ -377,9 +339,7 @@ class Recorder(OwnMode):
                 given = (*samples, *parameters, *constants)
                 call.taken = tuple([Taken.of(each) for each in given])
             options = plain_options((args, tuple(kwargs.values())))
-            use = RecordedUse(
-                name, made, edges, shapes, self.forward, source, False, evidence, reordered, options
-            )
+            use = RecordedUse(name, made, edges, shapes, self.forward, source, False, reordered, options)
             leave_use(use, outputs)
         return out
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _global_backward_hooks
 
 from packprop.errors import BadInput, PackpropWarning
 from packprop.recording import aside
-from packprop.recording.axes import AXIS, SampleAxis, check_documents, check_sample_axis
+from packprop.recording.axes import AXIS, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, note_compiled, warn_of_compiled
 from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
@@ -33,7 +33,7 @@ def extend(
     module: Module,
     use_converter: bool = False,
     debug: bool = False,
-    sample_axis: SampleAxis | None = None,
+    sample_axis: int | None = None,
 ) -> Module:
     """Prepare a module or a loss, in place, so that its forward passes are recorded; returns it.
 
@@ -51,12 +51,10 @@ def extend(
         module: Any module, as its author wrote it, or a loss module.
         use_converter: Accepted for existing code; nothing needs to be converted.
         debug: Accepted for existing code.
-        sample_axis: The axis of the inputs that holds the samples, for models that do not have it first: 1 for
-            ``nn.LSTM(...)`` without ``batch_first=True``. A number is for all tensors that have that axis; a
-            sequence has one for each argument of ``forward``, a dictionary has them by name, with ``None`` (or
-            left out) for arguments without samples: ``{"src": 1, "src_key_padding_mask": 0}``. It is checked in
-            each pass for which samples are looked for; where the samples are not there, that is an error.
-            Without it the leading axis is tried first. It belongs to calls of this module, not of its children.
+        sample_axis: The axis of what the loss takes that holds the samples, 0 if you leave it out: 1 for a
+            model that returns ``[t, n, c]``. If you flatten positions in front of the loss, it is the axis of
+            the tensor that you flatten. The model's inputs play no part. The declaration belongs to calls of
+            this module, not of its children.
 
     Raises:
         BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration.
@@ -72,7 +70,7 @@ def extend(
             else "pass a module; for a loss function, call it inside `with packprop.record():`",
         )
     if sample_axis is not None:
-        check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis, module)
+        check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
         module.__dict__[AXIS] = sample_axis
     EXTENDED.add(module)
     for child in module.modules():
@@ -279,7 +277,7 @@ def _start(
     module: nn.Module | None,
     owner: FrameType | None,
     inputs: Any = None,
-    sample_axis: SampleAxis | None = None,
+    sample_axis: int | None = None,
 ) -> Recorder:
     recorder = Recorder(module, owner, sample_axis)
     if inputs is not None:
@@ -296,7 +294,6 @@ def _start(
 def _stop(recorder: Recorder) -> None:
     current.recorder = None
     recorder.owner = None
-    recorder.drop()
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
@@ -309,15 +306,12 @@ def drop_stale_recording() -> None:
 
 
 @contextlib.contextmanager
-def record(
-    *inputs: Any, sample_axis: SampleAxis | None = None, documents: Tensor | None = None
-) -> Iterator[None]:
+def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | None = None) -> Iterator[None]:
     """Record what happens inside: functions on top of extended modules, and losses called as functions.
 
     Args:
         inputs: Tensors that hold samples and do not enter as arguments of an extended module.
-        sample_axis: The axis that holds the samples, as in ``extend``: of these inputs, and of those of modules
-            inside for which ``extend`` was told nothing.
+        sample_axis: As in ``extend``, for modules and losses inside that declare nothing themselves.
         documents: The document of each position of what the losses inside are given, whole numbers from 0 on,
             ``[n, t]`` or ``[n * t]``: the samples are documents that are packed into rows, and there is a row
             of results for each number. In each pass it is looked whether documents are kept apart.
@@ -361,7 +355,7 @@ def recording(inputs: list[Tensor]) -> Iterator[None]:
     """Record a part of the forward pass that is run again, apart from what else is being recorded."""
     before, disabled = current.recorder, current.disabled
     recorder = Recorder(None, None)
-    recorder.feed((inputs,), {}, look=False)
+    recorder.feed((inputs,), {})
     recorder.nesting.enter(recorder)  # no module inside begins a recording of its own
     current.recorder, current.disabled = recorder, False
     try:

@@ -94,7 +94,9 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
     ]
     wholes = Counter(rows.whole for rows in found if rows is not None and rows.whole is not None)
     layouts_found = [
-        _layout(graph, output, rows, axis, rows is not None and rows.whole is not None and wholes[rows.whole] > 1)
+        _layout(
+            graph, output, rows, axis, rows is not None and rows.whole is not None and wholes[rows.whole] > 1
+        )
         if output.decides
         else None
         for output, rows in zip(outputs, found, strict=True)
@@ -267,6 +269,8 @@ def _layout(
         if not 0 <= axis < len(shape) or axis == output.loss.class_axis:
             raise _absent(graph, output, declared)
         return _along(axis, shape[axis])
+    if not shape:
+        raise _numbers(graph)
     axis = declared or 0
     axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
     if not 0 <= axis < len(rows.lead):
@@ -379,6 +383,15 @@ def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> Packprop
         + ("which is that of the classes" if is_classes else "and it has no such axis"),
         "leave sample_axis out where the loss takes the samples first, whatever the model's inputs have first; "
         "or declare the axis of what the loss takes",
+    )
+
+
+def _numbers(graph: Graph) -> PackpropError:
+    return PackpropError(
+        graph.asked,
+        "several losses, each of a single number",
+        "numbers have no axis that holds the samples",
+        "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
     )
 
 

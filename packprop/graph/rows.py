@@ -11,7 +11,8 @@ each. All rows of a packed sequence are of one sample, those of steps that the l
 Where only zeros come back, as behind a weight of zeros, NaN is fed in as in NOTE [Hidden mixing]: for each
 binary digit to the samples that have it, and to the others. Rows that no sample reaches may be anybody's.
 
-Layouts of rows are for functions behind one that reorders rows, and for those that no other layout fits. They
+Layouts of rows are for functions behind one that reorders rows, where no other layout fits. All other
+functions must have the samples in order: else a batch that was reversed would pass for one in some order. They
 are found anew in each pass: the next batch has other lengths, and goes to other experts.
 """
 

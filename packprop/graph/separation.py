@@ -186,9 +186,9 @@ def _add_layouts_of_rows(
 ) -> set[ReachedUse]:
     """Add layouts of rows in any order behind those that fit, where rows were reordered.
 
-    A function may take some rows of some samples, as in a loop over samples: no axis holds them all, and it is
-    ``unfit``. Samples that are ``documents``, of which each position of the losses has one, are in any order
-    everywhere.
+    A function may take some rows of some samples, in order, as in a loop over samples: no axis holds them all,
+    and it is ``unfit``. Samples that are ``documents``, of which each position of the losses has one, are in
+    any order everywhere.
 
     Returns:
         The uses that have them.
@@ -209,7 +209,9 @@ def _add_layouts_of_rows(
         places_of = (plain.sample_of(own.device) for plain in fitting[use][index] if plain.axis == layout.axis)
         if any(torch.equal(own, each) for each in places_of):
             continue  # it is among them already
-        fitting[use][index].append(layout)
+        in_order = bool((own.diff() >= 0).all())
+        if use.recorded.reordered or documents is not None or in_order:
+            fitting[use][index].append(layout)
     return {place.use for place in found}
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError
 
 
 class Loop(nn.Module):
@@ -37,14 +36,6 @@ def observe(model: nn.Module, x: Tensor, y: Tensor, *asked: Any, **options: Any)
     loss = packprop.extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y.flatten())
     with packprop.backpack(*asked):
         loss.backward()
-
-
-@pytest.mark.parametrize("positions", [3, 5], ids=["as-many-positions", "more-positions"])
-def test_samples_and_steps_look_alike(positions: int) -> None:
-    """A loop over samples and one over steps of all samples are the same program."""
-    model, x, y = problem(positions)
-    with pytest.raises(PackpropError, match=r"axis 0 or axis 1.*may hold the samples\n.*say which"):
-        observe(model, x, y, extensions.BatchGrad())
 
 
 @pytest.mark.parametrize("positions", [3, 5], ids=["as-many-positions", "more-positions"])
@@ -82,7 +73,7 @@ def test_the_curvature_of_samples_one_at_a_time() -> None:
 
 
 def test_steps_that_meet_are_no_samples() -> None:
-    """Where steps meet nothing need be said."""
+    """The loss takes the steps first: the axis of the samples is declared."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -104,5 +95,5 @@ def test_steps_that_meet_are_no_samples() -> None:
         )
         for n in range(3)
     ]
-    observe(model, x, y, extensions.BatchGrad())
+    observe(model, x, y, extensions.BatchGrad(), sample_axis=1)
     torch.testing.assert_close(model.head.weight.grad_batch, torch.stack([row for (row,) in rows]))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import packprop
@@ -116,41 +114,6 @@ def test_a_time_first_recurrence(kind: Any, times: int, size: int) -> None:
     assert_near(model.layer.weight_hh_l0.grad_batch, torch.stack(rows), "rows")
 
 
-@pytest.mark.parametrize(
-    ("size", "times", "declared"),
-    [
-        *((size, times, True) for size, times in [(3, 6), (3, 4), (4, 4)]),
-        *((size, times, False) for size, times in [(3, 6), (3, 4), (4, 4)]),
-    ],
-)
-def test_positions_that_lead_the_loss_input(size: int, times: int, declared: bool) -> None:
-    """Batch first into the model, positions first into the loss, none of which meets another one."""
-    model = Apply(lambda m, x: m.head(m.first(x).tanh()).transpose(0, 1).flatten(0, 1), **first_and_head())
-    packprop.extend(double(model), **({"sample_axis": 0} if declared else {}))
-    out = model(torch.randn(size, times, 3).double())
-    loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach()))
-    with right_or_refused("sample_axis"):
-        with packprop.backpack(extensions.BatchGrad()):
-            loss.backward()
-        assert model.head.weight.grad_batch.shape[0] == size
-        declared = False
-    assert not declared  # then there is an answer
-
-
-def test_positions_that_lead_the_loss_input_and_meet() -> None:
-    """The inputs tell: there is one reading."""
-    model = Apply(lambda m, x: m.head(m.first(x).cumsum(1).tanh()).transpose(0, 1), **first_and_head())
-    packprop.extend(double(model))
-    x = torch.randn(4, 4, 3).double()
-    out = model(x)
-    with packprop.backpack(extensions.BatchGrad()):
-        packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach())).backward()
-    with packprop.disable():
-        terms = model(x).square().sum((0, 2)) / out.numel()
-    rows = [torch.autograd.grad(term, model.first.weight, retain_graph=True)[0] for term in terms]
-    assert_near(model.first.weight.grad_batch, torch.stack(rows), "rows")
-
-
 @pytest.mark.parametrize("size", [3, 5])
 def test_attention_over_the_batch_as_the_first_function(size: int) -> None:
     """Without ``batch_first`` samples are time: they are mixed behind the first projection."""
@@ -162,25 +125,6 @@ def test_attention_over_the_batch_as_the_first_function(size: int) -> None:
         loss.backward()
     assert "in_proj_weight" in caught.value.where
     assert "sample_axis" in caught.value.instead
-
-
-@pytest.mark.parametrize("size", [3, 5])
-@pytest.mark.parametrize("scan", [lambda x: x.cumsum(0), lambda x: x.softmax(0)], ids=["cumsum", "softmax"])
-def test_time_that_is_mixed_before_the_first_parameter(scan: Callable[[Tensor], Tensor], size: int) -> None:
-    """Either a time-first batch, or statistics of a batch: only the user knows."""
-    model = double(Apply(lambda m, x: m.head(m.first(scan(x)).tanh()), **first_and_head()))
-    x = torch.randn(size, 3, 3).double()
-    for axis in (None, 0, 1):
-        packprop.extend(model, sample_axis=axis)
-        out = model(x)
-        loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out.detach()))
-        if axis is None:
-            with pytest.raises(PackpropError, match="sample_axis"), packprop.backpack(extensions.BatchGrad()):
-                loss.backward()
-            continue
-        with packprop.backpack(extensions.BatchGrad()):
-            loss.backward()
-        assert len(model.head.weight.grad_batch) == x.shape[axis]
 
 
 def test_first_states_and_layers() -> None:
@@ -231,33 +175,6 @@ def test_a_recurrent_function_with_keywords() -> None:
     assert layer.weight_hh_l0.grad_batch.shape == (4, 8, 2)
 
 
-@pytest.mark.parametrize("declared", [None, 0, 1])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(lambda h: h.squeeze(0), id="squeeze"),
-        pytest.param(lambda h: h[-1], id="last"),
-        pytest.param(lambda h: h.mean(0), id="mean"),
-        pytest.param(lambda h: h.flatten(0, 1), id="flatten"),
-        pytest.param(lambda h: h.transpose(0, 1).reshape(4, -1), id="transpose"),
-    ],
-)
-def test_one_step_of_a_batch_or_one_sample_of_positions(
-    rows: Callable[[Tensor], Tensor], declared: int | None
-) -> None:
-    """``[1, 4, d]`` to ``[4, c]``: four samples of one step, or four positions of one sample."""
-    torch.manual_seed(0)
-    model = double(Apply(lambda m, x: rows(m.head(torch.tanh(m.first(x)))), **first_and_head()))
-    packprop.extend(model, sample_axis=declared)
-    loss = packprop.extend(nn.MSELoss())(model(torch.randn(1, 4, 3).double()), torch.zeros(4, 2).double())
-    told = pytest.raises(PackpropError, match=r"sample_axis=0\) or sample_axis=1")
-    with told if declared is None else nullcontext(), packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-    for parameter in model.parameters() if declared is not None else ():
-        assert len(parameter.grad_batch) == (4 if declared else 1)
-        assert_near(parameter.grad_batch.sum(0), parameter.grad, "sum of rows")
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_steps_and_positions_that_meet_need_no_declaration(steps: int) -> None:
     """A recurrence, and attention, say which axis is time."""
@@ -275,26 +192,3 @@ def test_steps_and_positions_that_meet_need_no_declaration(steps: int) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     attention = Apply(lambda m, x: m.head(m.first(x)).flatten(0, 1), first=layer, head=nn.Linear(4, 2))
     assert set(rows_of(attention, torch.randn(steps, 4, 4).double())) == {steps}
-
-
-@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss], ids=["classes", "entries"])
-def test_losses_of_single_rows_of_one_step_or_one_sample(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """``[1, 4, d]``, and a loss for each of the four rows."""
-    model = packprop.extend(
-        double(Apply(lambda m, x: m.head(m.first(x).tanh()).squeeze(0), **first_and_head()))
-    )
-    targets = torch.tensor([0, 1, 1, 0]) if loss is F.cross_entropy else torch.zeros(4, 2).double()
-    told = pytest.raises(PackpropError, match=r"sample_axis=0\) or sample_axis=1")
-    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
-        sum(map(loss, model(torch.randn(1, 4, 3).double()), targets)).backward()
-
-
-@pytest.mark.xfail(strict=True, reason="numbers have no axis: n of them may be samples in turn, or one sample")
-def test_losses_of_single_numbers_of_one_step() -> None:
-    model = packprop.extend(
-        double(Apply(lambda m, x: m.head(m.first(x).tanh()).squeeze(0), **first_and_head()))
-    )
-    told = pytest.raises(PackpropError)
-    with told, packprop.record(), packprop.backpack(extensions.BatchGrad()):
-        out = model(torch.randn(1, 4, 3).double())
-        sum(F.mse_loss(row[0], torch.zeros_like(row[0])) for row in out).backward()

@@ -54,25 +54,6 @@ def test_samples_mixed_before_the_first_parameter(mix: Callable[[Tensor], Tensor
     check(model, torch.randn(size, 3).double())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_positions_mixed_before_the_first_parameter(size: int) -> None:
-    """``[t, n, d]``: the leading axis may hold positions, and a batch of one is no exception."""
-    model = packprop.extend(
-        double(
-            Apply(
-                lambda m, x: m.head(m.norm(x.softmax(0))).flatten(0, 1),
-                norm=nn.LayerNorm(3),
-                head=nn.Linear(3, 2),
-            )
-        )
-    )
-    x, y = torch.randn(4, size, 3).double(), torch.randn(4 * size, 2).double()
-    loss = packprop.extend(nn.MSELoss())(model(x), y)
-    refused = pytest.raises(PackpropError, match=r"sample_axis=0.*sample_axis=1")
-    with refused, packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-
-
 @pytest.mark.parametrize("first", [nn.Conv2d(1, 3, 2), nn.Sequential(nn.Flatten(), nn.Linear(16, 3))])
 def test_images_of_one_channel_mixed_before_the_first_parameter(first: nn.Module) -> None:
     """The channel is no batch of one."""

@@ -151,7 +151,7 @@ def test_positions_first_behind_features_in_another_order() -> None:
             out: Tensor = self.layer(x.gather(-1, torch.arange(2).roll(1).expand_as(x)))
             return out.transpose(0, 1).flatten(0, 1)
 
-    whole = packprop.extend(Model())
+    whole = packprop.extend(Model(), sample_axis=1)
     with packprop.backpack(extensions.BatchGrad()):
         packprop.extend(nn.MSELoss())(whole(x), y.flatten(0, 1)).backward()
     weight = model[0].weight
@@ -176,8 +176,8 @@ FROM_THE_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("size", [3, 4, 6])
 @pytest.mark.parametrize("name", FROM_THE_INPUTS)
-def test_what_is_mixed_behind_positions_in_another_order(name: str, size: int) -> None:
-    """A batch that is rolled is none of rows in some order: the inputs show where its samples were."""
+def test_batches_behind_positions_in_another_order(name: str, size: int) -> None:
+    """Of a batch that is rolled, sample n is row n of what the loss takes."""
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         h = m.first(FROM_THE_INPUTS[name](x))
@@ -186,15 +186,12 @@ def test_what_is_mixed_behind_positions_in_another_order(name: str, size: int) -
     model = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), mix=nn.Identity()))
     x = torch.randn(size, 6, 3).double()
     check(model, x, seed=0)
-    model.mix = Apply(lambda _, h: h.roll(1, 0))
-    rolled = Apply(
-        lambda m, x: m.model(x).roll(1, 0),
-        model=double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), mix=nn.Identity())),
-    )
-    for mixing in (model, rolled):
-        loss = packprop.extend(nn.MSELoss())(packprop.extend(mixing)(x), torch.zeros(size, 2).double())
-        with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
-            loss.backward()
+    model.mix = Apply(lambda _, h: h.roll(1, 0) + h)
+    loss = packprop.extend(nn.MSELoss())(packprop.extend(model)(x), torch.zeros(size, 2).double())
+    with pytest.raises(PackpropError, match="sample"), packprop.backpack(extensions.BatchGrad()):
+        loss.backward()
+    rolled = double(Apply(forward, first=nn.Linear(3, 3), head=nn.Linear(3, 2), mix=nn.Identity()))
+    check(Apply(lambda m, x: m.model(x).roll(1, 0), model=rolled), x, seed=0)
 
 
 @pytest.mark.parametrize("function", [lambda t: t.topk(1)[0], lambda t: t.sort()[0]], ids=["topk", "sort"])

@@ -31,13 +31,6 @@ def classes(rows: int) -> Tensor:
     return torch.arange(rows) % 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_batch_in_chunks(size: int) -> None:
-    model, loss, x = layer(), packprop.extend(nn.CrossEntropyLoss()), torch.randn(6, 3).double()
-    with pytest.raises(PackpropError):
-        shape_of(model, lambda: loss(torch.cat([model(part) for part in x.split(size)]), classes(6)))
-
-
 @pytest.mark.parametrize(("one", "other"), [(4, 2), (4, 8), (32, 64), (1, 8), (8, 1), (5, 3)])
 def test_two_losses_of_batches_of_other_sizes(one: int, other: int) -> None:
     model = layer()
@@ -55,24 +48,6 @@ def test_batches_of_one_size_are_the_same_samples() -> None:
     x, z = torch.randn(4, 3).double(), torch.randn(4, 3).double()
     found = shape_of(model, lambda: first(model(x), classes(4)) + second(model(z), torch.zeros(4, 2).double()))
     assert found == (4, 2, 3)
-
-
-@pytest.mark.parametrize("kept", [[1, 3, 4], [0, 1, 4], [2, 5], slice(3), slice(3, None), slice(2), slice(4)])
-def test_rows_that_are_left_out_before_the_loss(kept: slice | list[int]) -> None:
-    model, loss, x = layer(), packprop.extend(nn.CrossEntropyLoss()), torch.randn(6, 3).double()
-    with pytest.raises(PackpropError):
-        shape_of(model, lambda: loss(model(x)[kept], classes(6)[kept]))
-
-
-@pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("size", [(), (3, 3)], ids=["feature", "image"])
-def test_a_row_that_is_picked_is_no_batch_of_one(size: Shape, channels: int) -> None:
-    """``[n, 1]``: one feature, or one channel, does not make all rows one sample."""
-    first = nn.Conv2d(channels, 2, 3) if size else nn.Linear(channels, 2)
-    model = packprop.extend(nn.Sequential(first, nn.Flatten(), nn.Linear(2, 2)).double())
-    loss, x = packprop.extend(nn.CrossEntropyLoss()), torch.randn(4, channels, *size).double()
-    with pytest.raises(PackpropError, match="no number of samples fits"):
-        shape_of(model, lambda: loss(model(x)[1:2], classes(1)))
 
 
 @pytest.mark.parametrize("pooled", [True, False])

@@ -37,9 +37,10 @@ class Headed(nn.Module):
         hidden, targets = hidden.flatten(0, -2), targets.flatten(0, x.dim() - 2)
         if not self.fused:
             return F.cross_entropy(F.linear(hidden, weight, bias), targets, **self.kwargs)
-        return F.linear_cross_entropy(
+        loss = F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, options=self.options, **self.kwargs
         )
+        return loss.view(x.shape[:-1]) if loss.dim() else loss
 
 
 def data(tokens: int | None = TOKENS, ignored: int = -100) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the samples are, as users say it: checked against the graph and the inputs."""
+"""The axis of the samples in what the loss takes, as users declare it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import PackpropError
 from tests.cases.models.wrapping import Apply
 from tests.references.running import assert_near
 
@@ -72,7 +72,7 @@ def sequences(layer: nn.Module, last: bool = False) -> nn.Module:
 )
 def test_time_first(layer: Callable[[], nn.Module], times: int, samples: int, last: bool, how: str) -> None:
     x = torch.randn(times, samples, 4).double()
-    check(sequences(layer(), last), x, out_axis=0 if last else 1, how=how)
+    check(sequences(layer(), last), x, out_axis=0 if last else 1, how=how, sample_axis=0 if last else 1)
 
 
 @pytest.mark.parametrize(("times", "samples"), [(5, 3), (4, 4)])
@@ -85,21 +85,14 @@ def test_layers_by_position(times: int, samples: int) -> None:
         check(model, x, out_axis=axis, sample_axis=axis)
 
 
-@pytest.mark.parametrize(
-    "declared",
-    [
-        pytest.param({"src": 1, "src_key_padding_mask": 0}, id="by-name"),
-        pytest.param((1, None, 0), id="in-order"),
-    ],
-)
 @pytest.mark.parametrize(("times", "samples"), [(5, 3), (4, 4)])
-def test_inputs_of_several_kinds(times: int, samples: int, declared: Any) -> None:
-    """A transformer's mask has the samples first, its inputs second."""
+def test_inputs_of_several_kinds(times: int, samples: int) -> None:
+    """A transformer's mask has the samples first, its inputs second: they play no part."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
     x, mask = torch.randn(times, samples, 4).double(), torch.zeros(samples, times, dtype=torch.bool)
     mask[0, -1] = True
-    check(model, x, sample_axis=declared, src_key_padding_mask=mask)
+    check(model, x, src_key_padding_mask=mask)
 
 
 def test_initial_states_have_the_axis_too() -> None:
@@ -121,43 +114,6 @@ def test_what_was_declared_is_checked() -> None:
     assert "5" in caught.value.why
 
 
-def test_different_numbers_of_samples() -> None:
-    model = Apply(lambda m, x, z: m.a(x).mean(1) + m.a(z).mean(1), a=nn.Linear(3, 2)).double()
-    packprop.extend(model, sample_axis=1)
-    with packprop.record():
-        out = model(torch.randn(4, 3, 3).double(), torch.randn(4, 5, 3).double())
-        loss = F.mse_loss(out, torch.randn_like(out))
-    with pytest.raises(PackpropError) as caught, packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-    assert "sample_axis=1" in caught.value.where
-    assert "3 in [4, 3, 3]" in caught.value.why
-    assert "5 in [4, 5, 3]" in caught.value.why
-
-
-def test_an_output_without_such_an_axis() -> None:
-    model = packprop.extend(Apply(lambda m, x: m.a(x).mean(1), a=nn.Linear(3, 2)).double(), sample_axis=1)
-    with packprop.record():
-        loss = F.mse_loss(model(torch.randn(4, 5, 3).double()), torch.zeros(4, 2).double())
-    with pytest.raises(PackpropError, match="sample_axis=1"), packprop.backpack(extensions.BatchGrad()):
-        loss.backward()
-
-
-@pytest.mark.parametrize("declared", ["1", 1.5, ("a",), {"x": "y"}, True])
-def test_what_is_no_declaration(declared: Any) -> None:
-    with pytest.raises(BadInput, match="sample_axis"):
-        packprop.extend(nn.Linear(3, 2), sample_axis=declared)
-    with pytest.raises(BadInput, match="sample_axis"), packprop.record(sample_axis=declared):
-        pass
-
-
-def test_names_and_axes_that_are_not_there() -> None:
-    with pytest.raises(BadInput, match="hidden"):
-        packprop.extend(nn.LSTM(3, 2), sample_axis={"hidden": 1})
-    model = packprop.extend(nn.Linear(3, 2), sample_axis=2)
-    with pytest.raises(BadInput, match="sample_axis=2"):
-        model(torch.randn(4, 3))
-
-
 def test_it_stays_with_copies_and_goes_with_restore() -> None:
     model = packprop.extend(sequences(nn.GRU(4, 4)), sample_axis=1)
     x = torch.randn(4, 4, 4).double()
@@ -176,7 +132,7 @@ def rows_after(model: nn.Module, x: Tensor) -> int:
 
 
 def test_over_a_data_set() -> None:
-    model = packprop.extend(sequences(nn.GRU(4, 4), last=True), sample_axis=1)
+    model = packprop.extend(sequences(nn.GRU(4, 4), last=True))
     data = [(torch.randn(5, n, 4).double(), torch.randn(n, 2).double()) for n in (3, 2)]
     result = packprop.compute(
         model, nn.MSELoss(reduction="sum"), data, [extensions.BatchGrad()], progress=False

@@ -210,8 +210,8 @@ def _unflattened(rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: 
 
 
 def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
-    """The rows in front of a reshape that cut each of them, ``[n, t c]`` to ``[n t, c]``."""
-    if rows.merged or not before or not before[0] or shape[0] % before[0] or shape[0] <= before[0]:
+    """The rows in front of a reshape that cut those of a matrix, ``[n, t c]`` to ``[n t, c]``."""
+    if rows.merged or len(before) != 2 or not before[0] or shape[0] % before[0] or shape[0] <= before[0]:
         return None
     return rows._replace(lead=(before[0], shape[0] // before[0]), merged=True)
 

@@ -54,7 +54,6 @@ def test_losses_are_those_of_a_loop(tmp_path: Path, case: str, reduction: str) -
         x, y = torch.randn(SIZE, 3).double(), torch.randn(SIZE, 2).double()
     else:
         model, x, y = sequences(form)
-        packprop.extend(model, sample_axis=0)  # a batch of one may else be a batch of as many samples as rows
     data = [(part(x, *cut), part(y, *cut)) for cut in [(0, 3), (3, 4), (4, SIZE)]]
     loss = partial(function, reduction=reduction)
     result = compute(model, loss, data, BatchL2Grad(), Variance(), store=tmp_path / "store", losses=True)

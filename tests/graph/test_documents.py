@@ -164,7 +164,7 @@ class Odd(nn.Module):
 def test_parameters_of_all_kinds_against_loops(rows: list[list[int]]) -> None:
     torch.manual_seed(0)
     words, _, documents, targets = packed(rows)
-    model = packprop.extend(Odd(words.shape[1]).double(), sample_axis=0)  # of rows; one may hold samples, too
+    model = packprop.extend(Odd(words.shape[1]).double())
     asked = extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()
     run(model, flattened, (words, targets), *asked, documents=documents)
     with packprop.disable():

@@ -99,6 +99,21 @@ def test_the_reshape_in_front_of_the_loss_shows_whose_rows_they_are(name: str) -
     check(model_of(FLATTENED[name]), torch.randn(N, T, D).double(), N, leading(parts))
 
 
+@pytest.mark.parametrize("samples", [1, N])
+def test_rows_that_were_cut(samples: int) -> None:
+    """``[n, t c]`` to ``[n t, c]``."""
+    model = model_of(lambda m, x: m.first(x).tanh().view(-1, 1))
+    check(model, torch.randn(samples, D).double(), samples, leading(D))
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.GroupNorm])
+def test_a_normalisation_that_the_loss_takes(kind: Any) -> None:
+    """PyTorch folds the samples of an instance norm into its channels."""
+    norm = kind(T, affine=True) if kind is nn.InstanceNorm1d else kind(2, T)
+    model = Apply(lambda m, x: m.norm(m.first(x)), first=nn.Linear(D, D), norm=norm).double()
+    check(model, torch.randn(N, T, D).double(), N, leading())
+
+
 @pytest.mark.parametrize("name", ["flatten", "view"])
 def test_a_batch_of_one_is_one_sample_of_all_rows(name: str) -> None:
     check(model_of(FLATTENED[name]), torch.randn(1, T, D).double(), 1, leading(T))

@@ -253,35 +253,54 @@ def tokens(outputs: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def flat() -> nn.Module:
-    """Positions that never meet, flattened before the loss."""
-    return nn.Sequential(nn.Linear(3, 2), nn.Flatten(0, 1))
+class Steps(nn.Module):
+    """A running sum over the leading axis, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.first(x).cumsum(0))
+        return out
 
 
 ADVICE |= {
-    "a step of samples, or samples of steps": (
-        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y)),
-        "axis 0 or axis 1",
-        "sample_axis=0) or sample_axis=1",
-        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y), axis=1),
+    "steps that meet come first into the loss": (
+        lambda: passing(Steps(), torch.randn(4, 5, 3), mean),
+        "the samples are mixed there: the loss of one of 4",
+        "sample_axis=1",
+        lambda: passing(Steps(), torch.randn(4, 5, 3), mean, axis=1),
     ),
-    "one sample of several steps": (
-        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y)),
-        "axis 0 or axis 1",
-        "sample_axis=0) or sample_axis=1",
-        lambda: passing(flat(), torch.randn(1, 5, 3), lambda f: F.cross_entropy(f, Y), axis=0),
+    "rows of one sample that meet": (
+        lambda: passing(Steps(), torch.randn(4, 5, 3), lambda f: mean(torch.cat([*f]))),
+        "the samples are mixed there: the loss of one of 20",
+        "flatten them in front of it",
+        lambda: passing(Steps(), torch.randn(4, 5, 3), lambda f: mean(f.transpose(0, 1).flatten(0, 1))),
     ),
     "an axis that is not there": (
         lambda: passing(nn.Linear(3, 2), X, mean, axis=2),
-        "has the declared axis",
-        "declare an axis that the inputs have",
-        lambda: passing(nn.Linear(3, 2), X, mean, axis=0),
+        "no such axis",
+        "leave sample_axis out",
+        lambda: passing(nn.Linear(3, 2), X, mean),
     ),
-    "an axis by a wrong name": (
-        lambda: passing(nn.Linear(3, 2), X, mean, axis={"x": 0}),
-        "has the arguments input",
-        "names of those that hold samples",
-        lambda: passing(nn.Linear(3, 2), X, mean, axis={"input": 0}),
+    "the axis of classes": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.cross_entropy(f, Y), axis=1),
+        "that of the classes",
+        "leave sample_axis out",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: F.cross_entropy(f, Y)),
+    ),
+    "losses of different sizes": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: mean(f) + mean(torch.cat([f, f]))),
+        "different numbers of samples",
+        "a pass of its own",
+        lambda: passing(nn.Linear(3, 2), X, mean),
+    ),
+    "losses of numbers": (
+        lambda: passing(nn.Linear(3, 2), X, lambda f: mean(f[0, 0]) + mean(f[1, 0])),
+        "numbers have no axis",
+        "give each loss a row",
+        lambda: passing(nn.Linear(3, 2), X, lambda f: mean(f[0:1]) + mean(f[1:2])),
     ),
     "batch normalisation": (
         lambda: passing(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), X, mean),

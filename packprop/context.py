@@ -25,9 +25,7 @@ from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
-from packprop.graph.documents import without_plan
 from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
 from packprop.graph.terms import meets_samples_unseen
 from packprop.graph.walk import walk
 from packprop.memory.bytes import keep_freed_pages
@@ -38,6 +36,8 @@ from packprop.recording.aside import OwnMode
 from packprop.recording.compiled import warn_of_compiled
 from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
+from packprop.samples.documents import without_plan
+from packprop.samples.locating import check_graph
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
 from packprop.tensors.traced import decided, is_traced

@@ -26,9 +26,9 @@ from packprop.curvature.seeds import columns
 from packprop.engine.request import tasks_by_seed
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.samples import check_graph
 from packprop.graph.sweep import SweepOptions, sweep
 from packprop.graph.walk import walk
+from packprop.samples.locating import check_graph
 from packprop.types import ENTRYWISE, Extension, Seed
 
 Overrides = list[tuple[Tensor, str, Any]]

@@ -14,8 +14,8 @@ from packprop.curvature.second_order import (
 )
 from packprop.graph.graph import Graph
 from packprop.graph.pull import pull_columns
-from packprop.graph.rows import differ, sizes_of
-from packprop.graph.separation import random_powers
+from packprop.samples.rows import differ, sizes_of
+from packprop.samples.separation import random_powers
 from packprop.tensors.layout import Layout
 
 

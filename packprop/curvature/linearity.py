@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.curvature.dependence import upstream_first
 from packprop.functions.nodes import kind_of
 from packprop.graph.graph import Graph
-from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import has_complex_numbers, made_by
+from packprop.samples.separation import layouts_at
 from packprop.tensors.layout import Layout
 
 

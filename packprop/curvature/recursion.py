@@ -32,9 +32,9 @@ from packprop.errors import PackpropError
 from packprop.functions.nodes import ENTRYWISE, RESHAPES, kind_of, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import layouts_at
 from packprop.graph.site import Site
 from packprop.graph.traversal import has_complex_numbers, made_by
+from packprop.samples.separation import layouts_at
 from packprop.tensors.dry import has_fault
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype

@@ -29,8 +29,8 @@ from packprop.functions.losses.description import (
     without_classes,
 )
 from packprop.graph.graph import Graph, ReachedLoss
-from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import made_by
+from packprop.samples.separation import layouts_at
 from packprop.tensors.state import version
 from packprop.types import EMPIRICAL, ENTRYWISE, EXACT, Seed
 

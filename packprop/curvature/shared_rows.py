@@ -14,8 +14,8 @@ from packprop.curvature.linearity import Nonlinearity
 from packprop.functions.nodes import CONVOLUTIONS, name_of_node
 from packprop.graph.graph import Graph, ReachedUse
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import layouts_at
 from packprop.graph.traversal import made_by
+from packprop.samples.separation import layouts_at
 from packprop.tensors.layout import Layout
 
 WORTH_A_BATCH = 4

@@ -31,9 +31,9 @@ from packprop.engine.loss_terms import reduction_and_divisor
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.recording.switch import record
+from packprop.samples.locating import check_graph
 from packprop.tensors.calling import LossFunction, outputs_and_loss
 from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import abandon_forward, coming_to_units, reshard

@@ -19,8 +19,8 @@ from packprop.engine.probes import Groups, OfGroup
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.completeness import require_loss_inputs
 from packprop.graph.graph import Graph
-from packprop.graph.samples import require_terms
 from packprop.recording.reentrant import OTHER_KIND
+from packprop.samples.locating import require_terms
 from packprop.types import GRADIENT, INPUTS, Extension, Row, Seed
 
 

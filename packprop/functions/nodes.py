@@ -200,8 +200,13 @@ def _uses_running_statistics(node: Node) -> bool:
 
 def axis_of_rows(node: Node, axes: int) -> int:
     """The axis, of so many, along which a softmax took entries together."""
-    axis = int(node._saved_dim)  # type: ignore[attr-defined]  # a name that autograd makes
-    return (axis - 2**64 if axis >= 2**63 else axis) % axes  # shown without a sign
+    return int(saved_option(node, "dim")) % axes
+
+
+def saved_option(node: Node, name: str) -> Any:
+    """What a node saved beside tensors under a name, such as ``dim``; autograd shows numbers without a sign."""
+    value = getattr(node, f"_saved_{name}")
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def is_wrong_in_third_order(node: Node) -> bool:

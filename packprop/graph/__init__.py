@@ -1,1 +1,1 @@
-"""The autograd graph between a loss and the parameters: its uses, its samples, sweeps through it."""
+"""The autograd graph between a loss and the parameters: its uses, and sweeps through it."""

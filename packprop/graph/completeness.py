@@ -16,7 +16,6 @@ from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, Struct
 from packprop.functions.fallback import pulled_samplewise
 from packprop.functions.nodes import is_change_of_view
 from packprop.graph.graph import EAGER, Graph, ReachedUse
-from packprop.graph.sample_errors import nested
 from packprop.graph.search import nodes_above
 from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
@@ -127,6 +126,17 @@ def require_data(graph: Graph) -> None:
     ]
     if made_nested:
         raise nested(graph.label(made_nested[-1]))
+
+
+def nested(where: str) -> PackpropError:
+    """The error for rows that differ in length within one tensor."""
+    return PackpropError(
+        "A quantity beyond the gradient was asked for.",
+        where,
+        "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
+        "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
+        "or ignore_index",
+    )
 
 
 def require_separable(graph: Graph) -> None:

@@ -36,8 +36,8 @@ from packprop.functions.operands import (
     is_linear,
     saved_constants,
 )
+from packprop.graph.completeness import nested
 from packprop.graph.graph import Graph
-from packprop.graph.sample_errors import nested
 from packprop.graph.search import nodes_above
 from packprop.graph.traversal import depth_first, made_by, upstream_of
 from packprop.recording.marks import CHOSEN, EXTENDED, marks_of

@@ -33,12 +33,12 @@ from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import grows
 from packprop.errors import PackpropError, PackpropWarning
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.samples import check_graph, copy_sample_locations, is_order_of_data
 from packprop.graph.walk import walk
 from packprop.memory.line import Line, forms_gradients, line_of
 from packprop.memory.peaks import Peak, PeakRecorder
 from packprop.memory.plan import ASKED, Plan, leaf_shapes, options_of, use_shapes
 from packprop.memory.step import PlannedStep, copy_without_data
+from packprop.samples.locating import check_graph, copy_sample_locations, is_order_of_data
 from packprop.tensors.dry import TensorSpec, dry_run
 from packprop.tensors.names import named_parameters
 from packprop.tensors.nesting import map_instances, map_tensors, tensors_in

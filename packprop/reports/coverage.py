@@ -16,7 +16,6 @@ from packprop.curvature.seeds import columns
 from packprop.errors import BadInput, PackpropError
 from packprop.functions.entry import Entry
 from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
 from packprop.graph.search import leaves_above, nodes_above
 from packprop.graph.walk import walk
 from packprop.recording.marks import MIXES, USE, RecordedUse, marks_of
@@ -24,6 +23,7 @@ from packprop.recording.switch import record
 from packprop.recording.unchanged import unchanged
 from packprop.reports.coverage_families import families_of
 from packprop.reports.coverage_values import Consumption, Coverage, ParameterCoverage
+from packprop.samples.locating import check_graph
 from packprop.tensors.calling import call
 from packprop.tensors.names import named_modules, named_parameters
 from packprop.tensors.nesting import tensors_in

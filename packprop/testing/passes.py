@@ -18,8 +18,8 @@ from packprop.engine.backward_pass import BackwardPass
 from packprop.engine.chunks import ChunkSizes, default_chunk_sizes
 from packprop.engine.request import Request
 from packprop.graph.graph import Graph
-from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
+from packprop.samples.locating import check_graph
 from packprop.testing.loops import Loops
 from packprop.testing.problem import Problem, fixed_random_state
 from packprop.testing.report import Named

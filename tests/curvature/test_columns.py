@@ -8,8 +8,8 @@ from torch import nn
 
 import packprop
 from packprop.curvature.seeds import columns
-from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
+from packprop.samples.locating import check_graph
 from packprop.types import ENTRYWISE, EXACT, Seed
 
 

@@ -15,7 +15,7 @@ import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
 from packprop.graph import samples as located
-from packprop.graph.hidden_mixing import parts
+from packprop.samples.hidden_mixing import parts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double
 

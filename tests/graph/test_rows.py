@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from packprop.graph.rows import levels
+from packprop.samples.rows import levels
 from packprop.tensors.layout import layout_of_rows
 from tests.cases.models.experts import Mixture
 from tests.cases.models.wrapping import Apply

@@ -28,6 +28,7 @@ FLOORS = (
     ("functions",),
     ("recording",),
     ("graph",),
+    ("samples",),
     ("curvature",),
     ("engine",),
     ("extensions",),
@@ -50,6 +51,7 @@ AUTOGRAD = {
     "functions/operands": "knows what nodes of the graph were given, by name",
     "recording": "leaves uses on the nodes of the graph, and runs parts of the forward pass again",
     "graph": "walks the graph and sweeps through it",
+    "samples": "feeds samples in at the losses, and follows their rows",
     "curvature": "feeds columns in, and differentiates twice",
     "engine/gradient": "sweeps the gradient where no pass of the user's does",
     "memory": "runs a step without data",
@@ -274,7 +276,7 @@ FAULTS = [
     (
         upward,
         {"types.py": "import torch\ndef late():\n    from packprop import context\n"},
-        "types.py:3 (floor 3) imports context.py (floor 12)",
+        "types.py:3 (floor 3) imports context.py (floor 13)",
     ),
     (
         upward,
@@ -284,17 +286,17 @@ FAULTS = [
     (
         upward,
         {"functions/entry.py": "from packprop import extend\n"},
-        "functions/entry.py:1 (floor 4) imports __init__.py (floor 20)",
+        "functions/entry.py:1 (floor 4) imports __init__.py (floor 21)",
     ),
     (
         upward,
         {"functions/entry.py": "from ..extensions import BatchGrad\n"},
-        "functions/entry.py:1 (floor 4) imports extensions/__init__.py (floor 9)",
+        "functions/entry.py:1 (floor 4) imports extensions/__init__.py (floor 10)",
     ),
     (
         upward,
         {"extensions/first_order.py": "from ..context import backpack\n"},
-        "extensions/first_order.py:1 (floor 9) imports context.py (floor 12)",
+        "extensions/first_order.py:1 (floor 10) imports context.py (floor 13)",
     ),
     (
         upward,
@@ -302,7 +304,7 @@ FAULTS = [
             "recording/recorder.py": "import importlib\n"
             "importlib.import_module('..reports.cli', 'packprop.recording')\n"
         },
-        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 16)",
+        "recording/recorder.py:2 (floor 5) imports reports/cli.py (floor 17)",
     ),
     (
         circular,

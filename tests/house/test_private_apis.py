@@ -32,7 +32,6 @@ PRIVATE = {
 # Names with an underscore that PyTorch's own documentation shows how to use: files, and the page.
 DOCUMENTED = {
     "_saved_training": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
-    "_saved_dim": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
     "_saved_weight": ({"functions/nodes.py"}, "notes/autograd.html#saved-tensors"),
     "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
     "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError, PackpropWarning
-from packprop.graph.samples import check_graph
 from packprop.graph.walk import walk
 from packprop.memory.live import LiveBytes
 from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.planning import plan_again
+from packprop.samples.locating import check_graph
 from packprop.tensors.nesting import tensors_in
 from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.separation import Fitting, ModelOutput, by_sample, noise_at, ones_at, sizes_of_rows
 from packprop.graph.sweep import (
     ONE_COLUMN_WITHOUT_INPUTS,
     SweepOptions,
@@ -41,6 +40,7 @@ from packprop.graph.sweep import (
     passing_nothing,
     sweep,
 )
+from packprop.samples.separation import Fitting, ModelOutput, by_sample, noise_at, ones_at, sizes_of_rows
 from packprop.tensors.layout import Layout
 from packprop.tensors.state import version
 

@@ -30,11 +30,11 @@ from packprop.functions.losses import LOSSES
 from packprop.functions.losses.description import without_classes
 from packprop.functions.operands import has_kinks, is_linear
 from packprop.graph.graph import Graph, OpenPlace, ReachedLoss
-from packprop.graph.hidden_mixing import parts
-from packprop.graph.joining import entries_join
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import ModelOutput, by_sample, noise_at
 from packprop.graph.traversal import made_by
+from packprop.samples.hidden_mixing import parts
+from packprop.samples.joining import entries_join
+from packprop.samples.separation import ModelOutput, by_sample, noise_at
 from packprop.tensors.layout import Layout
 
 _MERGED = Layout(None, 1)

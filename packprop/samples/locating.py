@@ -19,19 +19,19 @@ from packprop.graph.completeness import (
     require_separable,
 )
 from packprop.graph.graph import WHOLE, Graph
-from packprop.graph.hidden_mixing import Look, dependence, find_hidden
-from packprop.graph.loss_mixing import require_separate_losses
-from packprop.graph.loss_rows import locate_rows
 from packprop.graph.own_backward import require_linear_backward, starts_of
-from packprop.graph.sample_errors import mixed, require_samples
-from packprop.graph.separation import (
+from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
+from packprop.samples.errors import mixed, require_samples
+from packprop.samples.hidden_mixing import Look, dependence, find_hidden
+from packprop.samples.loss_mixing import require_separate_losses
+from packprop.samples.loss_rows import locate_rows
+from packprop.samples.separation import (
     Fitting,
     admitted_layouts,
     layouts_at,
     model_outputs,
     separate,
 )
-from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.traced import is_traced, require_untraced

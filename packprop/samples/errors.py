@@ -8,8 +8,8 @@ from torch import Tensor
 
 from packprop.errors import PackpropError
 from packprop.graph.graph import Graph, ReachedUse
-from packprop.graph.loss_rows import declaration
-from packprop.graph.separation import ModelOutput
+from packprop.samples.loss_rows import declaration
+from packprop.samples.separation import ModelOutput
 
 
 def mixed(graph: Graph, mixing: ReachedUse, hiding: Tensor | None = None) -> PackpropError:
@@ -79,14 +79,3 @@ def require_samples(graph: Graph, outputs: Sequence[ModelOutput]) -> None:
             "let the model return what the number is computed from, and compute the loss outside of it; or "
             "give the loss function that it calls a rule by packprop.register_loss",
         )
-
-
-def nested(where: str) -> PackpropError:
-    """The error for rows that differ in length within one tensor."""
-    return PackpropError(
-        "A quantity beyond the gradient was asked for.",
-        where,
-        "it made a nested tensor, whose rows differ in length: no axis of it holds the samples",
-        "pad the rows to one length (to_padded_tensor), and take what was padded out of the loss: a mask, "
-        "or ignore_index",
-    )

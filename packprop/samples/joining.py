@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from packprop.graph.hidden_mixing import parts
 from packprop.graph.pull import pull_columns
-from packprop.graph.separation import ModelOutput, by_sample, ones_at
 from packprop.graph.sweep import unmasked
 from packprop.graph.traversal import made_by
+from packprop.samples.hidden_mixing import parts
+from packprop.samples.separation import ModelOutput, by_sample, ones_at
 from packprop.tensors.layout import Layout, possible_layouts
 
 

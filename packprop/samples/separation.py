@@ -28,11 +28,11 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.functions.losses import Loss, describe, number_of_samples
 from packprop.functions.nodes import ENTRYWISE, name_of_node
 from packprop.graph.graph import WHOLE, Graph, ReachedUse
-from packprop.graph.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
 from packprop.graph.search import nodes_above
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, SweepOptions, sweep
 from packprop.graph.traversal import made_by
 from packprop.recording.marks import ForwardCall, RecordedUse
+from packprop.samples.rows import Place, Sweeps, differ, layouts_of_rows, levels, sequences_of, sizes_of
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout, possible_layouts
 from packprop.tensors.traced import decided

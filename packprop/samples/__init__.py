@@ -1,0 +1,1 @@
+"""Where the samples of a pass are, and whether they stay apart."""

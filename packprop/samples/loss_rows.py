@@ -1,0 +1,198 @@
+"""Which sample each row of a loss's input belongs to.
+
+# NOTE [Rows of a loss]
+Sample n is row n of what a loss takes, along axis 0 or the declared ``sample_axis``, as ``vmap`` has it. A loss
+over ``[n t, c]`` takes rows that were flattened: the graph holds the reshape, and the tensor in front of it has
+the samples on that axis. So packprop follows the rows upstream, through functions that keep the leading axis,
+to the nearest reshape that merged axes into it. It reads nothing else from the graph, with one exception:
+several losses that take parts of one tensor (a head in chunks, a loop over rows) take the rows of that tensor.
+
+The model's inputs say nothing here. Whether the rows stay apart on their way through the model is checked
+afterwards, see NOTE [Separation].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from packprop.errors import PackpropError
+from packprop.graph.graph import WHOLE, Graph
+from packprop.samples.documents import layouts_of_documents
+from packprop.samples.separation import ModelOutput
+from packprop.samples.tracing import Rows, followed, picked
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import Layout, layout_of_rows, possible_layouts
+
+
+def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list[list[Layout]]]:
+    """The number of samples, and where the outputs of the model hold them; see NOTE [Rows of a loss].
+
+    Returns:
+        The number, and choices of one layout for each output. There are several where no loss is known to take
+        a tensor: the sweeps tell which is right, and the first is where a loss would take the samples.
+
+    Raises:
+        PackpropError: If losses disagree, or the declared axis is not there.
+    """
+    if graph.documents is not None:
+        layouts = layouts_of_documents(graph, outputs)
+        return layouts[0].samples, [layouts]
+    axis = declared_axis(graph)
+    found = [_rows_of(output) if output.decides else None for output in outputs]
+    wholes = Counter(rows.whole for rows in found if rows is not None and rows.whole is not None)
+    layouts_found = [
+        _layout(
+            graph, output, rows, axis, rows is not None and rows.whole is not None and wholes[rows.whole] > 1
+        )
+        if output.decides
+        else None
+        for output, rows in zip(outputs, found, strict=True)
+    ]
+    numbers = {layout.samples for layout in layouts_found if layout is not None}
+    if len(numbers) > 1:
+        raise _disagreement(graph, outputs, layouts_found)
+    samples = numbers.pop() if numbers else 1
+    each = [
+        _anywhere(graph, output, samples, axis) if layout is None else [layout]
+        for output, layout in zip(outputs, layouts_found, strict=True)
+    ]
+    choices = range(max(map(len, each)))
+    return samples, [[layouts[min(choice, len(layouts) - 1)] for layouts in each] for choice in choices]
+
+
+def declared_axis(graph: Graph) -> int | None:
+    """The ``sample_axis`` that was declared for the models of a pass.
+
+    Raises:
+        PackpropError: If several were.
+    """
+    said = sorted({forward.declared for forward in graph.forwards if forward.declared is not None})
+    if len(said) > 1:
+        raise PackpropError(
+            graph.asked,
+            f"models with sample_axis={said[0]} and sample_axis={said[1]}",
+            "one loss takes what both made, and has one axis of samples",
+            "declare the same axis for all of them: that of what the loss takes",
+        )
+    return said[0] if said else None
+
+
+def declaration(graph: Graph) -> str:
+    """The declaration as users wrote it; empty if there is none."""
+    said = declared_axis(graph)
+    return "" if said is None else f"sample_axis={said}"
+
+
+def _rows_of(output: ModelOutput) -> Rows | None:
+    """Where the rows of an output of the model come from; ``None`` where the loss knows its axis of samples."""
+    if output.loss.sample_axis is not None:
+        return None
+    return (
+        picked(output.edge)
+        if output.loss.one_sample or not output.shape
+        else followed(output.edge, output.shape)
+    )
+
+
+def _layout(
+    graph: Graph, output: ModelOutput, rows: Rows | None, declared: int | None, in_turn: bool
+) -> Layout:
+    """Where an output of the model holds the samples."""
+    shape, known = output.shape, output.loss.sample_axis
+    if rows is None:  # the loss knows its axis
+        return _along(known or 0, shape[known or 0])
+    if not (rows.merged or (in_turn and rows.places is not None)):
+        if output.loss.one_sample or not shape:
+            return WHOLE
+        axis = declared or 0
+        axis = axis + len(shape) if axis < 0 else axis
+        if not 0 <= axis < len(shape) or axis == output.loss.class_axis:
+            raise _absent(graph, output, declared)
+        return _along(axis, shape[axis])
+    if not shape:
+        raise _numbers(graph)
+    axis = declared or 0
+    axis = axis + len(rows.lead) + len(shape) - 1 if axis < 0 else axis
+    if not 0 <= axis < len(rows.lead):
+        raise _absent(graph, output, declared)
+    samples = rows.lead[axis]
+    if samples == 1:
+        return WHOLE
+    owners = rows.owners(axis)
+    parts = len(owners) // samples if samples else 1
+    if np.array_equal(owners, np.arange(samples).repeat(parts)):
+        return Layout(0, samples, parts)
+    if np.array_equal(owners, np.tile(np.arange(samples), parts)):
+        return Layout(0, samples, parts, major=False)
+    if is_dry_run():
+        raise PackpropError(
+            "A plan was asked for.",
+            "losses that take chunks of the samples in turn",
+            "a plan is made without data, and only data tell which rows of a chunk belong to which sample",
+            "let each chunk hold some positions of all samples (hidden.split(size, dim=1)), or leave the plan "
+            "and memory=... out",
+        )
+    owners = owners.repeat(shape[0]) if output.loss.one_sample else owners
+    return layout_of_rows(0, torch.from_numpy(owners), samples)
+
+
+def _along(axis: int, samples: int) -> Layout:
+    return WHOLE if samples == 1 else Layout(axis, samples)
+
+
+def _anywhere(graph: Graph, output: ModelOutput, samples: int, declared: int | None) -> list[Layout]:
+    """Where a tensor that no loss is known to take may hold the samples: first of all where a loss would."""
+    layouts = possible_layouts(output.shape, samples)
+    try:
+        usual = _layout(graph, output, _rows_of(output), declared, False)
+    except PackpropError:
+        usual = None
+    if usual is not None and usual.samples == samples:
+        layouts.insert(0, usual)
+    if not layouts:
+        raise PackpropError(
+            graph.asked,
+            f"a tensor of shape {list(output.shape)} that a term of the loss is made of",
+            f"no axis of it holds the {samples} samples of the loss",
+            "take the term in a pass of its own",
+        )
+    return layouts
+
+
+def _absent(graph: Graph, output: ModelOutput, declared: int | None) -> PackpropError:
+    is_classes = declared is not None and declared % max(1, len(output.shape)) == output.loss.class_axis
+    return PackpropError(
+        graph.asked,
+        f"what a loss takes, of shape {list(output.shape)}",
+        f"sample_axis={declared or 0} says which axis of it holds the samples, "
+        + ("which is that of the classes" if is_classes else "and it has no such axis"),
+        "leave sample_axis out where the loss takes the samples first, whatever the model's inputs have first; "
+        "or declare the axis of what the loss takes",
+    )
+
+
+def _numbers(graph: Graph) -> PackpropError:
+    return PackpropError(
+        graph.asked,
+        "several losses, each of a single number",
+        "numbers have no axis that holds the samples",
+        "give each loss a row: F.mse_loss(out[n : n + 1], y[n : n + 1]), or one loss all rows",
+    )
+
+
+def _disagreement(
+    graph: Graph, outputs: Sequence[ModelOutput], layouts: Sequence[Layout | None]
+) -> PackpropError:
+    pairs = [(output, layout) for output, layout in zip(outputs, layouts, strict=True) if layout is not None]
+    said = ", ".join(f"{layout.samples} in {list(output.shape)}" for output, layout in pairs)
+    return PackpropError(
+        graph.asked,
+        f"{len(pairs)} losses, or outputs of the model",
+        f"they take different numbers of samples: {said}. Sample n is row n of what each loss takes",
+        "flatten positions in front of the loss, logits.flatten(0, 1), so that the graph shows whose they are; "
+        "declare the axis of what the losses take (sample_axis=...); or take each loss in a pass of its own",
+    )

@@ -1,0 +1,223 @@
+"""Follow the rows of a tensor upstream, to where they run along axes of their own; see NOTE [Rows of a loss]."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.functions.nodes import ENTRYWISE, RESHAPES, name_of_node, names_of_nodes, saved_option
+from packprop.graph.traversal import made_by
+from packprop.tensors.dry import is_dry_run
+
+SAME = ENTRYWISE | names_of_nodes(
+    "Add Sub Rsub Mul Div ToCopy LogSoftmax Softmax NativeDropout NativeLayerNorm MaskedFill Where"
+)
+"""Functions whose output has the rows of an input of the same shape."""
+
+
+ROWS_OF_MATRICES = {"Mm": 0, "Addmm": 1}
+"""Products of matrices, with the place of the factor whose rows their output has."""
+
+
+PICKS = names_of_nodes("Select Unbind")
+"""Functions that take one entry along an axis."""
+
+
+PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index")
+"""Functions that take some entries along an axis."""
+
+
+Numbers = npt.NDArray[np.int64]
+"""Whole numbers that hold data in a dry run, too."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a loss's input come from.
+
+    Args:
+        lead: Extents of the axes that the rows run along, in the tensor that they were followed to.
+        places: The place of each row among these, flattened ``[k]``; ``None`` for all of them in order.
+        merged: Whether a reshape merged the axes.
+        whole: The tensor that parts were taken of, by node and number; ``None`` if none were.
+    """
+
+    lead: tuple[int, ...]
+    places: Numbers | None = None
+    merged: bool = False
+    whole: tuple[Node, int] | None = None
+
+    def owners(self, axis: int) -> Numbers:
+        """The index of each row along one of the axes ``[k]``."""
+        places = np.arange(math.prod(self.lead)) if self.places is None else self.places
+        return places // math.prod(self.lead[axis + 1 :]) % self.lead[axis]
+
+
+def followed(edge: GradientEdge, shape: torch.Size) -> Rows:
+    """Where the rows along the leading axis of a tensor come from, as far as the graph shows it.
+
+    Args:
+        edge: Where the tensor came from.
+        shape: Its shape.
+    """
+    rows = Rows((shape[0],))
+    while True:
+        name = name_of_node(edge.node)
+        above = _input_with_rows(edge.node, name, shape)
+        if above is None:
+            return rows
+        before = _shape_of(above)
+        if name in RESHAPES:
+            further = _unflattened(rows, before, shape, keeps_axes=name in ("Squeeze", "Unsqueeze"))
+        elif name in PARTS:
+            further = _part(rows, edge, above, before, shape)
+        elif name in PICKS:
+            further = rows if _axis(edge.node, before) >= _axes_of(rows, shape) else None
+        else:
+            further = rows
+        if further is None:
+            return rows
+        rows, edge, shape = further, above, before
+
+
+def picked(edge: GradientEdge) -> Rows:
+    """Where a tensor without an axis of rows comes from: one entry of another tensor, or of nothing known."""
+    picks = []
+    while name_of_node(edge.node) in PICKS:
+        node, number = edge.node.next_functions[0]
+        assert node is not None
+        above = GradientEdge(node, number)
+        axis = _axis(edge.node, _shape_of(above))
+        picks.append((axis, _index(edge, _shape_of(above)[axis])))
+        edge = above
+    shape = _shape_of(edge)
+    axes, index = list(range(len(shape))), {}
+    for axis, place in reversed(picks):  # the first to be applied was met last
+        index[axes.pop(axis)] = place
+    lead = len(index)
+    if not picks or sorted(index) != list(range(lead)):
+        return Rows((1,))
+    place = 0
+    for axis in range(lead):
+        place = place * shape[axis] + index[axis]
+    return Rows(tuple(shape[:lead]), np.array([place]), whole=(edge.node, edge.output_nr))
+
+
+def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
+    """The input of a node whose rows its output has; ``None`` where that is not known."""
+    inputs = [None if above is None else GradientEdge(above, number) for above, number in node.next_functions]
+    if name in SAME:
+        return next((each for each in inputs if each is not None and _shape_of(each) == shape), None)
+    if name in ROWS_OF_MATRICES:
+        factor = inputs[ROWS_OF_MATRICES[name]]
+        return factor if len(shape) == 2 else None
+    return inputs[0] if name in RESHAPES | PARTS | PICKS else None
+
+
+def _unflattened(rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool) -> Rows | None:
+    """The rows in front of a reshape; ``None`` where the leading axes are not whole there."""
+    count = _axes_of(rows, shape)
+    same = len(before) - (len(shape) - count)
+    if same > 0 and before[same:] == shape[count:]:
+        axes: int | None = same
+    else:
+        axes = _leading(before, math.prod(shape[:count]))
+    if axes is None:
+        return _cut(rows, before, shape)
+    if rows.merged or keeps_axes or axes < 2 or axes <= count:
+        return rows
+    return rows._replace(lead=tuple(before[:axes]), merged=True)
+
+
+def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:
+    """The rows in front of a reshape that cut those of a matrix, ``[n, t c]`` to ``[n t, c]``."""
+    if rows.merged or len(before) != 2 or not before[0] or shape[0] % before[0] or shape[0] <= before[0]:
+        return None
+    return rows._replace(lead=(before[0], shape[0] // before[0]), merged=True)
+
+
+def _part(
+    rows: Rows, edge: GradientEdge, above: GradientEdge, before: torch.Size, shape: torch.Size
+) -> Rows | None:
+    """The rows in the tensor that some entries along an axis were taken of."""
+    node = edge.node
+    if name_of_node(node) == "Index":
+        return _chosen(rows, node, above, before)
+    axis, count = _axis(node, before), _axes_of(rows, shape)
+    if axis >= count:
+        return rows
+    if len(rows.lead) != count or math.prod(before[:count]) == 0:
+        return None
+    taken = np.arange(before[axis])[_slice(edge, before[axis])]
+    if len(taken) != rows.lead[axis]:
+        return None
+    lead = (*rows.lead[:axis], before[axis], *rows.lead[axis + 1 :])
+    places = np.arange(math.prod(lead)).reshape(lead).take(taken, axis).flatten()
+    places = places if rows.places is None else places[rows.places]
+    return rows._replace(lead=lead, places=places, whole=(above.node, above.output_nr))
+
+
+def _chosen(rows: Rows, node: Node, above: GradientEdge, before: torch.Size) -> Rows | None:
+    """The rows in the tensor that an index or a mask of its leading axes took them of."""
+    indices = saved_option(node, "indices")
+    if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
+        return None
+    index = indices[0].cpu()
+    if index.dtype == torch.bool:
+        lead, places = tuple(before[: index.dim()]), index.flatten().nonzero().flatten()
+    elif index.dim() == 1:
+        lead, places = tuple(before[:1]), index.remainder(before[0])
+    else:
+        return None
+    own: Numbers = places.numpy()
+    own = own if rows.places is None else own[rows.places]
+    return Rows(lead, own, len(lead) > 1, (above.node, above.output_nr))
+
+
+def _axis(node: Node, before: torch.Size) -> int:
+    """The axis that a node took entries along."""
+    return int(saved_option(node, "dim")) % max(1, len(before))
+
+
+def _index(edge: GradientEdge, extent: int) -> int:
+    """The entry that ``Select`` or ``Unbind`` took."""
+    if name_of_node(edge.node) == "Unbind":
+        return edge.output_nr
+    return int(saved_option(edge.node, "index")) % extent
+
+
+def _slice(edge: GradientEdge, extent: int) -> slice:
+    """The entries that a slice or a split took."""
+    node, number = edge.node, edge.output_nr
+    name = name_of_node(node)
+    if name == "Slice":
+        return slice(*(saved_option(node, each) for each in ("start", "end", "step")))
+    if name.endswith("WithSizes"):
+        sizes = [int(size) for size in saved_option(node, "split_sizes")]
+    else:
+        sizes = [int(saved_option(node, "split_size"))] * (number + 1)
+    start = sum(sizes[:number])
+    return slice(start, min(extent, start + sizes[number]))
+
+
+def _axes_of(rows: Rows, shape: torch.Size) -> int:
+    """How many leading axes of a tensor the rows run along."""
+    own = len(rows.lead)
+    if tuple(shape[:own]) == rows.lead:
+        return own
+    axes = _leading(shape, math.prod(rows.lead))
+    return 1 if axes is None else axes
+
+
+def _leading(shape: torch.Size, entries: int) -> int | None:
+    """The fewest leading axes with so many entries in all."""
+    sizes = (axes for axes in range(1, len(shape) + 1) if math.prod(shape[:axes]) == entries)
+    return next(sizes, None)
+
+
+def _shape_of(edge: GradientEdge) -> torch.Size:
+    return torch.Size(made_by(edge.node)[edge.output_nr].shape)

@@ -57,7 +57,13 @@ from packprop.recording.provenance import Expansions, Provenance, Sorted
 from packprop.recording.regions import input_source, region_under
 from packprop.recording.saved_hooks import Hooks, hooks_in_force, is_counted
 from packprop.tensors.dry import TensorSpec, is_dry_run
-from packprop.tensors.nesting import map_instances, map_tensors, tensors_in, tensors_of_call
+from packprop.tensors.nesting import (
+    map_instances,
+    map_tensors,
+    tensors_in,
+    tensors_in_objects,
+    tensors_of_call,
+)
 from packprop.tensors.random import random_states, states_if_drawn
 from packprop.tensors.traced import is_traced
 
@@ -132,7 +138,7 @@ class Recorder(OwnMode):
         forward.arguments.append(map_tensors(TensorSpec.of, inputs))
         module = forward.module()
         is_loss = module is not None and not forward.has_parameters
-        tensors = list(tensors_in(inputs))
+        tensors = list(tensors_in_objects(inputs))
         declared = vars(module).get(AXIS) if module is not None else None
         forward.declared = self.sample_axis if declared is None else declared
         own = {id(each) for each in tensors if isinstance(each, nn.Parameter) and forward.owns(each)}

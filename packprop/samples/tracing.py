@@ -1,4 +1,4 @@
-"""Follow the rows of a tensor upstream, to where they run along axes of their own; see NOTE [Rows of a loss]."""
+"""Follow rows of a tensor upstream, to where they run along axes of their own; see NOTE [Rows of a loss]."""
 
 from __future__ import annotations
 

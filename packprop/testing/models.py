@@ -66,7 +66,8 @@ def check_model(
         targets: What the loss takes beside the model's outputs.
         extensions: What to compare; by default all of first order and, unless the engine refuses
             them, exact GGNs.
-        axis: The axis on which tensors among the inputs hold the samples.
+        axis: The axis on which tensors among the inputs hold the samples. The axis of what the loss takes is
+            declared as everywhere: ``extend(model, sample_axis=...)``.
         tolerance: Largest relative error allowed.
 
     Returns:
@@ -104,7 +105,7 @@ def compare(ledger: Ledger, problem: Problem, extensions: Sequence[Extension]) -
             f"{ledger.subject}: numbers of samples were compared.",
             f"inputs with {problem.samples} samples on axis {problem.axis}",
             f"the engine takes them for {samples} samples",
-            "put the samples on the leading axis of the model's inputs and of the loss's input",
+            "sample n is row n of what the loss takes: extend(model, sample_axis=...) says on which axis",
             float("inf"),
         )
     loops = Loops(problem, ledger)

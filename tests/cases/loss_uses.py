@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import packprop
 from tests.cases.building import FLATTENED, SMOKE, classes, labels, net, regression, tokens
 from tests.cases.case import Case, Data, Functional, along, call
 from tests.cases.models.attention import Attention
@@ -129,7 +130,6 @@ def cases() -> Iterator[Case]:
         classes((2, 3), 3, (2,)),
         output=_flat,
         score=_flat_score,
-        sizes=(3,),  # [1, t, d] against t rows of the loss is refused where no position meets another
         tags=FLATTENED,
     )
     yield Case(
@@ -143,10 +143,13 @@ def cases() -> Iterator[Case]:
     )
     yield Case(
         "flattened-time-first",
-        lambda: Apply(
-            lambda m, x: m.head(torch.tanh(m.layer(x).cumsum(0))),
-            layer=nn.Linear(2, 2),
-            head=nn.Linear(2, 3),
+        lambda: packprop.extend(
+            Apply(
+                lambda m, x: m.head(torch.tanh(m.layer(x).cumsum(0))),
+                layer=nn.Linear(2, 2),
+                head=nn.Linear(2, 3),
+            ),
+            sample_axis=1,
         ),
         nn.CrossEntropyLoss,
         lambda n: (torch.randn(2, n, 2), torch.randint(3, (2, n))),
@@ -154,7 +157,6 @@ def cases() -> Iterator[Case]:
         score=_flat_score,
         take_input=along(1),
         take_target=along(1),
-        sizes=(3,),  # [t, 1, d] against t rows of the loss is refused: it could be a batch of t samples
         tags=FLATTENED,
     )
     yield Case(

@@ -27,7 +27,6 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, default=Path(tempfile.gettempdir(), "hunt.json"), help="where the report goes"
     )
-    parser.add_argument("--large", action="store_true", help="as if inputs were too large to be copied")
     parser.add_argument(
         "--operators",
         nargs="?",
@@ -39,19 +38,19 @@ def main() -> int:
     if chosen.operators is not None:
         return _operators(chosen.operators)
     if chosen.only is not None:
-        start(chosen.large)
+        start()
         return _one(chosen.only)
     seeds = range(chosen.seed, chosen.seed + chosen.graphs)
     end = time.monotonic() + chosen.seconds
     report = Report()
     if chosen.jobs == 1:
-        start(chosen.large)
+        start()
         for seed in seeds:
             if time.monotonic() > end:
                 break
             report.add(*examine(seed))
     else:
-        with multiprocessing.get_context("spawn").Pool(chosen.jobs, start, [chosen.large]) as pool:
+        with multiprocessing.get_context("spawn").Pool(chosen.jobs, start) as pool:
             for seed, text, tags, outcomes in pool.imap_unordered(examine, seeds, chunksize=8):
                 report.add(seed, text, tags, outcomes)
                 if time.monotonic() > end:

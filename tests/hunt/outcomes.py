@@ -96,9 +96,6 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
     if truth.invalid or inconsistent:
         yield Outcome("program", "invalid", truth.invalid or "shares do not sum to the loss")
         return
-    if (mixing != "loss" or truth.is_one_step) and truth.ambiguous:
-        yield Outcome("program", "ambiguous", "another axis can be read as the samples")
-        return
     plain, changes = run(program, []), ""
     for quantity in quantities:
         outcome, seen = _outcome(program, truth, quantity, plain, mixing)
@@ -138,7 +135,7 @@ def run(program: Program, asked: list[Any]) -> Seen:
     made, seen = build(program), Seen()
     watch = _Watch(made, program.seed)
     if asked:
-        packprop.extend(made.model)
+        packprop.extend(made.model, sample_axis=1 if made.reading.positions_first else None)
         for module in made.loss_modules:
             packprop.extend(module)
     torch.manual_seed(program.seed + 2)

@@ -157,6 +157,9 @@ def _module(
     whole = loss.whole
     if regularised:
         whole += " + 0.1 * sum((p ** 2).sum() for p in model.parameters())"
+    shown = {"fold": "(n, -1)", "major": "(-1, n)"}.get(form.kind)
+    if shown:  # whose rows they are is seen in front of the loss
+        w.line(f"h = h.unflatten(0, {shown}).flatten(0, 1)")
     targets = "".join(f"{target}, " for target in loss.targets)
     methods = indented(w.methods, 1)
     return f"""# Program {seed}

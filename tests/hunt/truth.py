@@ -8,15 +8,12 @@ differences show.
 
 from __future__ import annotations
 
-import itertools
-import textwrap
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -175,37 +172,6 @@ class Truth:
                 return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
 
-    @property
-    def is_one_step(self) -> bool:
-        """Whether time-first inputs have one step, ``[1, n, ...]``, as a batch of one sample has."""
-        return self.made.space["INPUT_AXIS"] == 1 and len(self.made.inputs) == 1
-
-    @cached_property
-    def ambiguous(self) -> bool:
-        """Whether another axis can be read as the samples: no graph can show which reading is meant.
-
-        Samples that are separate and lead both inputs and loss inputs are never ambiguous.
-        """
-        if self.is_one_step and self.mixing:
-            return True  # one step of samples that meet, or one sample of positions that do
-        first, second = self.made, build(self.program, checkpoints=False)
-        axis = first.space["INPUT_AXIS"]
-        if axis == 1 and _inputs_mix(self.program, first):
-            return True  # what is made of inputs alone is a constant: positions may as well be samples
-        if first.inputs.dim() < 2 or (not self.mixing and axis == 0 and not first.space["POSITIONS_FIRST"]):
-            return False
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.program.seed + 1)
-            move(second.model, 0.5, gates=True)
-            for other in {0, 1}:
-                for positions_first, last in ((False, False), (True, False), (False, True)):
-                    reading = Reading(other, positions_first, first.inputs.shape[other], last)
-                    if reading == first.reading or reading.samples == 1:
-                        continue
-                    if not any(_model_mixes(made, reading, alone=False) for made in (first, second)):
-                        return True
-        return False
-
     @cached_property
     def reached(self) -> set[str]:
         """Names of the parameters that the model's output depends on; a penalty may reach others."""
@@ -295,22 +261,6 @@ def rows_of(f: Tensor, reading: Reading, samples: int | None = None) -> Tensor:
     elif reading.positions_first:
         f = f.reshape(-1, count, f.shape[-1]).transpose(0, 1)
     return f.reshape(count, -1)
-
-
-def _inputs_mix(program: Program, made: Instance) -> bool:
-    """Whether a program mixes the leading axis of its inputs before any parameter comes in."""
-    alone = program.text.split("        h = x\n")[-1].split("self.")[0].splitlines()[:-1]
-    lines = "\n".join(itertools.takewhile(lambda line: not line.endswith(":"), alone))  # no part of a loop
-
-    def prepared(x: Tensor) -> Tensor:
-        space = {"torch": torch, "F": F, "n": made.reading.samples, "h": x}
-        exec(textwrap.dedent(lines), space)
-        return space["h"]
-
-    changed = made.inputs.clone()
-    changed[:1] = _others(made)[:1]
-    before, after = prepared(made.inputs), prepared(changed)
-    return before.shape == after.shape and _differ(before[1:], after[1:])
 
 
 def _others(made: Instance) -> Tensor:

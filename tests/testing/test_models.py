@@ -69,7 +69,8 @@ def scaled_sum(f: Tensor, y: Tensor) -> Tensor:
 def test_models_with_arguments_functions_and_other_axes() -> None:
     size = 3
     inputs, targets = {"x": R(4, size, 2), "shift": R(2)}, torch.randint(3, (4, size))
-    report = check_model(TimeFirst(interacts=True), scaled_sum, inputs, targets, axis=1)
+    model = packprop.extend(TimeFirst(interacts=True), sample_axis=1)
+    report = check_model(model, scaled_sum, inputs, targets, axis=1)
     assert report.laws["SqrtGGNExact"] == 2
     assert {"unused: unused.weight", "unused: unused.bias"} <= set(report.notes)
 

@@ -27,9 +27,15 @@ help: ## List the targets
 demo: $(VENV)/.installed-examples ## Profile a small network on real data, into profile/
 	$(BIN)/packprop profile --output profile $(ARGS)
 
+TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
 .PHONY: test
-test: $(VENV)/.installed-test ## Run all tests
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(VENV)/.installed-test ## Run the tests that guard every part: three minutes on two cores
+	$(TESTS) -m "not thorough" $(ARGS)
+
+.PHONY: test-all
+test-all: test ## Run all tests: those of `make test`, then kills, ranks, compilers and every case in every size
+	$(TESTS) -m thorough $(ARGS)
 
 .PHONY: hunt
 hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"; functions of PyTorch: ARGS="--operators"

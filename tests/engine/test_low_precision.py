@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions, operators
 from packprop.algebra import kronecker
-from packprop.compat.nothing import value_of_nothing
 from packprop.tensors.nesting import tensors_in
 from tests.references.low_precision import MODELS, NEAR, observed, problem
 from tests.references.oracle import Oracle, Problem
@@ -215,11 +214,14 @@ def test_a_sum_over_many_positions_keeps_what_each_of_them_adds(dtype: torch.dty
 
 
 def test_values_for_no_samples_have_the_same_precision() -> None:
-    """In an empty batch, which programs written for the older library may meet."""
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert value_of_nothing(extensions.BatchL2Grad(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.Variance(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.BatchGrad(), parameter, 2).dtype == torch.bfloat16
+    """An empty batch has values, too."""
+    model, loss = packprop.extend(nn.Linear(3, 2).bfloat16()), packprop.extend(nn.MSELoss(reduction="sum"))
+    out = model(torch.ones(0, 3, dtype=torch.bfloat16))
+    with packprop.backpack(extensions.BatchL2Grad(), extensions.Variance(), extensions.BatchGrad()):
+        loss(out, torch.zeros_like(out)).backward()
+    assert model.weight.batch_l2.dtype == torch.float32
+    assert model.weight.variance.dtype == torch.float32
+    assert model.weight.grad_batch.dtype == torch.bfloat16
 
 
 # A gradient scaler

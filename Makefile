@@ -41,6 +41,10 @@ test-all: test ## Run all tests: those of `make test`, then kills, ranks, compil
 hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"; functions of PyTorch: ARGS="--operators"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
 
+.PHONY: mutations
+mutations: $(VENV)/.installed-test ## Change 30 places of the engine, and see which make test finds: make mutations ARGS="--seed 1"
+	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
+
 .PHONY: ranks
 ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.distributed $(ARGS)

@@ -1,7 +1,7 @@
 """``python -m tests.mutations``: changes places of the engine at random and tells which `make test` finds.
 
 Each change is made in a copy of the repository. There the selection of `make test` runs until a test fails: the
-tests of the same folder come first, all others follow. The results are in benchmarks/results/mutations.json, and
+tests of the same folder come first, all others follow. Results are in benchmarks/results/mutations.json, and
 an interrupted run goes on from there.
 """
 

@@ -58,7 +58,7 @@ def copied(folder: Path) -> Path:
 def first_failure(tree: Path, paths: Sequence[str], jobs: int) -> str | None:
     """The first test of the selection that fails in a copy, of those under some paths; ``None`` if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not thorough", "-p", "no:cacheprovider"]
-    command += ["--timeout=300", f"-n{jobs}" if jobs > 1 else "-pno:xdist", *paths]
+    command += ["-ofaulthandler_timeout=300", f"-n{jobs}" if jobs > 1 else "-pno:xdist", *paths]
     alone = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     try:
         run = subprocess.run(
@@ -71,7 +71,7 @@ def first_failure(tree: Path, paths: Sequence[str], jobs: int) -> str | None:
     if run.returncode not in (1, 2, 3, 4):
         raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
     named = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", run.stdout, re.MULTILINE)
-    return named[1] if named else "a test that hangs" if "Timeout" in run.stdout + run.stderr else "the start"
+    return named[1] if named else "a test that hangs" if "Timeout (" in run.stdout + run.stderr else "the start"
 
 
 def examined(tree: Path, change: Change, jobs: int) -> dict[str, Any]:

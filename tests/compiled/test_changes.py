@@ -18,7 +18,7 @@ from packprop import extensions
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.references.running import assert_near
-from tests.selection import thorough
+from tests.selection import often, thorough
 
 LOSS = nn.CrossEntropyLoss()
 ASKED = (extensions.BatchGrad(), extensions.DiagGGNExact())
@@ -52,6 +52,7 @@ def stepped(model: nn.Module) -> None:
     torch.optim.Adam(model.parameters(), 0.1).step()
 
 
+@often(lambda change: change in (halved, replaced, with_gradients))
 @pytest.mark.parametrize("change", [halved, loaded, replaced, swapped, with_gradients, stepped])
 def test_values_may_change(change: Callable[[nn.Module], None]) -> None:
     model = network()

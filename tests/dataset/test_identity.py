@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from packprop import BadInput, PackpropWarning
-from tests.selection import often
+from tests.selection import often, thorough
 
 PROGRAM = '''
 import functools
@@ -280,7 +280,7 @@ def test_what_changes_no_value_is_not_refused(
         call(PROGRAM.replace(old, new), folder, form, which, file="elsewhere.py")
 
 
-@often(lambda form: form == DATA)
+@thorough
 @pytest.mark.parametrize("form", [DATA, LOADER])
 def test_another_process_goes_on(form: str, begun: Any, tmp_path: Path) -> None:
     """With another order of sets, in another folder, from a file of another name."""

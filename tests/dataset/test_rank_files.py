@@ -25,7 +25,7 @@ from tests.dataset.test_shard_files import same_on_disk
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded
 from tests.distributed.processes import in_processes
-from tests.selection import often, thorough
+from tests.selection import thorough
 
 pytestmark = needs_sharding
 
@@ -69,7 +69,7 @@ def goes_on(rank: int, folder: Path, make: Callable[[], nn.Module]) -> list[bool
     return [same(compute(folder, make), alone) for _ in range(2)]
 
 
-@often(lambda world, make: world == 2 and make is sharded)
+@thorough
 @pytest.mark.parametrize("make", [network, sharded], ids=["whole", "sharded"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_as_many_ranks_round_alike(world: int, make: Callable[[], nn.Module], tmp_path: Path) -> None:

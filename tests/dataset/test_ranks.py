@@ -12,7 +12,7 @@ import torch
 from tests.dataset import on_ranks
 from tests.dataset.on_ranks import SIZE, computed, samples
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of
-from tests.selection import thorough
+from tests.selection import often, thorough
 
 pytestmark = needs_groups
 
@@ -42,6 +42,7 @@ def assert_near(found: Any, expected: Any) -> None:
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-9, atol=1e-13)
 
 
+@often(lambda world: world == 2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_values_are_those_of_one_process(world: int) -> None:
     """Every form of data, equal and unequal numbers of batches, ranks without any; the same on all ranks."""
@@ -126,6 +127,7 @@ def test_a_rank_that_is_killed_ends_the_others() -> None:
         assert seconds < 60
 
 
+@thorough
 def test_ranks_draw_for_themselves(tmp_path: Path) -> None:
     """All samples are the same, and all ranks begin with one seed: their draws differ all the same."""
     results = in_processes(on_ranks.drawn, 2, 2, tmp_path)

@@ -63,6 +63,7 @@ def every_form(rank: int, world: int, store: Path) -> dict[str, Any]:
     return found
 
 
+@thorough
 def test_values_are_those_of_one_process(tmp_path: Path) -> None:
     """First and second order, a second reading, unequal numbers of batches, ranks without any.
 

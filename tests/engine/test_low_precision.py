@@ -28,6 +28,7 @@ from tests.references.running import (
     make_all,
     results,
 )
+from tests.selection import often
 
 # Of the catalogue, what the table of references does not have; on chains only where paths may not meet.
 OTHERS = {
@@ -74,12 +75,14 @@ def compare(found: Problem, reference: Problem, tolerance: float, dtype: torch.d
     check_sampled(found, oracle, tolerance=tolerance)
 
 
+@often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_parameters_in_low_precision(dtype: torch.dtype, name: str) -> None:
     compare(problem(name, dtype, dtype), problem(name, torch.float64, dtype), NEAR[dtype], dtype)
 
 
+@often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_parameters_in_single_precision_under_autocast(dtype: torch.dtype, name: str) -> None:
@@ -94,6 +97,7 @@ def values_of(name: str, model: str, dtype: torch.dtype, held: torch.dtype, mixe
     return observed(found, found.loss, found.targets, [OTHERS[name]()], held, mixed)
 
 
+@often(lambda dtype, name, mixed: dtype == torch.bfloat16)
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)

@@ -27,13 +27,23 @@ help: ## List the targets
 demo: $(VENV)/.installed-examples ## Profile a small network on real data, into profile/
 	$(BIN)/packprop profile --output profile $(ARGS)
 
+TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
 .PHONY: test
-test: $(VENV)/.installed-test ## Run all tests
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(VENV)/.installed-test ## Run the tests that guard every part: three minutes on two cores
+	$(TESTS) -m "not thorough" $(ARGS)
+
+.PHONY: test-all
+test-all: test ## Run all tests: those of `make test`, then kills, ranks, compilers and every case in every size
+	$(TESTS) -m thorough $(ARGS)
 
 .PHONY: hunt
 hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"; functions of PyTorch: ARGS="--operators"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
+
+.PHONY: mutations
+mutations: $(VENV)/.installed-test ## Change 30 places of the engine, and see which make test finds: make mutations ARGS="--seed 1"
+	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
 .PHONY: ranks
 ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"

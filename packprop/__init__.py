@@ -142,6 +142,9 @@ __all__ = [
 # imported without it: packprop's own files ask for these while the locks of their modules are held.
 _ONE_AT_A_TIME = RLock()
 
+__version__: str
+"""The version that is installed, read from its metadata when you first ask for it."""
+
 # Type checkers would take this for a module that has every name.
 if not TYPE_CHECKING:
 
@@ -150,7 +153,14 @@ if not TYPE_CHECKING:
         import gc
         from importlib import import_module
 
-        if name in _MODULES:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                found = metadata.version("packprop")
+            except metadata.PackageNotFoundError:
+                found = "unknown"
+        elif name in _MODULES:
             found = import_module(_MODULES[name])
         elif name in _HOMES:
             with _ONE_AT_A_TIME:
@@ -170,4 +180,4 @@ if not TYPE_CHECKING:
 
 def __dir__() -> list[str]:
     """Every public name, imported or not."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.seeding import seed
+from tests.selection import mark_thorough
 
 torch.set_num_threads(1)
 
@@ -19,6 +20,11 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         seed(0)
         yield
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what only `make test-all` runs, before anything is selected by marks."""
+    mark_thorough(item)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ from packprop import extensions
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
 from tests.references.running import assert_near
+from tests.selection import often, thorough
 
 LOSS = nn.CrossEntropyLoss()
 ASKED = (extensions.BatchGrad(), extensions.DiagGGNExact())
@@ -51,6 +52,7 @@ def stepped(model: nn.Module) -> None:
     torch.optim.Adam(model.parameters(), 0.1).step()
 
 
+@often(lambda change: change in (halved, replaced, with_gradients))
 @pytest.mark.parametrize("change", [halved, loaded, replaced, swapped, with_gradients, stepped])
 def test_values_may_change(change: Callable[[nn.Module], None]) -> None:
     model = network()
@@ -346,6 +348,7 @@ def test_values_that_are_not_finite_are_warned_of_in_the_same_words() -> None:
         check_call(step, model, LOSS, *batch(), extensions.BatchGrad())
 
 
+@thorough
 def test_a_budget_is_obeyed_by_the_graph() -> None:
     model = nn.Sequential(nn.Linear(3, 40), nn.Sigmoid(), nn.Linear(40, 12)).double()
     wide, narrow = (compiled(model, extensions.DiagGGNExact(), memory=most) for most in (None, "120KiB"))

@@ -12,6 +12,7 @@ from packprop import extensions
 from packprop.compiled import replayer
 from packprop.errors import PackpropWarning
 from tests.compiled.steps import batch, check_call, compiled, network, quietly, replays, settle
+from tests.selection import often, thorough
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -19,6 +20,7 @@ LOSS = nn.CrossEntropyLoss()
 ASKED = (extensions.BatchL2Grad(), extensions.DiagGGNExact())
 
 
+@often(lambda backend: backend != "inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_does_what_a_pass_does(backend: str) -> None:
     model = network()
@@ -66,6 +68,7 @@ def test_a_compiler_that_is_wrong() -> None:
     assert replays(step) == 1
 
 
+@thorough
 def test_other_kinds_are_compiled_when_they_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayer, "WORTH", 2)
     compilations = []

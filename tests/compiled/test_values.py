@@ -13,6 +13,7 @@ from packprop import extensions
 from tests.cases import BY_NAME, Case
 from tests.compiled.steps import batch, check_call, compiled, left_on, network, quietly, replays, settle
 from tests.references.running import ExactEKFAC, assert_near, rows_for
+from tests.selection import often
 
 EXTENSIONS = [
     extensions.BatchGrad(),
@@ -39,6 +40,7 @@ EXTENSIONS = [
     extensions.DiagHessianMC(),
     extensions.BatchJacobian(),
 ]
+FEW = (extensions.BatchGrad, extensions.Variance, extensions.KFAC, extensions.EKFAC, extensions.DiagHessian)
 # Shared positions, tied and computed parameters, checkpoints, losses of other kinds, functions without rule.
 CASES = [
     "conv2d",
@@ -54,6 +56,7 @@ CASES = [
 ]
 
 
+@often(lambda extension: type(extension) in FEW)
 @pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda extension: extension.name)
 def test_each_extension(extension: Any) -> None:
     model, loss = network(), nn.CrossEntropyLoss()
@@ -78,6 +81,7 @@ class Whole(nn.Module):
         return self.case.whole(self.model, self.loss, inputs, targets)
 
 
+@often(lambda name: name in ("conv2d", "tied-transpose"))
 @pytest.mark.parametrize("name", CASES)
 def test_each_kind_of_model(name: str) -> None:
     case = BY_NAME[name]

@@ -19,6 +19,7 @@ from packprop.errors import PackpropError
 from tests.cases import BY_NAME, CASES, Case
 from tests.references.oracle import Oracle
 from tests.references.running import assert_all_near, assert_near, backward, results
+from tests.selection import STRUCTURES, often, paired
 
 # What PyTorch itself has no second derivatives of.
 NOT_TWICE = {
@@ -33,16 +34,15 @@ NOT_TWICE = {
     "weight-norm-hook": "WeightNormInterface",
     "weight-norm-twice": "WeightNormInterface",
 }
-EVERY = [
-    pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
+EVERY = paired(
+    case
     for case in CASES
     if not case.refuses and case.name not in NOT_TWICE and not case.name.startswith("embedding-bag")
-    for size in case.sizes
-    for reduction in case.reductions
-]
+)
 
 
 @pytest.mark.covers("DiagHessian", "BatchDiagHessian")
+@often(lambda case, size, reduction: size == case.sizes[-1] and case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_every_case(case: Case, size: int, reduction: str | None) -> None:
     problem = case.problem(size, reduction)

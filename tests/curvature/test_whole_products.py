@@ -20,6 +20,7 @@ from tests.cases.models.functions import Cube
 from tests.cases.models.wrapping import Apply
 from tests.curvature.dense import TWICE, symmetric
 from tests.references.running import assert_near, backward, forward
+from tests.selection import thorough
 
 
 def flat(tensors: Any) -> Tensor:
@@ -111,6 +112,7 @@ def test_parameters_without_curvature_get_zeros() -> None:
     assert [each.tolist() for each in found] == [[0, 0], [0, 0, 0]]
 
 
+@thorough
 def test_many_signs_come_near_the_diagonal() -> None:
     problem = BY_NAME["conv2d-deep"].problem(3)
     draws = 4000

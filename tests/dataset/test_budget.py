@@ -15,8 +15,10 @@ from packprop.errors import BadInput
 from packprop.memory.live import LiveBytes
 from tests.memory.steps import MIB, data, network
 from tests.references.running import assert_all_near
+from tests.selection import thorough
 
 
+@thorough
 def test_a_whole_data_set_inside_a_budget() -> None:
     asked = [extensions.DiagGGNExact(), extensions.Variance()]
     free = packprop.compute(network(), nn.CrossEntropyLoss(), data(100), asked, batch_size=32, progress=False)

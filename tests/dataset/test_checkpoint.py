@@ -29,6 +29,7 @@ from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_forms import Pairs
 from tests.distributed.processes import needs_groups
+from tests.selection import often, thorough
 
 SAMPLES, SIZE = 23, 5
 
@@ -145,6 +146,7 @@ def run(
     return found, model, torch.rand(2)
 
 
+@often(lambda form, every: every == 2 and form == "shuffled")
 @pytest.mark.parametrize("every", [1, 2, "1h"])
 @pytest.mark.parametrize("form", FORMS)
 def test_it_goes_on_from_where_it_was(form: str, every: Any, tmp_path: Path) -> None:
@@ -270,6 +272,7 @@ def test_a_stateful_data_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(model.calls) == 5
 
 
+@thorough
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_groups)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads: torch's are idle
 def test_killed_at_random_moments(ranks: int) -> None:
@@ -362,6 +365,7 @@ def test_a_store_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
 RANDOM = [form for form in FORMS if "draw" in form or "shuffled" in form]
 
 
+@thorough
 @pytest.mark.parametrize("looked", [False, True], ids=["", "looked at"])
 @pytest.mark.parametrize("form", RANDOM)
 def test_a_store_meets_the_data_of_an_uninterrupted_run(
@@ -393,6 +397,7 @@ def test_a_store_meets_the_data_of_an_uninterrupted_run(
         assert all(map(torch.equal, rows(name), rows("alone")))
 
 
+@thorough
 def test_by_the_clock_a_fiftieth_of_the_time_goes_to_checkpoints(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,8 +12,10 @@ from tests.cases import Case
 from tests.dataset.small import EXACT, SIZE, SPLIT_CASES, compute, part, small
 from tests.references.oracle import Oracle
 from tests.references.running import as_tensors, assert_all_near, assert_near
+from tests.selection import STRUCTURES, often, thorough
 
 
+@often(lambda case, reduction: reduction == "mean" or case.name in STRUCTURES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
 def test_batches_of_any_size_are_one_loss(case: Case, reduction: str) -> None:
@@ -92,6 +94,7 @@ def test_a_batch_without_terms_counts_for_nothing() -> None:
     assert nothing["grad_batch"]["0.weight"].isnan().all()
 
 
+@thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype: torch.dtype) -> None:
     """Values have the precision that a pass gives them, and are merged in at least that of float32."""

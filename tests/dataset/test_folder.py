@@ -25,6 +25,7 @@ from packprop.types import GRADIENT, Extension, Row
 from tests.dataset.kills import same
 from tests.dataset.small import compute, small
 from tests.dataset.test_checkpoint import breaking, run, split
+from tests.selection import often
 
 
 def begun(folder: Path, after: int = 3, **options: Any) -> None:
@@ -198,6 +199,7 @@ def damaged(folder: Path, name: str, how: str) -> None:
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
 
+@often(lambda name, how: how == "one bit")
 @pytest.mark.parametrize("how", ["removed", "truncated", "empty", "one bit"])
 @pytest.mark.parametrize("name", ["checkpoint", "state", "rows"])
 def test_damage_costs_no_more_than_the_last_checkpoint(name: str, how: str, tmp_path: Path) -> None:

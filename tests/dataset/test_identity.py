@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from packprop import BadInput, PackpropWarning
+from tests.selection import often, thorough
 
 PROGRAM = '''
 import functools
@@ -266,6 +267,7 @@ def test_a_changed_program_is_refused(
     assert said in error.value.why
 
 
+@often(lambda form, which, old, new: form == DATA)
 @pytest.mark.parametrize(("old", "new"), HARMLESS)
 @pytest.mark.parametrize(("form", "which"), [(DATA, "method"), (LOADER, "closure"), (TENSORS, "hooked")])
 def test_what_changes_no_value_is_not_refused(
@@ -278,6 +280,7 @@ def test_what_changes_no_value_is_not_refused(
         call(PROGRAM.replace(old, new), folder, form, which, file="elsewhere.py")
 
 
+@thorough
 @pytest.mark.parametrize("form", [DATA, LOADER])
 def test_another_process_goes_on(form: str, begun: Any, tmp_path: Path) -> None:
     """With another order of sets, in another folder, from a file of another name."""

@@ -25,6 +25,7 @@ from tests.dataset.test_shard_files import same_on_disk
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded
 from tests.distributed.processes import in_processes
+from tests.selection import thorough
 
 pytestmark = needs_sharding
 
@@ -68,6 +69,7 @@ def goes_on(rank: int, folder: Path, make: Callable[[], nn.Module]) -> list[bool
     return [same(compute(folder, make), alone) for _ in range(2)]
 
 
+@thorough
 @pytest.mark.parametrize("make", [network, sharded], ids=["whole", "sharded"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_as_many_ranks_round_alike(world: int, make: Callable[[], nn.Module], tmp_path: Path) -> None:
@@ -200,6 +202,7 @@ def every_check(rank: int, folder: Path) -> None:
     without_the_folder(rank, folder / "hidden")
 
 
+@thorough
 def test_files_of_ranks_are_safe(tmp_path: Path) -> None:
     in_processes(every_check, 2, tmp_path)
 
@@ -209,6 +212,7 @@ def ended_twice(rank: int, folder: Path) -> None:
     ends(folder, 2, rank)
 
 
+@thorough
 def test_fewer_ranks_go_on(tmp_path: Path) -> None:
     """One process takes up what two had; then their files go.
 

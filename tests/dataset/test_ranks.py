@@ -12,6 +12,7 @@ import torch
 from tests.dataset import on_ranks
 from tests.dataset.on_ranks import SIZE, computed, samples
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of
+from tests.selection import often, thorough
 
 pytestmark = needs_groups
 
@@ -41,6 +42,7 @@ def assert_near(found: Any, expected: Any) -> None:
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-9, atol=1e-13)
 
 
+@often(lambda world: world == 2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_values_are_those_of_one_process(world: int) -> None:
     """Every form of data, equal and unequal numbers of batches, ranks without any; the same on all ranks."""
@@ -77,6 +79,7 @@ SAID = {
 }
 
 
+@thorough
 def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
     first, second = in_processes(on_ranks.refusals, 2, 2)
     assert list(first) == list(SAID)
@@ -86,6 +89,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         assert first[name] != "nothing"
 
 
+@thorough
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """From 2 ranks to 3, to 1; a rank fails each time, and all of them say so."""
     x, y = samples(23)
@@ -102,6 +106,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
         assert_same(again, expected)
 
 
+@thorough
 def test_batches_of_ranks_go_on_with_as_many(tmp_path: Path) -> None:
     x, y = samples()
     said = in_processes(on_ranks.interrupted, 2, tmp_path, 2, 2, "batches")
@@ -111,6 +116,7 @@ def test_batches_of_ranks_go_on_with_as_many(tmp_path: Path) -> None:
         assert_same(found, computed((x, y), batch_size=SIZE))
 
 
+@thorough
 def test_a_rank_that_is_killed_ends_the_others() -> None:
     outcomes = outcomes_of(on_ranks.left_alone, 3, 3, patient=True, seconds=90)
     assert outcomes[2].error == "it died"
@@ -121,6 +127,7 @@ def test_a_rank_that_is_killed_ends_the_others() -> None:
         assert seconds < 60
 
 
+@thorough
 def test_ranks_draw_for_themselves(tmp_path: Path) -> None:
     """All samples are the same, and all ranks begin with one seed: their draws differ all the same."""
     results = in_processes(on_ranks.drawn, 2, 2, tmp_path)
@@ -134,6 +141,7 @@ def test_ranks_draw_for_themselves(tmp_path: Path) -> None:
                     assert_near(mine, other)
 
 
+@thorough
 def test_random_states_are_left_as_on_one_process() -> None:
     """Ranks whose states were the same go on alike; a state that nothing was drawn from is as it was."""
     first, second = in_processes(on_ranks.states_after, 2)
@@ -145,6 +153,7 @@ def test_random_states_are_left_as_on_one_process() -> None:
     assert not torch.equal(first["own, drawn"][1], second["own, drawn"][1])
 
 
+@thorough
 @pytest.mark.parametrize("world", [2, 3])
 def test_no_rank_waits_for_one_that_fails_when_a_checkpoint_is_due(world: int, tmp_path: Path) -> None:
     """Whether all can go on is agreed before exchanges that only some would come to."""

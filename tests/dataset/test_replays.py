@@ -19,6 +19,7 @@ from packprop.dataset import replays
 from packprop.dataset.replays import MANY, WhereItPays, told
 from packprop.errors import PackpropWarning
 from tests.references.running import assert_near
+from tests.selection import thorough
 
 BATCHES = MANY + 20
 ASKED = (
@@ -81,6 +82,7 @@ def test_draws_are_those_of_passes() -> None:
         assert_near(own["diag_ggn_mc"][name], value, name)
 
 
+@thorough
 def test_weights_of_terms_and_sums() -> None:
     asked = (extensions.BatchL2Grad(), extensions.Variance(), extensions.DiagGGNExact())
     for loss in (
@@ -96,6 +98,7 @@ def test_weights_of_terms_and_sums() -> None:
                 assert_near(own[savefield][name], value, f"{savefield} of {name}, {loss}")
 
 
+@thorough
 def test_two_readings() -> None:
     own, other = both(network(), nn.CrossEntropyLoss(), extensions.EKFAC(mc_samples=2))
     assert own.replays is not None

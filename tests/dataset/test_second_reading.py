@@ -20,8 +20,10 @@ from tests.cases import Case
 from tests.dataset.small import SIZE, SPLIT_CASES, compute, part
 from tests.dataset.test_forms import Pairs
 from tests.references.running import assert_near, backward, results
+from tests.selection import often
 
 
+@often(lambda case, fisher: fisher == "exact")
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
 def test_the_values_are_those_of_one_batch(case: Case, fisher: Any) -> None:

@@ -25,6 +25,7 @@ from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded
 from tests.dataset.test_shards import assert_same
 from tests.distributed.processes import in_processes
+from tests.selection import thorough
 
 pytestmark = needs_sharding
 
@@ -203,6 +204,7 @@ def every_check(rank: int, folder: Path) -> None:
     other_disks(rank, folder / "other")
 
 
+@thorough
 def test_shards_are_safe(tmp_path: Path) -> None:
     in_processes(every_check, 2, tmp_path)
     copy = tmp_path / "alone"

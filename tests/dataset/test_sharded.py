@@ -21,6 +21,7 @@ from tests.dataset import on_ranks
 from tests.dataset.on_ranks import SIZE, batches_of, computed, network, samples
 from tests.dataset.test_ranks import assert_near, assert_same
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of
+from tests.selection import thorough
 
 pytestmark = [
     needs_groups,
@@ -62,6 +63,7 @@ def every_form(rank: int, world: int, store: Path) -> dict[str, Any]:
     return found
 
 
+@thorough
 def test_values_are_those_of_one_process(tmp_path: Path) -> None:
     """First and second order, a second reading, unequal numbers of batches, ranks without any.
 
@@ -99,6 +101,7 @@ def in_other_ways(rank: int) -> Any:
     return rounded, offloaded
 
 
+@thorough
 def test_mixed_precision_and_offloading() -> None:
     x, y = samples()
     given = [extensions.Variance(), extensions.DiagGGNExact()]
@@ -120,6 +123,7 @@ def continued(rank: int, *arguments: Any) -> Any:
     return on_ranks.continued(rank, *arguments, model=sharded())
 
 
+@thorough
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """From two to three, to one that has the model as a whole; and the end is there for two."""
     x, y = samples()
@@ -180,6 +184,7 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
+@thorough
 def test_what_cannot_be_had_is_refused_on_all_ranks() -> None:
     first, second = in_processes(refusals, 2)
     expected = {
@@ -221,6 +226,7 @@ def left_alone(rank: int, folder: Path, kills: bool) -> Any:
         return str(error)
 
 
+@thorough
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> None:
     outcomes = outcomes_of(left_alone, 2, tmp_path / "run", True, patient=True, seconds=60)
     assert outcomes[1].error == "it died"
@@ -258,6 +264,7 @@ def profiled(rank: int, folder: Path, *options: str) -> None:
     assert main(["profile", "made:factory", "--batch-size", "8", "--no-page", *options]) == 0
 
 
+@thorough
 def test_a_profile_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under ``torchrun``: written once, kept in a checkpoint, and the same as that of one process."""
     (tmp_path / "made.py").write_text(FACTORY)

@@ -18,6 +18,7 @@ from tests.dataset.test_ranks import assert_near
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded
 from tests.distributed.processes import in_processes
+from tests.selection import thorough
 
 pytestmark = needs_sharding
 
@@ -159,6 +160,7 @@ def failures(rank: int) -> dict[str, str]:
     return said
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore")
 def test_all_ranks_are_told() -> None:
     first, second = in_processes(failures, 2, seconds=60)

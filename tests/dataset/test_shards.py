@@ -16,6 +16,7 @@ from tests.dataset.on_ranks import SIZE, asked, network, samples
 from tests.dataset.test_sharded import pytestmark as needs_sharding
 from tests.dataset.test_sharded import sharded
 from tests.distributed.processes import in_processes, run_each
+from tests.selection import thorough
 
 pytestmark = needs_sharding
 
@@ -147,5 +148,6 @@ def every_check(rank: int, folder: Path) -> None:
     run_each(rank, [*checks, lambda rank: told_and_saved(rank, folder)])
 
 
+@thorough
 def test_results_are_shards(tmp_path: Path) -> None:
     in_processes(every_check, 2, tmp_path)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.comparison import compare, summary
 from tests.distributed.processes import in_processes, needs_groups
+from tests.selection import thorough
 
 pytestmark = needs_groups
 
@@ -15,6 +16,7 @@ NAMES = [
 ]
 
 
+@thorough
 @pytest.mark.parametrize(("kind", "ranks"), [("DDP", 3), ("FSDP2", 2)])
 def test_values_are_those_of_one_process(kind: str, ranks: int) -> None:
     lines, wrong = summary(in_processes(compare, ranks, NAMES, kind))

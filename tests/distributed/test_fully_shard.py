@@ -16,6 +16,7 @@ from packprop.distributed import AllRanks
 from packprop.errors import PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
 from tests.distributed.test_joint_pass import ASKED, FIELDS, Tied, cross_entropy, data, values
+from tests.selection import thorough
 
 pytestmark = [
     needs_groups,
@@ -378,6 +379,7 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
+@thorough
 def test_what_cannot_be_had_is_refused() -> None:
     first, second = in_processes(refusals, 2)
     assert first.keys() == second.keys()
@@ -471,6 +473,7 @@ def one_refuses(rank: int) -> dict[str, str]:
     return found
 
 
+@thorough
 def test_one_rank_that_is_refused_ends_the_pass_of_all() -> None:
     first, second = in_processes(one_refuses, 2)
     for found in (first["mixed, all"], first["mixed, own"], first["missing sample"], first["before sweeps"]):
@@ -496,6 +499,7 @@ def one_does_not_ask(rank: int) -> str:
     return message_of(run)
 
 
+@thorough
 def test_a_rank_that_does_not_come_is_missed() -> None:
     found = outcomes_of(one_does_not_ask, 2, seconds=20)
     assert found[0].value is not None

@@ -16,6 +16,7 @@ from packprop import extensions
 from packprop.distributed import AllRanks, joint
 from packprop.errors import BadInput, PackpropError
 from tests.distributed.processes import in_processes, needs_groups, outcomes_of, run_each
+from tests.selection import thorough
 
 pytestmark = needs_groups
 
@@ -404,6 +405,7 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
+@thorough
 def test_what_cannot_be_put_together_is_refused_on_every_rank() -> None:
     first, *others = in_processes(refusals, 3)
     for found in others:
@@ -466,6 +468,7 @@ def failures_in_the_pass(rank: int) -> dict[str, str]:
     return found
 
 
+@thorough
 def test_no_rank_waits_for_one_that_fails_in_the_pass() -> None:
     first, second = in_processes(failures_in_the_pass, 2, seconds=60)
     for name, said in first.items():
@@ -496,6 +499,7 @@ def several_groups(rank: int) -> str:
     return "nothing"
 
 
+@thorough
 def test_a_hook_that_fails_is_heard_by_those_who_merge_on() -> None:
     first, second, third = in_processes(several_groups, 3, seconds=60)
     assert second == "no room"
@@ -518,6 +522,7 @@ def one_does_not_come(rank: int) -> str:
     return refused(run)
 
 
+@thorough
 def test_a_rank_that_does_not_come_is_named() -> None:
     found = outcomes_of(one_does_not_come, 2, patient=True)
     assert found[0].error is None

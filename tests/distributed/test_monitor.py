@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from packprop.distributed import AllRanks
 from packprop.monitor import Monitor
 from tests.distributed.processes import in_processes, needs_groups
+from tests.selection import thorough
 
 pytestmark = needs_groups
 
@@ -57,5 +58,6 @@ def check(rank: int) -> None:
             assert value == pytest.approx(expected.last[name]), name
 
 
+@thorough
 def test_two_ranks() -> None:
     in_processes(check, 2)

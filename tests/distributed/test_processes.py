@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.processes import ProcessesFailed, in_processes, needs_groups, outcomes_of
+from tests.selection import thorough
 
 pytestmark = needs_groups
 
@@ -40,17 +41,20 @@ def test_values_come_back_by_rank() -> None:
     assert [value.tolist() for value in in_processes(total, 3, 2)] == [[12.0]] * 3
 
 
+@thorough
 def test_one_that_raises_ends_the_others() -> None:
     with pytest.raises(ProcessesFailed, match=r"all_reduce[\s\S]*rank 1 has had enough"):
         in_processes(one_hangs, 2)
 
 
+@thorough
 def test_one_that_dies_is_named() -> None:
     found = outcomes_of(one_dies, 2, group=False, patient=True)
     assert (found[0].value, found[0].error) == (0, None)
     assert found[1].error == "it died"
 
 
+@thorough
 def test_time_is_limited() -> None:
     with pytest.raises(ProcessesFailed, match="never"):
         in_processes(never, 1, seconds=1)

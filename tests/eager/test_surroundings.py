@@ -26,6 +26,7 @@ from tests.eager.branches import (
     network,
     scalar,
 )
+from tests.selection import thorough
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -246,6 +247,7 @@ def test_a_compiled_function(keep: str) -> None:
         assert_same(gradients(2 * value, leaf, WEIGHT), gradients(2 * fn(x), leaf, WEIGHT))
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:.*unsupported builtin|.*does not know how to trace")
 def test_inside_a_compiled_model() -> None:
     def model(x: Tensor, evaluate: Callable[..., Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from packprop.memory import LiveBytes
 from tests.cases import CASES, Case
 from tests.references.oracle import Named
 from tests.references.running import assert_all_near, assert_near, forward, reference
+from tests.selection import STRUCTURES, often
 
 CLIPPED = [case for case in CASES if not case.refuses and case.name != "checkpoint-reentrant"]
 
@@ -66,6 +67,7 @@ EVERY = [(case, "parameter" if place % 2 else "all") for place, case in enumerat
 EVERY += [(case, "parameter") for case, per in EVERY if per == "all" and "smoke" in case.tags]
 
 
+@often(lambda case, per: case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "per"), EVERY, ids=lambda value: getattr(value, "name", value))
 def test_cases(case: Case, per: Any) -> None:
     size, reduction = case.sizes[-1], case.reductions[0]

@@ -27,6 +27,7 @@ from tests.references.running import (
     results,
     stacked,
 )
+from tests.selection import often
 
 DOUBLE = [
     "linear-deep",
@@ -72,6 +73,7 @@ def expected_scalar(oracle: Oracle, row: Row) -> Tensor:
 THIRD_ORDER = ("vision-transformer-hand-written",)
 
 
+@often(lambda name: not name.startswith(("lstm", "gru-trained")))
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("name", DOUBLE)
 def test_gradient_of_every_quantity(name: str) -> None:

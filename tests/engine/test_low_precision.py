@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions, operators
 from packprop.algebra import kronecker
-from packprop.compat.nothing import value_of_nothing
 from packprop.tensors.nesting import tensors_in
 from tests.references.low_precision import MODELS, NEAR, observed, problem
 from tests.references.oracle import Oracle, Problem
@@ -29,6 +28,7 @@ from tests.references.running import (
     make_all,
     results,
 )
+from tests.selection import often
 
 # Of the catalogue, what the table of references does not have; on chains only where paths may not meet.
 OTHERS = {
@@ -75,12 +75,14 @@ def compare(found: Problem, reference: Problem, tolerance: float, dtype: torch.d
     check_sampled(found, oracle, tolerance=tolerance)
 
 
+@often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_parameters_in_low_precision(dtype: torch.dtype, name: str) -> None:
     compare(problem(name, dtype, dtype), problem(name, torch.float64, dtype), NEAR[dtype], dtype)
 
 
+@often(lambda dtype, name: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 def test_parameters_in_single_precision_under_autocast(dtype: torch.dtype, name: str) -> None:
@@ -95,6 +97,7 @@ def values_of(name: str, model: str, dtype: torch.dtype, held: torch.dtype, mixe
     return observed(found, found.loss, found.targets, [OTHERS[name]()], held, mixed)
 
 
+@often(lambda dtype, name, mixed: dtype == torch.bfloat16)
 @pytest.mark.parametrize("mixed", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
@@ -215,11 +218,14 @@ def test_a_sum_over_many_positions_keeps_what_each_of_them_adds(dtype: torch.dty
 
 
 def test_values_for_no_samples_have_the_same_precision() -> None:
-    """In an empty batch, which programs written for the older library may meet."""
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert value_of_nothing(extensions.BatchL2Grad(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.Variance(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.BatchGrad(), parameter, 2).dtype == torch.bfloat16
+    """An empty batch has values, too."""
+    model, loss = packprop.extend(nn.Linear(3, 2).bfloat16()), packprop.extend(nn.MSELoss(reduction="sum"))
+    out = model(torch.ones(0, 3, dtype=torch.bfloat16))
+    with packprop.backpack(extensions.BatchL2Grad(), extensions.Variance(), extensions.BatchGrad()):
+        loss(out, torch.zeros_like(out)).backward()
+    assert model.weight.batch_l2.dtype == torch.float32
+    assert model.weight.variance.dtype == torch.float32
+    assert model.weight.grad_batch.dtype == torch.bfloat16
 
 
 # A gradient scaler

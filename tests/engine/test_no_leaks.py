@@ -17,6 +17,7 @@ from packprop import extensions
 from tests.cases.models.convolutional import ResNet
 from tests.references.per_sample import batch, images, network
 from tests.references.running import FIRST_ORDER, ROWS, Row, make_all
+from tests.selection import often
 
 
 def living_tensors() -> int:
@@ -42,6 +43,7 @@ def loops() -> list[Any]:
     return [pytest.param(*rest, id=name) for name, *rest in models]
 
 
+@often(lambda build, data, rows: rows is ROWS and build is network)
 @pytest.mark.usefixtures("_no_garbage_collection")
 @pytest.mark.parametrize("rows", [FIRST_ORDER, ROWS], ids=["first-order", "all"])
 @pytest.mark.parametrize(("build", "data"), loops())

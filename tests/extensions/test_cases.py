@@ -1,4 +1,4 @@
-"""Every case, crossed with every extension, batch size and reduction, against the oracle."""
+"""Every case with every extension, in two batch sizes and reductions, against the oracle."""
 
 from __future__ import annotations
 
@@ -28,14 +28,9 @@ from tests.references.running import (
     results,
     rows_for,
 )
+from tests.selection import STRUCTURES, each_structure, often, paired
 
-EVERY = [
-    pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
-    for case in CASES
-    if not case.refuses
-    for size in case.sizes
-    for reduction in case.reductions
-]
+EVERY = paired(case for case in CASES if not case.refuses)
 SMOKE = [case for case in CASES if "smoke" in case.tags]
 
 
@@ -68,18 +63,26 @@ def check_everything(
 
 
 @pytest.mark.covers(by=rows_for)
+@often(lambda case, size, **_: size == case.sizes[-1] or case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_everything_in_one_backward_pass(case: Case, size: int, reduction: str | None) -> None:
     check_everything(case, size, reduction, torch.float64)
 
 
+@each_structure
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single_precision(case: Case) -> None:
     check_everything(case, case.sizes[-1], case.reductions[0], torch.float32)
 
 
-@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+LARGE = [
+    *(pytest.param(case, torch.float64, id=case.name) for case in SINGLE),
+    *(pytest.param(c, torch.float32, id=f"{c.name}-single") for c in SINGLE if c.name in STRUCTURES),
+]
+
+
+@often(lambda case, dtype: dtype == torch.float64 and case.name in STRUCTURES)
+@pytest.mark.parametrize(("case", "dtype"), LARGE)
 def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Gradients summed from per-sample ones, products one at a time, moments of patches from shifts."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
@@ -91,11 +94,18 @@ def test_what_pays_for_large_models_only(case: Case, dtype: torch.dtype, monkeyp
         check_everything(case, case.sizes[-1], case.reductions[0], dtype)
 
 
-STREAMED = [("grad_batch", "variance"), ("batch_l2",), ("sum_grad_squared",), ("variance",)]
+TWO_KINDS = [("grad_batch", "variance"), ("batch_l2",)]
+"""Sums of gradients with their rows, and norms, which come by another way where positions are few."""
+ALONE = [("sum_grad_squared",), ("variance",)]
+STREAMED = [
+    pytest.param(case, names, id=f"{case.name}-{'+'.join(names)}")
+    for case in SINGLE
+    for names in (*TWO_KINDS, *(ALONE if case.name in STRUCTURES else ()))
+]
 
 
-@pytest.mark.parametrize("names", STREAMED, ids=lambda names: "+".join(names))
-@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+@often(lambda case, names: case.name in STRUCTURES and names in TWO_KINDS)
+@pytest.mark.parametrize(("case", "names"), STREAMED)
 def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...], monkeypatch: Any) -> None:
     """Each gradient is formed once and given to everything asked for, in chunks of two samples."""
     monkeypatch.setattr(gradient, "WORTH_SUMMING", 0)
@@ -114,6 +124,7 @@ def test_gradients_of_single_samples_in_turn(case: Case, names: tuple[str, ...],
         assert taken[:2] == [2, 1]
 
 
+@often(lambda case, row: case.name in ("linear-deep", "conv2d-deep"))
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
 def test_alone_as_in_company(case: Case, row: Row) -> None:
@@ -130,6 +141,7 @@ def test_alone_as_in_company(case: Case, row: Row) -> None:
             assert not any(hasattr(p, other.attribute) for p in alone.model.parameters())
 
 
+@each_structure
 @pytest.mark.parametrize(
     "case",
     [c for c in CASES if rows_for(c) == ROWS and c.columns and not c.refuses],
@@ -144,6 +156,7 @@ def test_number_of_columns(case: Case) -> None:
         assert root.shape == (problem.output(0).numel(), 3, *shape), name
 
 
+@often(lambda case, row, size: size == 3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("row", SECOND_ORDER, ids=lambda row: row.name)
 @pytest.mark.parametrize("case", [c for c in CASES if c.refuses_curvature], ids=lambda case: case.name)

@@ -15,12 +15,14 @@ from packprop.testing import check_extension
 from packprop.types import Extension
 from tests.references.running import generator
 from tests.references.tensors import R
+from tests.selection import often
 
 # Values that are functions cannot be merged as numbers; they are tested in tests/curvature. Recursions are
 # refused on most of the small problems.
 FUNCTIONS, CHAINS = {"GGNMP", "HMP", "PCHMP"}, {"HBP", "KFRA"}
 
 
+@often(lambda name: not name.endswith("MC") and name not in ("BatchDiagHessian", "SumGradSquared"))
 @pytest.mark.parametrize("name", sorted(set(extensions.__all__) - {"Extension", "Row"} - FUNCTIONS - CHAINS))
 def test_laws_of_the_catalogue(name: str) -> None:
     kind = getattr(extensions, name)

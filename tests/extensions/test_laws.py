@@ -21,6 +21,7 @@ from tests.references.running import (
     results,
     rows_for,
 )
+from tests.selection import STRUCTURES, often
 
 
 @each_case
@@ -72,6 +73,7 @@ def test_mean_and_sum_differ_by_the_divisor(case: Case) -> None:
         assert_all_near(results(total, attribute), scaled, attribute)
 
 
+@often(lambda case, row, kept: kept == [3, 1] and case.name in STRUCTURES)
 @pytest.mark.parametrize("kept", [[0], [3, 1], [2, 0, 3, 1], [-1, 0]], ids=str)
 @pytest.mark.parametrize("row", [r for r in ROWS if r.subsampling], ids=lambda row: row.name)
 @each_case

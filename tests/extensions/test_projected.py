@@ -18,6 +18,7 @@ from tests.cases import CASES, Case
 from tests.references.oracle import Problem
 from tests.references.projections import matrix
 from tests.references.running import assert_all_near, assert_near, backward, results
+from tests.selection import each_structure, often
 
 KINDS = ("rademacher", "gaussian", "kronecker")
 PLAIN = [case for case in CASES if not case.refuses]
@@ -34,6 +35,7 @@ def expected_of(problem: Problem, kind: str, dimension: int, seed: int = 0) -> d
     return found
 
 
+@each_structure
 @pytest.mark.covers("Projected")
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
 def test_gradients_times_the_documented_matrix(case: Case) -> None:
@@ -68,6 +70,7 @@ class Words(nn.Module):
         return out.mT
 
 
+@often(lambda kind, dimension, words, block: dimension == 7 or (words, block) == (300, 20))
 @pytest.mark.parametrize("dimension", [1, 7, 64, 130])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("words", [5, 300])

@@ -13,6 +13,7 @@ from torch import Tensor
 from packprop.functions.registry import RULES
 from packprop.testing import check_use
 from tests.references.tensors import R, p
+from tests.selection import often
 
 
 def recurrent(
@@ -99,6 +100,10 @@ FALLBACKS: list[tuple[Callable[..., Any], Callable[[int], Any]]] = [
 ]
 
 
+SLOW = (torch.lstm, torch.gru, torch.rnn_tanh)  # `make test` has one function and the cells of this kind
+
+
+@often(lambda function, make: function not in SLOW)
 @pytest.mark.parametrize(("function", "make"), EXAMPLES, ids=lambda value: value.__name__)
 def test_rules_of_torch_functions(function: Callable[..., Any], make: Callable[[int], Any]) -> None:
     assert check_use(function, make).error < 1e-12

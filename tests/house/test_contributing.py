@@ -1,4 +1,4 @@
-"""The changes that the contributing page walks through are those that were made."""
+"""The changes that the page on additions walks through are those that were made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
 
 
 def hunks() -> list[tuple[str, str]]:
@@ -26,7 +26,7 @@ def test_lines_of_a_diff_stand_in_their_file(name: str, added: str) -> None:
 
 
 def test_every_kind_of_change_is_walked_through() -> None:
-    kinds = re.findall(r"^### An? (.*)$", PAGE, re.MULTILINE)
+    kinds = re.findall(r"^## An? (.*)$", PAGE, re.MULTILINE)
     assert kinds == ["function", "loss", "extension", "column of the profile"]
     assert len(hunks()) >= 12
     assert len(re.findall(r"```diff", PAGE)) == len(kinds)

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.selection import thorough
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GALLERY = DOCS / "gallery"
 PAGES = sorted(path.stem for path in GALLERY.glob("*.py"))
@@ -39,6 +41,7 @@ def comparable(page: str) -> list[str]:
     return parts
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:MNIST is not at hand", "ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page(renderer: ModuleType, name: str, tmp_path: Path) -> None:

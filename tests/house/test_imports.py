@@ -7,12 +7,14 @@ import gc
 import json
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import packprop
+from tests.house.pages import ROOT
 
 SOURCE = ast.parse(Path(packprop.__file__).read_text(encoding="utf-8"))
 
@@ -71,6 +73,13 @@ def test_what_type_checkers_read_is_what_is_there() -> None:
     at_run_time = {**packprop._HOMES, **packprop._MODULES}
     assert imported_for_type_checkers() == at_run_time
     assert sorted(packprop.__all__) == sorted(at_run_time)
+
+
+def test_the_version_is_that_of_the_project(new_modules: list[list[str]]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert packprop.__version__ == project["version"]
+    assert "__version__" in dir(packprop)
+    assert "importlib.metadata" not in new_modules[0], "the version is read when it is asked for"
 
 
 @pytest.mark.parametrize("name", packprop.__all__)

@@ -168,10 +168,12 @@ def test_the_design_page_lists_rooms() -> None:
 
 
 def test_files_that_the_pages_name_are_there() -> None:
-    """Files that the design page and the contributing page speak of."""
+    """Files that the pages for contributors speak of."""
     root = PACKAGE.parent
-    contributing = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", DESIGN + contributing))
+    pages = DESIGN + "".join(
+        (root / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "docs/adding.md")
+    )
+    named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", pages))
     assert len(named) > 20
     missing = {
         name for name in named if not any((base / name).exists() for base in (root, PACKAGE, root / "docs"))

@@ -22,8 +22,10 @@ from packprop.memory.plan import BudgetTooSmall
 from packprop.memory.search import HELD, choices, looser
 from tests.memory.steps import data, measured, network, step
 from tests.references.running import BY_ATTRIBUTE, ROWS, Row, as_tensors, assert_all_near
+from tests.selection import often, thorough
 
 
+@often(lambda row: row.attribute in ("variance", "diag_ggn_exact", "kfac"))
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
     """Budgets from ample down to the smallest that is possible, in steps."""
@@ -44,6 +46,7 @@ def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
         assert_all_near(found, expected, row.attribute, 1e-4)
 
 
+@often(lambda name: name == "grad_batch")
 @pytest.mark.parametrize("name", ["grad_batch", "diag_ggn_exact_batch", "kflr"])
 def test_the_smallest_budget_is_kept_in_low_precision(name: str) -> None:
     """There results, and what is formed for a chunk, are larger than the parameters by a factor."""
@@ -98,6 +101,7 @@ MIXED = [
 """Where one of two uses holds most: model, inputs, what is asked, that use, the algorithm that holds less."""
 
 
+@often(lambda mixed: mixed is MIXED[0])
 @pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
 def test_only_the_use_that_holds_most_changes_its_algorithm(
     mixed: Any, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +149,7 @@ def test_an_algorithm_by_name_wins_over_a_budget() -> None:
     assert algorithms["0.weight"] == algorithms["2.weight"] == "gradients by products"
 
 
+@thorough
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: f"{mixed[0].__name__}-{mixed[3].__name__}")
 def test_peaks_fall_along_what_is_tried(mixed: Any, device: str, monkeypatch: Any) -> None:
@@ -168,6 +173,7 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(60, 80), nn.ReLU(), nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 5))
 
 
+@thorough
 @pytest.mark.parametrize(
     ("build", "shape", "make"),
     [
@@ -224,6 +230,7 @@ ASKED = {
 KEPT_OR_REFUSED = [(*swept, attribute) for swept in SWEPT for attribute in ASKED[swept[0]]]
 
 
+@often(lambda build, data, attribute: (build, attribute) == (layers, "diag_ggn_exact"))
 @pytest.mark.parametrize(("build", "data", "attribute"), KEPT_OR_REFUSED)
 def test_budgets_are_kept_or_refused_with_one_that_is_accepted(build: Any, data: Any, attribute: str) -> None:
     """No budget below the least that was named is accepted, and what is planned without one is not below it."""
@@ -251,6 +258,7 @@ def test_budgets_are_kept_or_refused_with_one_that_is_accepted(build: Any, data:
     assert all(budget >= least for budget in kept)
 
 
+@often(lambda swept: swept[0] is layers)
 @pytest.mark.parametrize("swept", SWEPT, ids=lambda swept: swept[0].__name__)
 def test_rows_of_the_jacobian_take_no_less_without_a_budget_than_is_named(swept: Any) -> None:
     model, batch, asked = swept[0](), swept[1](), extensions.BatchJacobian()

@@ -23,6 +23,10 @@ from tests.cases import Case
 from tests.memory.steps import PLANNED, data, measured, network
 from tests.references.oracle import Problem
 from tests.references.running import HESSIANS, ROWS, Row, backward, forward, make_all, rows_for
+from tests.selection import often, thorough
+
+FEW = ("grad_batch", "variance", "diag_ggn_exact", "kfac", "diag_h")
+"""One extension for each kind of seed and of merging."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -34,6 +38,7 @@ def test_the_peak_is_what_was_predicted(row: Row) -> None:
     assert sum(plan.parts.values()) == pytest.approx(plan.peak, rel=0.01)
 
 
+@often(lambda row, dtype: dtype == torch.bfloat16 and row.attribute in FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("row", [*ROWS, *HESSIANS], ids=lambda row: row.name)
 def test_the_peak_in_low_precision(row: Row, dtype: torch.dtype) -> None:
@@ -59,6 +64,7 @@ def test_a_batch_that_autograd_does_not_keep_is_there_all_the_same(given: str) -
     assert peak == pytest.approx(plan.peak if given == "plan" else memory, rel=0.05)
 
 
+@often(lambda row, memory: memory is None and row.attribute in FEW)
 @pytest.mark.parametrize("memory", [None, "the plan"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_peak_holds_in_each_step_without_a_budget(row: Row, memory: str | None) -> None:
@@ -106,6 +112,7 @@ SHORT = {
 }
 
 
+@often(lambda case: case in PLANNED[::24])
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_peak_of_every_case(case: Case) -> None:
     """All extensions at once, on every case, except where the size of a null space depends on the data."""
@@ -118,6 +125,7 @@ def test_the_peak_of_every_case(case: Case) -> None:
         assert peak == pytest.approx(plan.peak, rel=0.05, abs=256)
 
 
+@thorough
 @pytest.mark.parametrize("case", PLANNED[::16], ids=lambda case: case.name)
 def test_eigenvectors_take_no_more_than_planned(case: Case) -> None:
     """Without data a plan assumes the largest null space, which costs another decomposition."""

@@ -9,13 +9,9 @@ from torch import nn
 from tests.cases import CASES, Case
 from tests.cases.building import regression
 from tests.references.oracle import Oracle
+from tests.selection import STRUCTURES, each_structure, often, paired
 
-EVERY = [
-    pytest.param(case, size, reduction, id=f"{case.name}-n{size}-{reduction}")
-    for case in CASES
-    for size in case.sizes
-    for reduction in (case.reductions if size > 1 else case.reductions[:1])
-]
+EVERY = paired(CASES)
 
 
 def test_case_names_are_unique() -> None:
@@ -23,6 +19,7 @@ def test_case_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
+@often(lambda case, size, reduction: size == case.sizes[-1] and case.name in STRUCTURES)
 @pytest.mark.parametrize(("case", "size", "reduction"), EVERY)
 def test_samples_make_up_the_whole(case: Case, size: int, reduction: str) -> None:
     """One-sample shares sum to the whole loss, and their gradients to its gradient."""
@@ -35,6 +32,7 @@ def test_samples_make_up_the_whole(case: Case, size: int, reduction: str) -> Non
         torch.testing.assert_close(rows, whole, rtol=1e-10, atol=1e-12 * (1 + whole.abs().max()))
 
 
+@each_structure
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases_are_small_and_say_something(case: Case) -> None:
     """A case has few numbers, and no parameter whose gradient vanishes for every sample."""

@@ -23,6 +23,7 @@ from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchGrad
 from packprop.store.folder import ShardHeader
 from tests.references.running import assert_near
+from tests.selection import thorough
 from tests.store.small import problem, rows_one_by_one, write_batch, written
 
 KILLED = """
@@ -76,6 +77,7 @@ def test_a_kill_loses_the_open_chunk_at_most(tmp_path: Path) -> None:
     assert first < known
 
 
+@thorough
 def test_a_kill_at_every_line_of_writing(tmp_path: Path) -> None:
     """What a kill leaves between any two writes is what a copy of the folder is then: each can be read."""
     model, x, y = problem()

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md into docs/images: ``python docs/draw_concepts.py``.
 
 What can be computed is computed: the matrices of the structures, the bytes of the plans and the moments of the
-batches are those of small passes. Needs matplotlib: ``pip install 'packprop[report]'``.
+batches are those of small passes. Needs matplotlib: ``pip install '.[report]'``.
 """
 
 from __future__ import annotations

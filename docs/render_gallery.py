@@ -5,7 +5,7 @@ editors and notebooks open as it is. Beside it stands what came out: ``docs/gall
 a cell are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the
 code of such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
 
-Needs matplotlib and scikit-learn: ``pip install 'packprop[examples,report]'``.
+Needs matplotlib and scikit-learn: ``pip install '.[examples,report]'``.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Result(Mapping[Any, dict[str, Value]]):
         """The lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
 
         Raises:
-            BadInput: If pandas is missing: ``pip install "packprop[frames]"``.
+            BadInput: If pandas is missing: ``pip install '.[frames]'``.
         """
         return as_frame("A data frame of a result was asked for.", self.tables)
 

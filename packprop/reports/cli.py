@@ -112,8 +112,10 @@ def _profile(options: argparse.Namespace) -> int:
     if result is None:
         return 0
     paths: list[Path] = [*result.save(options.output)]
+    page = None
     if not options.no_page and not lacking:
-        paths.append(result.save_page(Path(options.output) / PAGE))
+        page = result.save_page(Path(options.output) / PAGE)
+        paths.append(page)
     if options.json:
         print(result.to_json(), end="")
     else:
@@ -121,8 +123,6 @@ def _profile(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     *before, last = map(str, paths)
     print(f"\nwrote {', '.join(before)} and {last} after {seconds:.0f} s", file=sys.stderr)
-    if lacking:
-        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {INSTALL}", file=sys.stderr)
     if "graphs" in result.settings:
         print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
     resident = resident_peak()
@@ -131,8 +131,12 @@ def _profile(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if result.headline is not None:
         print(f"not finite: {result.headline}", file=sys.stderr)
-        return NOT_FINITE
-    return 0
+    if lacking:
+        then = f"{INSTALL}, then: packprop page {options.output}"
+        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {then}", file=sys.stderr)
+    if page is not None:
+        print(f"open {page} in a browser", file=sys.stderr)
+    return 0 if result.headline is None else NOT_FINITE
 
 
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:

@@ -298,7 +298,7 @@ def test_tensorboard_scalars_are_read_back(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(BadInput, match=re.escape("packprop[tensorboard]")):
+    with pytest.raises(BadInput, match=re.escape("pip install '.[tensorboard]'")):
         TensorBoard(tmp_path)
 
 

@@ -135,7 +135,7 @@ def test_digits_without_scikit_learn(run: Run, monkeypatch: pytest.MonkeyPatch) 
     status, _, err = run()
     assert status == 2
     assert "scikit-learn cannot be imported" in err
-    assert "instead: pip install 'packprop[examples]', or profile a model of your own" in err
+    assert "instead: pip install '.[examples]', or profile a model of your own" in err
 
 
 def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:

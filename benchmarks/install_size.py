@@ -1,7 +1,7 @@
 """``python -m benchmarks.install_size``: what pip fetches for packprop, with the CPU build of PyTorch.
 
-Written to ``results/install_size.json``, in bytes, for the library alone and with what its page needs. PyTorch is the
-build that the constraints and the index give; with another one most of the size is another.
+Written to ``results/install_size.json``, in bytes, for the library alone and with what its page needs. PyTorch
+is the build that the constraints and the index give; with another one most of the size is another.
 """
 
 from __future__ import annotations

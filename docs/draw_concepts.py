@@ -182,7 +182,7 @@ PICTURES = {"uses": uses, "sweeps": sweeps, "structures": structures, "plans": p
 def main(folder: Path = DOCS / "images") -> None:
     """Draw all of them."""
     matplotlib.use("agg")
-    with plt.style.context(DOCS / "gallery" / "gallery.mplstyle"), torch.random.fork_rng():
+    with plt.style.context("packprop.examples.gallery"), torch.random.fork_rng():
         for name, draw in PICTURES.items():
             draw().savefig(folder / f"concept-{name}.png")
     plt.close("all")

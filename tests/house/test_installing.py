@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -51,3 +52,20 @@ def test_the_demo_installs_what_its_page_needs() -> None:
     target = re.search(r"^demo: (.*?) ##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert target is not None
     assert {"$(VENV)/.installed-examples", "$(VENV)/.installed-report"} == {*target[1].split()}
+
+
+def test_the_read_me_says_what_was_measured_and_tested() -> None:
+    """Sizes are those of `benchmarks.install_size`, versions those of `docs/versions.md` and the constraints."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = " ".join(readme.partition("## Install")[2].partition("\n## ")[0].split())
+    sizes = json.loads((ROOT / "benchmarks/results/install_size.json").read_text(encoding="utf-8"))["sizes"]
+    alone, page = sizes["library"], sizes["library, examples and page"]
+    assert f"fetches {page['bytes'] / 1e6:.0f} MB, of which PyTorch is {page['torch'] / 1e6:.0f} MB" in section
+    assert f"the library alone, `pip install .`, {alone['bytes'] / 1e6:.0f} MB" in section
+    assert page["asked"] in section
+    (tested,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"PyTorch {tested} on a CPU" in section
+    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    tried = re.findall(r"^\| 3\.11\.\d+ \| (\d+\.\d+)", versions, re.MULTILINE)
+    assert {*tried} == {*re.findall(r"2\.\d+", section.partition("Python 3.11 with")[2])}

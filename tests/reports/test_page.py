@@ -288,7 +288,8 @@ def test_without_the_libraries(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     status, out, err = run("factories:good", "--page")
     assert (status, out.count("Sequential: CrossEntropyLoss")) == (0, 1)
     (line,) = [line for line in err.splitlines() if "page" in line]
-    assert line == "no page with figures: altair cannot be imported; pip install '.[report]', then: packprop page profile"
+    then = "pip install '.[report]', then: packprop page profile"
+    assert line == f"no page with figures: altair cannot be imported; {then}"
     assert err.splitlines()[-1] == line
     assert not (tmp_path / "profile" / "profile.html").exists()
     with pytest.raises(PackpropError, match="altair cannot be imported") as error:

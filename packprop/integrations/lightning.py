@@ -36,7 +36,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
     """
 
     def __init__(
-        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+        self, every: int | str = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
     ) -> None:
         super().__init__()
         self._prefix, self._trainer, self._number = prefix, None, -1

@@ -38,7 +38,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
     """
 
     def __init__(
-        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+        self, every: int | str = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
     ) -> None:
         self._prefix, self._waiting = prefix, dict[str, float]()
         self._between = StepBetween({"every": every, **options}, self._wait if trainer_log else None)

@@ -164,15 +164,17 @@ def _add_profile(commands: Commands) -> None:
         help="leave out Kronecker factors with more rows than this (default: %(default)s)",
     )
     add(
-        "--keep-mode",
-        action="store_true",
-        help="leave the model in the mode that it comes in (default: evaluation mode, so that "
-        "dropout is off and batch normalisation does not mix samples)",
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
+        "samples; --no-evaluation leaves it in the mode that it comes in (default: yes)",
     )
     add(
-        "--no-graphs",
-        action="store_true",
-        help="run every pass as it is, also where graphs in their place would save time",
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let graphs take the place of passes where that saves time (default: yes)",
     )
     add(
         "--device",
@@ -234,7 +236,12 @@ def _add_profile(commands: Commands) -> None:
         "each token of the targets, or an image",
     )
     add("--no-page", action="store_true", help="write no page, and do not look at the use of memory")
-    add("--no-progress", action="store_true", help="show no progress bar")
+    add(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show a progress bar, if standard error is a terminal (default: yes)",
+    )
     _add_common(command, "the profile")
 
 

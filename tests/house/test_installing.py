@@ -55,7 +55,7 @@ def test_the_demo_installs_what_its_page_needs() -> None:
 
 
 def test_the_read_me_says_what_was_measured_and_tested() -> None:
-    """Sizes are those of `benchmarks.install_size`, versions those of `docs/versions.md` and the constraints."""
+    """Sizes are those of `benchmarks.install_size`, versions those of `docs/versions.md`."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = " ".join(readme.partition("## Install")[2].partition("\n## ")[0].split())
     sizes = json.loads((ROOT / "benchmarks/results/install_size.json").read_text(encoding="utf-8"))["sizes"]

@@ -24,7 +24,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV)/.installed-examples ## Profile a small network on real data, into profile/
+demo: $(VENV)/.installed-examples $(VENV)/.installed-report ## Profile a small network on real data; the page is profile/profile.html
 	$(BIN)/packprop profile --output profile $(ARGS)
 
 TESTS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

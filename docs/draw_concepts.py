@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md into docs/images: ``python docs/draw_concepts.py``.
 
 What can be computed is computed: the matrices of the structures, the bytes of the plans and the moments of the
-batches are those of small passes. Needs matplotlib: ``pip install 'packprop[report]'``.
+batches are those of small passes. Needs matplotlib: ``pip install '.[report]'``.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ PICTURES = {"uses": uses, "sweeps": sweeps, "structures": structures, "plans": p
 def main(folder: Path = DOCS / "images") -> None:
     """Draw all of them."""
     matplotlib.use("agg")
-    with plt.style.context(DOCS / "gallery" / "gallery.mplstyle"), torch.random.fork_rng():
+    with plt.style.context("packprop.examples.gallery"), torch.random.fork_rng():
         for name, draw in PICTURES.items():
             draw().savefig(folder / f"concept-{name}.png")
     plt.close("all")

@@ -1,6 +1,6 @@
 """Draw docs/images/profile.png from a run of the built-in example.
 
-Needs matplotlib and scikit-learn: ``pip install 'packprop[examples,report]'``, then
+Needs matplotlib and scikit-learn: ``pip install '.[examples,report]'``, then
 ``python docs/make_readme_picture.py``.
 """
 

@@ -2,7 +2,7 @@
 
 The top of the page of the digits, and the samples on the page of the small language model.
 
-Needs ``pip install 'packprop[examples,report]' playwright`` and a Chromium of the system; then
+Needs ``pip install '.[examples,report]' playwright`` and a Chromium of the system; then
 ``python docs/make_report_picture.py``.
 """
 

@@ -5,7 +5,7 @@ editors and notebooks open as it is. Beside it stands what came out: ``docs/gall
 a cell are kept as ``images/<page>.png`` and so on, with their titles as what is read out instead of them; the
 code of such a cell is folded away. ``docs/gallery/README.md`` lists all pages with the first figure of each.
 
-Needs matplotlib and scikit-learn: ``pip install 'packprop[examples,report]'``.
+Needs matplotlib and scikit-learn: ``pip install '.[examples,report]'``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 
 import matplotlib
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "site"))
+from notebooks import ORIGIN, cells
 
 GALLERY = Path(__file__).resolve().parent / "gallery"
 # The order in which they are read.
@@ -49,26 +52,6 @@ the handwritten digits that ship with scikit-learn; run by yourself, pages take 
 """
 
 
-def cells(source: str) -> list[tuple[str, int, str]]:
-    r"""The parts of a page in order: ``"markdown"`` or ``"code"``, number of the first line, text.
-
-    >>> cells('\"\"\"# Title\"\"\"\n\n# %%\nx = 1\n\n# %% [markdown]\n# Read this.\n')
-    [('markdown', 1, '# Title'), ('code', 4, 'x = 1'), ('markdown', 7, 'Read this.')]
-    """
-    found = []
-    opening, *rest = re.split(r"^# %%", source, flags=re.MULTILINE)
-    found.append(("markdown", 1, opening.strip().removeprefix('"""').removesuffix('"""').strip()))
-    line = 1 + opening.count("\n")
-    for part in rest:
-        head, _, body = part.partition("\n")
-        if "[markdown]" in head:
-            found.append(("markdown", line + 1, re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip()))
-        else:
-            found.append(("code", line + 1, body.strip("\n")))
-        line += part.count("\n")
-    return found
-
-
 @contextlib.contextmanager
 def only_shipped_data() -> Iterator[None]:
     """Inside, MNIST is not at hand: pages show the digits of scikit-learn, whatever else is installed."""
@@ -90,7 +73,7 @@ def render(page: Path, images: Path) -> str:
     import matplotlib.pyplot as plt
 
     matplotlib.use("agg")
-    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(page)}
+    names: dict[str, Any] = {"__name__": "__main__"}  # no file: a notebook has none
     flags = __future__.annotations.compiler_flag
     text, drawn = [], 0
     plt.close("all")
@@ -120,8 +103,7 @@ def render(page: Path, images: Path) -> str:
                 titles = [figure.get_suptitle(), *(axes.get_title(loc="left") for axes in figure.axes)]
                 text.append("![{}](images/{}.png)".format("; ".join(filter(None, titles)), name))
             plt.close("all")
-    origin = f"*Made by `make gallery` from [{page.name}]({page.name}): run it, change it.*"
-    return "\n\n".join([text[0], origin, *text[1:]]) + "\n"
+    return "\n\n".join([text[0], ORIGIN.format(page.stem), *text[1:]]) + "\n"
 
 
 def index(pages: dict[str, str]) -> str:

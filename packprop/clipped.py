@@ -11,11 +11,11 @@ from packprop.context import Backpack
 from packprop.engine.clipping import ASKED, ClippedNorms, Clipping, Per, Reduction
 from packprop.engine.saving import Hook, factor_of
 from packprop.errors import BadInput
-from packprop.types import Extension
+from packprop.types import Extensions
 
 
 def clipped_gradients(
-    *extensions: Extension,
+    *extensions: Extensions,
     max_norm: float | Tensor | Mapping[str, float],
     per: Per = "all",
     reduction: Reduction | None = None,
@@ -90,7 +90,7 @@ class ClippedGradients(Backpack):
 
     def __init__(
         self,
-        extensions: Sequence[Extension],
+        extensions: Sequence[Extensions],
         max_norm: float | Tensor | Mapping[str, float],
         per: Per,
         reduction: Reduction | None,

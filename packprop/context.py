@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from packprop.samples.locating import check_graph
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.hooks import NOTHING
 from packprop.tensors.traced import decided, is_traced
-from packprop.types import Extension, Seed, check_extensions
+from packprop.types import Extensions, Seed, check_extensions
 
 NOT_RECORDED = (
     "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
@@ -66,7 +66,7 @@ def innermost() -> Backpack | None:
 
 
 def backpack(
-    *extensions: Extension,
+    *extensions: Extensions,
     extension_hook: Hook | None = None,
     memory: int | str | Plan | None = None,
     retain_graph: bool = False,
@@ -78,8 +78,8 @@ def backpack(
     """Compute more than the gradient in every backward pass inside the context.
 
     Args:
-        extensions: Instances from ``packprop.extensions``; each saves its value on every trainable parameter
-            under its ``savefield``, overwriting what an earlier pass left there.
+        extensions: Instances from ``packprop.extensions``, one by one or in a list; each saves its value on
+            every trainable parameter under its ``savefield``, overwriting what an earlier pass left there.
         extension_hook: Called with each module that owns parameters as soon as all their values are saved.
         memory: The most bytes of tensor storage that may be alive at once in a step, with parameters,
             activations and results (``"600MiB"``, a number), or a ``Plan``. With a budget the model is run once
@@ -125,7 +125,7 @@ class Backpack(OwnMode):
         clipping: Clipping | None = None,
     ) -> None:
         super().__init__()
-        self.extensions = check_extensions(f"{self.call}(...) was entered.", extensions)
+        self.extensions = check_extensions(f"{self.call}(...) was entered.", *extensions)
         if hook is not None and not callable(hook):
             raise BadInput(
                 f"{self.call}(extension_hook=...) was entered.",
@@ -150,7 +150,7 @@ class Backpack(OwnMode):
         self._hook, self._debug, self._running, self._seen = hook, debug, False, False
         self._drawn: dict[Seed, list[Columns]] = {}  # what extensions for modules have seen of this pass
 
-    def __enter__(self) -> Backpack:
+    def __enter__(self) -> Self:
         drop_stale_recording()
         _local.active.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's own

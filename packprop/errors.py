@@ -36,6 +36,15 @@ class OfParameter(PackpropError):
         return PackpropError(self.asked, where.replace("{parameter}", repr(name)), self.why, self.instead)
 
 
+def install(*extras: str) -> str:
+    """The command that installs what is missing; it works in a folder that holds packprop's source.
+
+    >>> install("examples", "report")
+    "pip install '.[examples,report]'"
+    """
+    return f"pip install '.[{','.join(extras)}]'"
+
+
 @contextlib.contextmanager
 def naming(name: str | Callable[[], str]) -> Iterator[None]:
     """Inside, errors that lack the name of their parameter get it."""

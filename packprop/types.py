@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from packprop.algebra.monoid import SUM, Monoid
 from packprop.errors import BadInput
@@ -149,12 +150,20 @@ class Extension:
         return type(self).__name__
 
 
-def check_extensions(asked: str, extensions: Sequence[Any]) -> tuple[Extension, ...]:
-    """Refuse classes, and anything that is no extension.
+Extensions = Extension | Sequence[Extension]
+"""What can be asked for in one argument: an extension, or several in a list."""
+
+
+def check_extensions(asked: str, *given: Any) -> tuple[Extension, ...]:
+    """The extensions that were given one by one, in lists, or both; each once.
 
     Raises:
-        BadInput: A ``ValueError``.
+        BadInput: A ``ValueError``, for a class in place of an instance and for anything that is no extension.
     """
+    extensions: list[Any] = []
+    for each in given:
+        several = isinstance(each, Iterable) and not isinstance(each, (str, bytes, Mapping, Tensor, type))
+        extensions += each if several else [each]
     for extension in extensions:
         if isinstance(extension, type) and issubclass(extension, Extension):
             raise BadInput(

@@ -22,7 +22,7 @@ column that `SqrtGGNMC` draws lies in the span of the sample's Jacobian, of all 
 precision. Experts run as loops (`experts_implementation="eager"`), attention as it is written (`"eager"`).
 What is refused names what is in the way.
 
-Written by `python -m benchmarks.families` with `pip install "packprop[models]"`. Models that do not run by
+Written by `python -m benchmarks.families` with `pip install '.[models]'`. Models that do not run by
 themselves are left out.
 """
 

@@ -1,17 +1,16 @@
 """# The curvature of an auto-encoder, in the memory you have
 
-The exact diagonal of the generalized Gauss-Newton matrix (GGN) is a sum over all outputs of a
-model. Ten classes are few; an auto-encoder has an output for each pixel, and what is swept back
-from all of them at once soon does not fit. Passes can be split by hand, or given a budget.
+The exact diagonal of the generalized Gauss-Newton matrix (GGN) is a sum over all
+outputs of a model. Ten classes are few; an auto-encoder has an output for each pixel,
+and what is swept back from all of them at once soon does not fit. Passes can be split
+by hand, or given a budget.
 """
 
 # %%
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from packprop.custom_module.slicing import Slicing
@@ -22,7 +21,6 @@ from packprop import backpack, extend, extensions
 from packprop.examples import load_one_batch_mnist
 from packprop.memory import LiveBytes, byte_text
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, _ = load_one_batch_mnist(batch_size=8)
 images = F.avg_pool2d(images, 2)  # 14 x 14, to be quick
@@ -30,9 +28,9 @@ pixels = images.flatten(1)
 
 
 # %% [markdown]
-# Encoder and decoder share one kernel, as the principal components of a linear auto-encoder do:
-# what the encoder convolves with, the decoder convolves back with. A list of layers cannot say
-# that; two calls of functions can.
+# Encoder and decoder share one kernel, as the principal components of a linear
+# auto-encoder do: what the encoder convolves with, the decoder convolves back with. A
+# list of layers cannot say that; two calls of functions can.
 
 
 # %%
@@ -47,7 +45,9 @@ class AutoEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.sigmoid(F.conv2d(x, self.kernel, self.code, stride=2))
-        return F.conv_transpose2d(hidden, self.kernel, self.shade, stride=2, output_padding=1).flatten(1)
+        return F.conv_transpose2d(
+            hidden, self.kernel, self.shade, stride=2, output_padding=1
+        ).flatten(1)
 
 
 model, loss_function = extend(AutoEncoder()), extend(nn.MSELoss())
@@ -56,7 +56,7 @@ Diagonal = dict[str, Tensor]
 
 
 def peak_of(step: Callable[[], Diagonal]) -> tuple[int, Diagonal]:
-    """Most bytes of tensors alive, with parameters and images, and what the step returned."""
+    """Most bytes of tensors alive, with parameters and images; the step's result."""
     step()
     live = LiveBytes()
     live.own([*parameters.values(), images], "there before")
@@ -68,20 +68,26 @@ def peak_of(step: Callable[[], Diagonal]) -> tuple[int, Diagonal]:
 # %% [markdown]
 # ## By hand
 #
-# The Hessian of the mean squared error in the output is `2 / numel` times the identity. So the
-# diagonal is the sum of the squares of all entries of the Jacobian, times that: one backward pass
-# for each of the 196 outputs of each image, or all of them at once.
+# The Hessian of the mean squared error in the output is `2 / numel` times the identity.
+# So the diagonal is the sum of the squares of all entries of the Jacobian, times that:
+# one backward pass for each of the 196 outputs of each image, or all of them at once.
 
 
 # %%
 def by_hand() -> Diagonal:
     with packprop.disable():
         output = model(images)
-    total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    total = {
+        name: torch.zeros_like(parameter) for name, parameter in parameters.items()
+    }
     for sample in output:
         unit_vectors = torch.eye(sample.numel())
         rows = torch.autograd.grad(
-            sample, list(parameters.values()), unit_vectors, is_grads_batched=True, retain_graph=True
+            sample,
+            list(parameters.values()),
+            unit_vectors,
+            is_grads_batched=True,
+            retain_graph=True,
         )
         for name, jacobian in zip(parameters, rows, strict=True):
             total[name] += 2 / output.numel() * jacobian.pow(2).sum(0)
@@ -119,21 +125,23 @@ for name, peak in peaks.items():
     print(f"{name:8s} peak {byte_text(peak)}")
 
 # %% [markdown]
-# The kernel's block is not the sum of an encoder's and a decoder's: the two uses of a shared weight
-# meet in the squares. Both ways above see it as one parameter.
+# The kernel's block is not the sum of an encoder's and a decoder's: the two uses of a
+# shared weight meet in the squares. Both ways above see it as one parameter.
 #
 # ## In chunks, by hand
 #
-# The outputs can be split: each chunk's loss has a GGN of its own, they add up, and one graph does
-# for all backward passes. `Slicing` is a module, so that the loss knows what it was computed from.
-# The mean over a chunk divides by the chunk's size, so that the sum has to be divided by the number
-# of chunks.
+# The outputs can be split: each chunk's loss has a GGN of its own, they add up, and one
+# graph does for all backward passes. `Slicing` is a module, so that the loss knows what
+# it was computed from. The mean over a chunk divides by the chunk's size, so that the
+# sum has to be divided by the number of chunks.
 
 
 # %%
 def in_chunks(count: int) -> Diagonal:
     output = model(images)
-    total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    total = {
+        name: torch.zeros_like(parameter) for name, parameter in parameters.items()
+    }
     for part in torch.arange(output.shape[1]).chunk(count):
         chosen = (slice(None), slice(int(part[0]), int(part[-1]) + 1))
         chunk = extend(Slicing(chosen))(output)
@@ -154,14 +162,15 @@ for count in (1, 4, 14):
 assert chunked[14] < chunked[4] < chunked[1]
 
 # %% [markdown]
-# This works, and asks for a graph that is kept, a layer that cuts, the scale of a mean, a loop, and
-# for the number of chunks, which one finds by trying.
+# This works, and asks for a graph that is kept, a layer that cuts, the scale of a mean,
+# a loop, and for the number of chunks, which one finds by trying.
 #
 # ## What nobody has to do any more
 #
-# The budget is an argument. A run without data finds out what fits in it, before anything is
-# computed; the loss, the model and the backward pass stay what they were. With less memory it takes
-# smaller pieces, and longer; what is too little for any is refused with the least that would do.
+# The budget is an argument. A run without data finds out what fits in it, before
+# anything is computed; the loss, the model and the backward pass stay what they were.
+# With less memory it takes smaller pieces, and longer; what is too little for any is
+# refused with the least that would do.
 
 # %%
 budgeted = {}
@@ -174,30 +183,52 @@ for budget in (4, 2):
 assert budgeted[2] < budgeted[4] < peaks["one pass"]
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 left.plot(list(chunked), [peak / 2**20 for peak in chunked.values()], "o-", color="C1")
 left.set_xscale("log", base=2)
 left.set_xticks(list(chunked), list(map(str, chunked)))
-left.set(title="Chunks by hand", xlabel="backward passes", ylabel="peak, tensors alive, MiB")
+left.set(
+    title="Chunks by hand", xlabel="backward passes", ylabel="peak, tensors alive, MiB"
+)
 labels = ["none", *map(str, budgeted)]
-right.plot(labels, [peak / 2**20 for peak in (peaks["one pass"], *budgeted.values())], "o", color="C0")
+right.plot(
+    labels,
+    [peak / 2**20 for peak in (peaks["one pass"], *budgeted.values())],
+    "o",
+    color="C0",
+)
 right.hlines(list(budgeted), [0.75, 1.75], [1.25, 2.25], color="0.4", linewidth=2)
-right.annotate("the budget", (1, 4), (0, 5), textcoords="offset points", ha="center", color="0.4")
-right.set(title="One backward pass", xlabel="memory=, MiB", xlim=(-0.5, 2.5), ylim=(0.5, 8))
+right.annotate(
+    "the budget", (1, 4), (0, 5), textcoords="offset points", ha="center", color="0.4"
+)
+right.set(
+    title="One backward pass", xlabel="memory=, MiB", xlim=(-0.5, 2.5), ylim=(0.5, 8)
+)
 for axes in (left, right):
     axes.set_yscale("log", base=2)
     axes.axhline(peaks["by hand"] / 2**20, color="0.7", linewidth=1, linestyle="--")
 left.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
 top = (14, peaks["by hand"] / 2**20)
-left.annotate("Jacobians by hand", top, (0, 4), textcoords="offset points", ha="right", color="0.4")
+left.annotate(
+    "Jacobians by hand",
+    top,
+    (0, 4),
+    textcoords="offset points",
+    ha="right",
+    color="0.4",
+)
 plt.show()
 
 # %% [markdown]
 # ## The other two axes
 #
-# Samples: `subsampling` takes some, at the scale of the whole batch, so that parts add up.
-# Parameters: `backward(inputs=...)` computes what some parameters need, from the graph that is
-# there. Setting `requires_grad=False` on the others does so, too, but asks for a new forward pass.
+# Samples: `subsampling` takes some, at the scale of the whole batch, so that parts add
+# up. Parameters: `backward(inputs=...)` computes what some parameters need, from the
+# graph that is there. Setting `requires_grad=False` on the others does so, too, but
+# asks for a new forward pass.
 
 # %%
 halves = []
@@ -207,13 +238,17 @@ for chosen in (range(4), range(4, 8)):
     halves.append(collected())
 
 for name, diagonal in expected.items():
-    torch.testing.assert_close(halves[0][name] + halves[1][name], diagonal, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        halves[0][name] + halves[1][name], diagonal, rtol=1e-3, atol=1e-7
+    )
 
 loss = loss_function(model(images), pixels)
 for name, parameter in parameters.items():
     with backpack(extensions.DiagGGNExact()):
         loss.backward(inputs=[parameter], retain_graph=True)
-    torch.testing.assert_close(parameter.diag_ggn_exact, expected[name], rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(
+        parameter.diag_ggn_exact, expected[name], rtol=1e-3, atol=1e-7
+    )
     others = [other for other in parameters.values() if other is not parameter]
     assert not any(hasattr(other, "diag_ggn_exact") for other in others)
     del parameter.diag_ggn_exact

@@ -1,8 +1,9 @@
 """# A training loop that looks at itself in every step
 
-Norms of samples' gradients and the trace of the curvature tell how a training goes. In a small
-network most of the time of a pass goes to Python, not to arithmetic, so that looking costs several
-times what a step costs. A step that is traced once and run as a graph from then on has no Python in it.
+Norms of samples' gradients and the trace of the curvature tell how a training goes. In
+a small network most of the time of a pass goes to Python, not to arithmetic, so that
+looking costs several times what a step costs. A step that is traced once and run as a
+graph from then on has no Python in it.
 """
 
 # %%
@@ -11,9 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ from packprop import backpack, extend
 from packprop.examples import load_one_batch_mnist
 from packprop.extensions import BatchL2Grad, DiagGGNExact
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=512)
 STEPS = 400
@@ -30,8 +28,9 @@ STEPS = 400
 # %% [markdown]
 # ## The loop
 #
-# In each step it takes 64 digits, runs one training step, and writes down the loss, how far the
-# norms of samples' gradients are spread, and the trace of the GGN. What a step is comes from outside.
+# In each step it takes 64 digits, runs one training step, and writes down the loss, how
+# far the norms of samples' gradients are spread, and the trace of the GGN. What a step
+# is comes from outside.
 
 
 # %%
@@ -41,11 +40,11 @@ def network() -> nn.Module:
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
-"""From a batch to the loss; it leaves `.grad`, `.batch_l2` and `.diag_ggn_exact` on the parameters."""
+"""From a batch to the loss; it leaves `.grad`, `.batch_l2`, `.diag_ggn_exact`."""
 
 
 def train(model: nn.Module, step: Step) -> tuple[Tensor, list[float]]:
-    """What was written down in each step `[steps, 3]`, and the seconds since the start after each step."""
+    """What each step wrote down `[steps, 3]`, and the seconds since the start."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     order = torch.Generator().manual_seed(2)
     log, clock, start = [], [], time.perf_counter()
@@ -64,7 +63,8 @@ def train(model: nn.Module, step: Step) -> tuple[Tensor, list[float]]:
 # %% [markdown]
 # ## As it is written
 #
-# The model and the loss are extended, and a backward pass inside `backpack(...)` does the rest.
+# The model and the loss are extended, and a backward pass inside `backpack(...)` does
+# the rest.
 
 # %%
 extended, loss_function = extend(network()), extend(nn.CrossEntropyLoss())
@@ -81,22 +81,30 @@ logs, clocks = {}, {}
 logs["ordinary"], clocks["ordinary"] = train(extended, ordinary_step)
 for step in (0, STEPS - 1):
     loss, spread, trace = logs["ordinary"][step].tolist()
-    print(f"step {step}: loss {loss:.3f}, largest norm over the median {spread:.2f}, trace {trace:.2f}")
+    print(
+        f"step {step}: loss {loss:.3f}, largest norm over the median {spread:.2f}, "
+        f"trace {trace:.2f}"
+    )
 
 # %% [markdown]
 # ## Compiled
 #
-# `packprop.compile` takes the same four things and returns the step. `backend="eager"` replays the
-# traced graph operation by operation, and needs no compiler; the default hands it to PyTorch's compiler,
-# Inductor, which takes seconds at first and less in each step. The first calls are ordinary ones: the
-# samples are found, the pass is traced, and the graph is compared with an ordinary pass.
+# `packprop.compile` takes the same four things and returns the step. `backend="eager"`
+# replays the traced graph operation by operation, and needs no compiler; the default
+# hands it to PyTorch's compiler, Inductor, which takes seconds at first and less in
+# each step. The first calls are ordinary ones: the samples are found, the pass is
+# traced, and the graph is compared with an ordinary pass.
 
 # %%
 for name, backend in (("replayed", "eager"), ("compiled", "inductor")):
     model = network()
-    step = packprop.compile(model, nn.CrossEntropyLoss(), BatchL2Grad(), DiagGGNExact(), backend=backend)
+    step = packprop.compile(
+        model, nn.CrossEntropyLoss(), BatchL2Grad(), DiagGGNExact(), backend=backend
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without a compiler for C++ the graph is replayed, with a warning
+        warnings.simplefilter(
+            "ignore"
+        )  # without a compiler for C++ the graph is replayed, with a warning
         logs[name], clocks[name] = train(model, step)
     torch.testing.assert_close(logs[name], logs["ordinary"], rtol=1e-3, atol=1e-4)
 print("all three write down the same")
@@ -109,7 +117,7 @@ print("all three write down the same")
 
 # %%
 def plain_loop() -> list[float]:
-    """Seconds since the start after each step of a loop that writes down nothing but the loss."""
+    """Seconds since the start after each step, where nothing but the loss is kept."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     clock, start = [], time.perf_counter()
@@ -132,11 +140,22 @@ def of_one_step(clock: list[float]) -> float:
 
 
 for name, clock in clocks.items():
-    print(f"{name}: {of_one_step(clock):.2f} ms a step, {clock[9]:.2f} s for the first ten")
+    print(
+        f"{name}: {of_one_step(clock):.2f} ms a step, {clock[9]:.2f} s for the first "
+        f"ten"
+    )
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
-for name, color in (("ordinary", "0.55"), ("replayed", "C0"), ("compiled", "C2"), ("plain", "C1")):
+for name, color in (
+    ("ordinary", "0.55"),
+    ("replayed", "C0"),
+    ("compiled", "C2"),
+    ("plain", "C1"),
+):
     axes.loglog(range(1, STEPS + 1), clocks[name], color=color, label=name)
 axes.set(
     title="64 digits a step, with norms and the trace of the GGN",
@@ -147,6 +166,6 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The replayed graph is ahead after some dozens of steps. Compiling pays in long runs: its seconds come
-# once, and `print(step)` says how many there were. What is not worth a graph stays an ordinary pass, which
-# [the guide](../guide/compiled.md) tells in full.
+# The replayed graph is ahead after some dozens of steps. Compiling pays in long runs:
+# its seconds come once, and `print(step)` says how many there were. What is not worth a
+# graph stays an ordinary pass, which [the guide](../guide/compiled.md) tells in full.

@@ -1,8 +1,8 @@
 """# Gradients of single samples in a convolutional network
 
-There are several ways to compute them. They differ in memory and in time, and none is best for
-every layer. This page counts what the ways take, and leaves the choice to packprop, within a budget
-if there is one.
+There are several ways to compute them. They differ in memory and in time, and none is
+best for every layer. This page counts what the ways take, and leaves the choice to
+packprop, within a budget if there is one.
 """
 
 # %%
@@ -11,9 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from packprop.core.derivatives.convnd import weight_jac_t_save_memory
@@ -24,14 +22,13 @@ from packprop import backpack, extend, extensions
 from packprop.examples import load_one_batch_mnist
 from packprop.memory import LiveBytes, byte_text
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=32)
 
 
 # %%
 class Network(nn.Module):
-    """Three convolutions and a linear map; the second convolution is by far the largest."""
+    """Three convolutions, of which the second is by far the largest; a linear map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +51,9 @@ Gradients = dict[str, Tensor]
 # %% [markdown]
 # ## By hand
 #
-# Either one sample after the other, which is what a gradient of a single sample means. A row
-# carries the 1/N of the mean loss here and below, so that the rows sum to the gradient.
+# Either one sample after the other, which is what a gradient of a single sample means.
+# A row carries the 1/N of the mean loss here and below, so that the rows sum to the
+# gradient.
 
 
 # %%
@@ -69,8 +67,8 @@ def one_after_the_other() -> Gradients:
 
 
 # %% [markdown]
-# Or all at once by a transformation of the function, which has to be written as a function of the
-# parameters first.
+# Or all at once by a transformation of the function, which has to be written as a
+# function of the parameters first.
 
 
 # %%
@@ -81,21 +79,27 @@ def all_at_once() -> Gradients:
 
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with packprop.disable():
-        return torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))(values, images, digits)
+        return torch.func.vmap(torch.func.grad(loss_of_one), (None, 0, 0))(
+            values, images, digits
+        )
 
 
 # %% [markdown]
 # ## In one backward pass
 #
-# `BatchGrad` saves the rows as `grad_batch` while the gradient is computed. People who come from
-# BackPACK know a switch between two implementations for convolutions; it is there, and means
-# "unfold no inputs". Without it packprop decides for each layer, by what takes less time.
+# `BatchGrad` saves the rows as `grad_batch` while the gradient is computed. People who
+# come from BackPACK know a switch between two implementations for convolutions; it is
+# there, and means "unfold no inputs". Without it packprop decides for each layer, by
+# what takes less time.
 
 
 # %%
 def in_one_pass(memory: str | None = None, save_memory: bool = False) -> Gradients:
     loss = loss_function(model(images), digits)
-    with weight_jac_t_save_memory(save_memory), backpack(extensions.BatchGrad(), memory=memory):
+    with (
+        weight_jac_t_save_memory(save_memory),
+        backpack(extensions.BatchGrad(), memory=memory),
+    ):
         loss.backward()
     found = {}
     for name, parameter in model.named_parameters():
@@ -108,11 +112,12 @@ def in_one_pass(memory: str | None = None, save_memory: bool = False) -> Gradien
 # %% [markdown]
 # ## What it takes
 #
-# The peak is counted over all tensors that are alive during the step, parameters and images
-# included. What a kernel allocates inside of itself is not seen, and that is where grouped
-# convolutions, to which `vmap` comes down, take most; packprop calls them for a few samples at a
-# time. Part of the peak are the results, which no way can do without. Times are medians of a few
-# steps of a small network, on one core: [benchmarks](../benchmarks.md) measure with care.
+# The peak is counted over all tensors that are alive during the step, parameters and
+# images included. What a kernel allocates inside of itself is not seen, and that is
+# where grouped convolutions, to which `vmap` comes down, take most; packprop calls them
+# for a few samples at a time. Part of the peak are the results, which no way can do
+# without. Times are medians of a few steps of a small network, on one core:
+# [benchmarks](../benchmarks.md) measure with care.
 
 
 # %%
@@ -147,13 +152,14 @@ for name, way in ways.items():
     print(f"{name:28s} peak {byte_text(peaks[name])}, {seconds:.3f} s")
 
 # %% [markdown]
-# The switch changes next to nothing: packprop never unfolds a whole batch of images at once. It
-# takes samples in chunks that fit a cache, by an algorithm chosen for each layer and its shapes.
+# The switch changes next to nothing: packprop never unfolds a whole batch of images at
+# once. It takes samples in chunks that fit a cache, by an algorithm chosen for each
+# layer and its shapes.
 #
 # ## What nobody has to do any more
 #
-# **Choose.** `plan` says what has been chosen for each parameter, how many samples are taken at
-# once, and what the peak will be, without running the step on data.
+# **Choose.** `plan` says what has been chosen for each parameter, how many samples are
+# taken at once, and what the peak will be, without running the step on data.
 
 # %%
 plan = packprop.plan(model, loss_function, (images, digits), [extensions.BatchGrad()])
@@ -161,8 +167,8 @@ print(plan)
 assert abs(plan.peak - peaks["BatchGrad"]) < 0.05 * plan.peak
 
 # %% [markdown]
-# **Try until it fits.** A budget that nothing fits is refused before any work, and the error says
-# what makes up the rest.
+# **Try until it fits.** A budget that nothing fits is refused before any work, and the
+# error says what makes up the rest.
 
 # %%
 try:
@@ -173,11 +179,12 @@ else:
     raise AssertionError("half of that are results and activations")
 
 # %% [markdown]
-# **Hold the rows at all**, if they are only a way to something else. To clip the gradient of every
-# sample to the same norm, as private training does, norms are enough: a sample's weight in the
-# clipped gradient follows from its norm, and the gradient of the weighted loss is an ordinary one.
-# Norms are taken with or without per-sample gradients, whichever is less work in a layer, and of a
-# few samples at a time: the peak is hardly above that of the gradient alone.
+# **Hold the rows at all**, if they are only a way to something else. To clip the
+# gradient of every sample to the same norm, as private training does, norms are enough:
+# a sample's weight in the clipped gradient follows from its norm, and the gradient of
+# the weighted loss is an ordinary one. Norms are taken with or without per-sample
+# gradients, whichever is less work in a layer, and of a few samples at a time: the peak
+# is hardly above that of the gradient alone.
 
 
 # %%
@@ -196,10 +203,14 @@ def clipped(limit: float = 0.05) -> Gradients:
 
 def clipped_by_hand(limit: float = 0.05) -> Gradients:
     rows = in_one_pass()
-    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows.values()]).norm(dim=0)
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows.values()]).norm(
+        dim=0
+    )
     weights = (limit / norms).clamp(max=1)
     assert (weights < 1).any()
-    return {name: torch.einsum("n,n...->...", weights, each) for name, each in rows.items()}
+    return {
+        name: torch.einsum("n,n...->...", weights, each) for name, each in rows.items()
+    }
 
 
 found = clipped()
@@ -207,7 +218,11 @@ for name, gradient in clipped_by_hand().items():
     torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
 peaks["clipped, from BatchGrad"], _ = took(clipped_by_hand)
 peaks["clipped, from BatchL2Grad"], _ = took(clipped)
-assert peaks["clipped, from BatchL2Grad"] < peaks["BatchGrad"] < peaks["torch.func: vmap of grad"]
+assert (
+    peaks["clipped, from BatchL2Grad"]
+    < peaks["BatchGrad"]
+    < peaks["torch.func: vmap of grad"]
+)
 
 
 def ordinary() -> None:
@@ -222,12 +237,22 @@ for name, peak in peaks.items():
     print(f"{name:28s} {byte_text(peak)}")
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots(figsize=(8, 3.9))
 sizes = {name: peak / 2**20 for name, peak in peaks.items()}
-rows_held = [results / 2**20 if name in ways or "from BatchGrad" in name else 0.0 for name in sizes]
+rows_held = [
+    results / 2**20 if name in ways or "from BatchGrad" in name else 0.0
+    for name in sizes
+]
 rest = [size - held for size, held in zip(sizes.values(), rows_held, strict=True)]
-axes.barh(list(sizes), rows_held, color="C4", height=0.65, label="gradients of all samples")
-bars = axes.barh(list(sizes), rest, left=rows_held, color="C0", height=0.65, label="everything else")
+axes.barh(
+    list(sizes), rows_held, color="C4", height=0.65, label="gradients of all samples"
+)
+bars = axes.barh(
+    list(sizes), rest, left=rows_held, color="C0", height=0.65, label="everything else"
+)
 axes.bar_label(bars, [f"{size:.0f}" for size in sizes.values()], padding=4)
 axes.invert_yaxis()
 axes.margins(x=0.08)

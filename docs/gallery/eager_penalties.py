@@ -1,8 +1,9 @@
 """# Penalties that cost no memory
 
-A network computes one large tensor after another, and each of them is penalised. Autograd keeps
-everything that each penalty was computed from until the backward pass, although nothing that comes
-later can change it. The gradient of a penalty can be taken on the spot.
+A network computes one large tensor after another, and each of them is penalised.
+Autograd keeps everything that each penalty was computed from until the backward pass,
+although nothing that comes later can change it. The gradient of a penalty can be taken
+on the spot.
 """
 
 # %% [markdown]
@@ -12,17 +13,15 @@ later can change it. The gradient of a penalty can be taken on the spot.
 # penalty  penalty  penalty
 # ```
 #
-# `torch.utils.checkpoint` throws away what a penalty computed, and computes it again in the backward
-# pass. `packprop.eager_backward` differentiates it at once: what stays is one tensor of the size of
-# its input.
+# `torch.utils.checkpoint` throws away what a penalty computed, and computes it again in
+# the backward pass. `packprop.eager_backward` differentiates it at once: what stays is
+# one tensor of the size of its input.
 
 # %%
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from packprop import eager_backward
 from packprop.memory import LiveBytes
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 LAYERS, WIDTH, SAMPLES = 6, 64, 512
 
@@ -38,16 +36,20 @@ network = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 data = torch.randn(SAMPLES, WIDTH)
 
 # %% [markdown]
-# The penalty keeps samples apart: a Gaussian kernel between all pairs, at three bandwidths. It is
-# heavy, for its matrices have one entry per pair of samples.
+# The penalty keeps samples apart: a Gaussian kernel between all pairs, at three
+# bandwidths. It is heavy, for its matrices have one entry per pair of samples.
 
 
 # %%
 def closeness(x: Tensor, others: Tensor) -> Tensor:
     """How close each sample is to others, `[n]`."""
-    distance = (x.pow(2).sum(1)[:, None] + others.pow(2).sum(1) - 2 * x @ others.T).clamp(min=0)
+    distance = (
+        x.pow(2).sum(1)[:, None] + others.pow(2).sum(1) - 2 * x @ others.T
+    ).clamp(min=0)
     widths = (0.3, 1.0, 3.0)
-    return torch.stack([torch.exp(-distance / x.shape[1] / width).mean(1) for width in widths]).sum(0)
+    return torch.stack(
+        [torch.exp(-distance / x.shape[1] / width).mean(1) for width in widths]
+    ).sum(0)
 
 
 def penalty(x: Tensor) -> Tensor:
@@ -58,8 +60,9 @@ def penalty(x: Tensor) -> Tensor:
 # %% [markdown]
 # ## By hand
 #
-# The penalty is differentiated on a detached copy of its input. A term that is linear in the input,
-# worth nothing, with that gradient as its slope, then stands for it in the loss.
+# The penalty is differentiated on a detached copy of its input. A term that is linear
+# in the input, worth nothing, with that gradient as its slope, then stands for it in
+# the loss.
 
 
 # %%
@@ -71,13 +74,15 @@ def by_hand(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# That is right for a scalar function of one tensor without parameters, random numbers, or hooks, and
-# such a branch is all that it can see. `eager_backward` does the same for any: parameters that are
-# reached by closure, several inputs, one value per sample, pieces.
+# That is right for a scalar function of one tensor without parameters, random numbers,
+# or hooks, and such a branch is all that it can see. `eager_backward` does the same for
+# any: parameters that are reached by closure, several inputs, one value per sample,
+# pieces.
 #
 # ## With eager_backward
 #
-# The loss is the user's own, and the same for all ways; only how a penalty is evaluated differs.
+# The loss is the user's own, and the same for all ways; only how a penalty is evaluated
+# differs.
 
 # %%
 Evaluate = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -98,13 +103,19 @@ ways: dict[str, Evaluate] = {
     "by hand": by_hand,
     "eager_backward": lambda fn, x: eager_backward(fn, x),
     "eager_backward, 8 pieces": lambda fn, x: eager_backward(
-        lambda some, every: closeness(some, every).mean(), x, x, chunks=8, axes=(0, None), reduction="mean"
+        lambda some, every: closeness(some, every).mean(),
+        x,
+        x,
+        chunks=8,
+        axes=(0, None),
+        reduction="mean",
     ),
 }
 
 # %% [markdown]
-# The last one splits the penalty itself: some samples at a time against all of them. To see memory
-# over time, the bytes of all tensors that are alive are counted after each operation.
+# The last one splits the penalty itself: some samples at a time against all of them. To
+# see memory over time, the bytes of all tensors that are alive are counted after each
+# operation.
 
 # %%
 histories, turns, gradients = {}, {}, {}
@@ -124,8 +135,13 @@ for name, evaluate in ways.items():
 # %%
 plain = gradients["plain autograd"]
 for name, found in gradients.items():
-    difference = max(float((a - b).abs().max()) for a, b in zip(plain, found, strict=True))
-    print(f"{name:24s} peak {max(histories[name]):5.1f} MiB, gradients differ by {difference:.0e}")
+    difference = max(
+        float((a - b).abs().max()) for a, b in zip(plain, found, strict=True)
+    )
+    print(
+        f"{name:24s} peak {max(histories[name]):5.1f} MiB, gradients differ by "
+        f"{difference:.0e}"
+    )
     assert difference < 1e-6
 
 peaks = {name: max(history) for name, history in histories.items()}
@@ -133,11 +149,20 @@ assert peaks["eager_backward"] < 0.4 * peaks["plain autograd"]
 assert peaks["eager_backward, 8 pieces"] < 0.5 * peaks["eager_backward"]
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
-colors = {"plain autograd": "0.55", "torch.utils.checkpoint": "C1", "eager_backward": "C0"}
+colors = {
+    "plain autograd": "0.55",
+    "torch.utils.checkpoint": "C1",
+    "eager_backward": "C0",
+}
 for name, color in colors.items():
     axes.plot(histories[name], color=color, label=name)
-    axes.plot(turns[name], histories[name][turns[name] - 1], "o", color=color, markersize=5)
+    axes.plot(
+        turns[name], histories[name][turns[name] - 1], "o", color=color, markersize=5
+    )
 axes.set(
     title=f"A penalty on each of {LAYERS} layers, {SAMPLES} samples",
     xlabel="operations of a step; the dot is where the backward pass begins",
@@ -149,16 +174,17 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Each saw tooth of the blue line is one penalty: evaluated, differentiated, freed. The grey line
-# climbs until the backward pass. The orange one pays in the backward pass for what it saved in the
-# forward pass: every penalty is computed twice.
+# Each saw tooth of the blue line is one penalty: evaluated, differentiated, freed. The
+# grey line climbs until the backward pass. The orange one pays in the backward pass for
+# what it saved in the forward pass: every penalty is computed twice.
 #
 # ## A scale that is known only at the end
 #
-# What arrives at the value scales the kept gradient, and may be decided as late as one likes. A
-# penalty that returns one value per sample can be scaled sample by sample; here by how far the
-# output of the network is off, which the last layer alone knows. The samples must not meet in such
-# a penalty, since its gradient is then a row per sample.
+# What arrives at the value scales the kept gradient, and may be decided as late as one
+# likes. A penalty that returns one value per sample can be scaled sample by sample;
+# here by how far the output of the network is off, which the last layer alone knows.
+# The samples must not meet in such a penalty, since its gradient is then a row per
+# sample.
 
 
 # %%
@@ -188,8 +214,8 @@ print(f"scaled per sample at the end: gradients differ by {difference:.0e}")
 assert difference < 1e-6
 
 # %% [markdown]
-# With `check=True` a penalty whose samples do meet is found out. `closeness` compares every
-# sample with every other:
+# With `check=True` a penalty whose samples do meet is found out. `closeness` compares
+# every sample with every other:
 
 # %%
 try:

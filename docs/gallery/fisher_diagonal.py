@@ -1,9 +1,10 @@
 """# What a network must not forget: the exact Fisher diagonal
 
-The diagonal of the Fisher information says of each weight how much the network's answers depend on it.
-For cross entropy it is that of the generalized Gauss-Newton matrix. `compute` has it for a whole data
-set, exactly. This page uses it for three jobs, beside simpler things that are often taken in its place,
-and says where these do as well.
+The diagonal of the Fisher information says of each weight how much the network's
+answers depend on it. For cross entropy it is that of the generalized Gauss-Newton
+matrix. `compute` has it for a whole data set, exactly. This page uses it for three
+jobs, beside simpler things that are often taken in its place, and says where these do
+as well.
 """
 
 # %%
@@ -11,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ import packprop
 from packprop.examples import load_digits
 from packprop.extensions import DiagGGNExact
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 images, digits = load_digits()
 torch.manual_seed(0)
 order = torch.randperm(len(images))
@@ -35,11 +33,17 @@ Diagonal = dict[str, Tensor]
 
 def network(seed: int, outputs: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, outputs))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, outputs)
+    )
 
 
 def fit(
-    model: nn.Module, chosen: Tensor, labels: Tensor, epochs: int, penalty: Callable[[], Tensor] | None = None
+    model: nn.Module,
+    chosen: Tensor,
+    labels: Tensor,
+    epochs: int,
+    penalty: Callable[[], Tensor] | None = None,
 ) -> nn.Module:
     """Train a model on some samples, with a penalty on its weights if there is one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -54,7 +58,9 @@ def fit(
 
 def accuracy(model: nn.Module, chosen: Tensor, labels: Tensor) -> float:
     with torch.no_grad():
-        return float((model(images[chosen]).argmax(1) == labels[chosen]).double().mean())
+        return float(
+            (model(images[chosen]).argmax(1) == labels[chosen]).double().mean()
+        )
 
 
 # %% [markdown]
@@ -68,12 +74,14 @@ def fisher(model: nn.Module, chosen: Tensor, labels: Tensor) -> Diagonal:
     """The exact diagonal of the Fisher information on some samples."""
     data = DataLoader(TensorDataset(images[chosen], labels[chosen]), batch_size=256)
     extension = DiagGGNExact()
-    result = packprop.compute(model, nn.CrossEntropyLoss(), data, [extension], progress=False)
+    result = packprop.compute(
+        model, nn.CrossEntropyLoss(), data, [extension], progress=False
+    )
     return dict(result[extension])
 
 
 def squares_of_batches(model: nn.Module, chosen: Tensor, labels: Tensor) -> Diagonal:
-    """Mean squares of the gradients of batches of 64, which are small where a network fits its data."""
+    """Mean squares of batches' gradients, which are small where a network fits."""
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     batches = chosen.split(64)
     for batch in batches:
@@ -85,9 +93,9 @@ def squares_of_batches(model: nn.Module, chosen: Tensor, labels: Tensor) -> Diag
 
 
 # %% [markdown]
-# By definition it is the mean, over samples and over digits drawn from what the network says of each
-# sample, of the squared gradient of the log probability. That takes a gradient for each sample and
-# digit:
+# By definition it is the mean, over samples and over digits drawn from what the network
+# says of each sample, of the squared gradient of the log probability. That takes a
+# gradient for each sample and digit:
 
 
 # %%
@@ -101,9 +109,13 @@ def by_definition(model: nn.Module, chosen: Tensor) -> Diagonal:
 
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for label in range(shares.shape[1]):
-        rows = vmap(grad(loss), (None, 0, None))(parameters, images[chosen], torch.tensor(label))
+        rows = vmap(grad(loss), (None, 0, None))(
+            parameters, images[chosen], torch.tensor(label)
+        )
         for name, row in rows.items():
-            total[name] += torch.tensordot(shares[:, label], row.square(), 1) / len(chosen)
+            total[name] += torch.tensordot(shares[:, label], row.square(), 1) / len(
+                chosen
+            )
     return total
 
 
@@ -115,30 +127,40 @@ exact = fisher(model, first[:300], halves)
 for name, expected in by_definition(model, first[:300]).items():
     torch.testing.assert_close(exact[name], expected, rtol=1e-3, atol=1e-7)
 batched = squares_of_batches(model, first[:300], halves)
-traces = [sum(float(each.sum()) for each in diagonal.values()) for diagonal in (exact, batched)]
-print(f"sum of the diagonal: {traces[0]:.3f}, as by definition; of squares of batches: {traces[1]:.4f}")
+traces = [
+    sum(float(each.sum()) for each in diagonal.values())
+    for diagonal in (exact, batched)
+]
+print(
+    f"sum of the diagonal: {traces[0]:.3f}, as by definition; of squares of batches: "
+    f"{traces[1]:.4f}"
+)
 assert traces[1] < 0.1 * traces[0]
 
 # %% [markdown]
 # ## Elastic weight consolidation
 #
-# A network learns the digits 0 to 4, then 5 to 9 under the same five outputs, and forgets the first. A
-# penalty holds each weight where it was, as strongly as the first task needs it (Kirkpatrick et al.
-# 2017). Both diagonals are brought to the same sum, so that they differ in *which* weights they hold.
-# How strongly is a compromise between old and new; each strength is one point. Three seeds.
+# A network learns the digits 0 to 4, then 5 to 9 under the same five outputs, and
+# forgets the first. A penalty holds each weight where it was, as strongly as the first
+# task needs it (Kirkpatrick et al. 2017). Both diagonals are brought to the same sum,
+# so that they differ in *which* weights they hold. How strongly is a compromise between
+# old and new; each strength is one point. Three seeds.
 
 # %%
 STRENGTHS, SEEDS = (30.0, 100.0, 300.0, 1000.0), range(3)
 
 
-def consolidated(start: nn.Module, importance: Diagonal | None, strength: float) -> tuple[float, float]:
+def consolidated(
+    start: nn.Module, importance: Diagonal | None, strength: float
+) -> tuple[float, float]:
     """Accuracy on the old and on the new task, after the new one was learned."""
     model = deepcopy(start)
     anchor = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def penalty() -> Tensor:
         return strength * sum(
-            (importance[name] * (p - anchor[name]).square()).sum() for name, p in model.named_parameters()
+            (importance[name] * (p - anchor[name]).square()).sum()
+            for name, p in model.named_parameters()
         )
 
     torch.manual_seed(1)
@@ -159,29 +181,39 @@ for seed in SEEDS:
     kinds = {
         "exact Fisher": of_sum_one(fisher(start, first, halves)),
         "squares of batches": of_sum_one(squares_of_batches(start, first, halves)),
-        "all alike": of_sum_one({name: torch.ones_like(p) for name, p in start.named_parameters()}),
+        "all alike": of_sum_one(
+            {name: torch.ones_like(p) for name, p in start.named_parameters()}
+        ),
     }
     points.setdefault(("no penalty", 0.0), []).append(consolidated(start, None, 0.0))
     for name, importance in kinds.items():
         for strength in STRENGTHS:
-            points.setdefault((name, strength), []).append(consolidated(start, importance, strength))
+            points.setdefault((name, strength), []).append(
+                consolidated(start, importance, strength)
+            )
     packprop.restore(start)
 
 means = {
-    key: tuple(sum(each) / len(SEEDS) for each in zip(*found, strict=True)) for key, found in points.items()
+    key: tuple(sum(each) / len(SEEDS) for each in zip(*found, strict=True))
+    for key, found in points.items()
 }
 print(f"old task before the new one: {sum(before) / len(SEEDS):.3f}")
 print(f"{'':>20s}{'strength':>10s}{'old':>8s}{'new':>8s}{'mean':>8s}")
 names = list(dict.fromkeys(name for name, _ in means))
 best = {}
 for name in names:
-    strength = max((s for n, s in means if n == name), key=lambda s: sum(means[name, s]))
+    strength = max(
+        (s for n, s in means if n == name), key=lambda s: sum(means[name, s])
+    )
     old, new = best[name] = means[name, strength]
     print(f"{name:>20s}{strength:10.0f}{old:8.3f}{new:8.3f}{(old + new) / 2:8.3f}")
 assert sum(best["exact Fisher"]) > sum(best["no penalty"]) + 0.2
 assert sum(best["exact Fisher"]) > sum(best["all alike"])
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
 for name, color in zip(names, ("0.55", "C0", "C1", "C2"), strict=True):
     old, new = zip(*(means[key] for key in means if key[0] == name), strict=True)
@@ -197,22 +229,23 @@ axes.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
-# Which weights are held matters: both diagonals keep more of both tasks than a penalty that holds all
-# weights alike. Between the two there is no difference here that three seeds would show. What differs
-# is the size. Gradients of batches nearly cancel where a network fits its data, so that their squares
-# are smaller by a factor that depends on the size of the batches and on how long was trained: a
-# strength that was found for one network means nothing for the next. The exact diagonal is a property
-# of the network and the data alone.
+# Which weights are held matters: both diagonals keep more of both tasks than a penalty
+# that holds all weights alike. Between the two there is no difference here that three
+# seeds would show. What differs is the size. Gradients of batches nearly cancel where a
+# network fits its data, so that their squares are smaller by a factor that depends on
+# the size of the batches and on how long was trained: a strength that was found for one
+# network means nothing for the next. The exact diagonal is a property of the network
+# and the data alone.
 #
 # ## Pruning
 #
-# Setting a weight to zero raises the loss by about half its square times its curvature (LeCun et al.
-# 1990). This is beside the size of the weight alone; no training follows.
+# Setting a weight to zero raises the loss by about half its square times its curvature
+# (LeCun et al. 1990). This is beside the size of the weight alone; no training follows.
 
 
 # %%
 def pruned(model: nn.Module, importance: Diagonal, share: float) -> float:
-    """The accuracy on all digits when the share of the weights that matter least is set to zero."""
+    """The accuracy on all digits without the share of weights that matter least."""
     smaller = deepcopy(model)
     limit = torch.cat([each.flatten() for each in importance.values()]).quantile(share)
     with torch.no_grad():
@@ -228,10 +261,14 @@ for seed in SEEDS:
     curvature = fisher(model, train, digits)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, importance in {
-        "curvature": {name: 0.5 * curvature[name] * p.square() for name, p in weights.items()},
+        "curvature": {
+            name: 0.5 * curvature[name] * p.square() for name, p in weights.items()
+        },
         "size": {name: p.abs() for name, p in weights.items()},
     }.items():
-        rows.setdefault(name, []).append([pruned(model, importance, share) for share in shares])
+        rows.setdefault(name, []).append(
+            [pruned(model, importance, share) for share in shares]
+        )
 print(f"{'set to zero':>12s}" + "".join(f"{share:8.0%}" for share in shares))
 pruning = {name: torch.tensor(found).mean(0).tolist() for name, found in rows.items()}
 for name, row in pruning.items():
@@ -239,14 +276,15 @@ for name, row in pruning.items():
 assert pruning["curvature"][0] > 0.9
 
 # %% [markdown]
-# Up to four weights of five the curvature chooses a little better; of nine in ten that go, size does.
-# The estimate is one for small changes to a network at rest, and nine in ten is neither.
+# Up to four weights of five the curvature chooses a little better; of nine in ten that
+# go, size does. The estimate is one for small changes to a network at rest, and nine in
+# ten is neither.
 #
 # ## Merging two models
 #
-# From one start, which has seen 100 digits, two networks go on: one with 0 to 4, one with 5 to 9. One
-# network is made of both, by their mean, or with each weight of each network counted by what it matters
-# there (Matena and Raffel 2022).
+# From one start, which has seen 100 digits, two networks go on: one with 0 to 4, one
+# with 5 to 9. One network is made of both, by their mean, or with each weight of each
+# network counted by what it matters there (Matena and Raffel 2022).
 
 
 # %%
@@ -256,7 +294,9 @@ def merged(models: list[nn.Module], importances: list[Diagonal]) -> nn.Module:
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             weights = torch.stack([each[name] for each in importances]) + 1e-8
-            values = torch.stack([dict(each.named_parameters())[name] for each in models])
+            values = torch.stack(
+                [dict(each.named_parameters())[name] for each in models]
+            )
             parameter.copy_((weights * values).sum(0) / weights.sum(0))
     return result
 
@@ -265,7 +305,10 @@ table: dict[str, list[float]] = {}
 for seed in SEEDS:
     start = fit(network(seed, 10), train[:100], digits, epochs=20)
     parts = [fit(deepcopy(start), part, digits, epochs=3) for part in (first, second)]
-    diagonals = [fisher(model, part, digits) for model, part in zip(parts, (first, second), strict=True)]
+    diagonals = [
+        fisher(model, part, digits)
+        for model, part in zip(parts, (first, second), strict=True)
+    ]
     alike = [{name: torch.ones_like(each) for name, each in diagonals[0].items()}] * 2
     for name, model in {
         "the start": start,
@@ -283,7 +326,7 @@ assert min(means_of["mean of both"], means_of["by Fisher"]) > max(
 )
 
 # %% [markdown]
-# Both ways of merging know what the parts had forgotten. Counting by Fisher information is no better
-# than the mean here, it is worse. All figures on this page are means of three seeds on one small set of
-# data; the best strength of each penalty was chosen by the digits that it is reported on, for all
-# penalties alike.
+# Both ways of merging know what the parts had forgotten. Counting by Fisher information
+# is no better than the mean here, it is worse. All figures on this page are means of
+# three seeds on one small set of data; the best strength of each penalty was chosen by
+# the digits that it is reported on, for all penalties alike.

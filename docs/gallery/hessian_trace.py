@@ -1,17 +1,16 @@
 """# Read, reduce, forget: a hook in the backward pass
 
-Often a large quantity is only the way to a small one: of the diagonal of the Hessian one wants the
-trace, of all samples' gradients their norms. An extension hook sees each module as soon as its
-quantities are there, reduces them, and frees them before the next ones are made.
+Often a large quantity is only the way to a small one: of the diagonal of the Hessian
+one wants the trace, of all samples' gradients their norms. An extension hook sees each
+module as soon as its quantities are there, reduces them, and frees them before the next
+ones are made.
 """
 
 # %%
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,14 +19,13 @@ from packprop import backpack, extend, extensions, products
 from packprop.examples import load_one_batch_mnist
 from packprop.memory import LiveBytes, byte_text
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=64)
 
 # %% [markdown]
-# The model is written as one would write it anyway: residual blocks with layer normalisation, GELU,
-# an average over the positions of the image, functions next to modules. It is not a `Sequential`,
-# and none of it has to be told to packprop.
+# The model is written as one would write it anyway: residual blocks with layer
+# normalisation, GELU, an average over the positions of the image, functions next to
+# modules. It is not a `Sequential`, and none of it has to be told to packprop.
 
 
 # %%
@@ -66,9 +64,10 @@ few, their_digits = images[:8], digits[:8]
 # %% [markdown]
 # ## By hand
 #
-# A diagonal entry of the Hessian is the second derivative along one parameter. Autograd gives a
-# whole row of the Hessian for each backward pass through the gradient; one entry of it is wanted,
-# so this takes as many passes as there are parameters. Here it is for the smallest of them.
+# A diagonal entry of the Hessian is the second derivative along one parameter. Autograd
+# gives a whole row of the Hessian for each backward pass through the gradient; one
+# entry of it is wanted, so this takes as many passes as there are parameters. Here it
+# is for the smallest of them.
 
 
 # %%
@@ -76,8 +75,13 @@ def diagonal_by_hand(parameter: nn.Parameter) -> Tensor:
     """Second derivatives of the loss along each entry of a parameter."""
     loss = F.cross_entropy(model(few), their_digits)
     (slope,) = torch.autograd.grad(loss, parameter, create_graph=True)
-    rows = (torch.autograd.grad(entry, parameter, retain_graph=True)[0] for entry in slope.flatten())
-    return torch.stack([row.flatten()[place] for place, row in enumerate(rows)]).view_as(parameter)
+    rows = (
+        torch.autograd.grad(entry, parameter, retain_graph=True)[0]
+        for entry in slope.flatten()
+    )
+    return torch.stack(
+        [row.flatten()[place] for place, row in enumerate(rows)]
+    ).view_as(parameter)
 
 
 small = ("blocks.0.norm.weight", "blocks.1.grow.bias", "head.bias")
@@ -93,7 +97,9 @@ with backpack(extensions.DiagHessian()):
     loss_function(model(few), their_digits).backward()
 
 for name, expected in by_hand.items():
-    torch.testing.assert_close(model.get_parameter(name).diag_h, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        model.get_parameter(name).diag_h, expected, rtol=1e-4, atol=1e-6
+    )
 afterwards = sum(float(p.diag_h.sum()) for p in model.parameters())
 print(f"trace, summed after the backward pass: {afterwards:.4f}")
 for parameter in model.parameters():
@@ -102,8 +108,8 @@ for parameter in model.parameters():
 # %% [markdown]
 # ## While the backward pass runs
 #
-# The hook is called with each module that has parameters of its own, once all of their values are
-# saved. What it deletes is gone before the next module is dealt with.
+# The hook is called with each module that has parameters of its own, once all of their
+# values are saved. What it deletes is gone before the next module is dealt with.
 
 
 # %%
@@ -112,7 +118,9 @@ class Trace:
 
     def __init__(self) -> None:
         self.of_module: dict[str, float] = {}
-        self.names = {module: name or "position" for name, module in model.named_modules()}
+        self.names = {
+            module: name or "position" for name, module in model.named_modules()
+        }
 
     def __call__(self, module: nn.Module) -> None:
         total = 0.0
@@ -136,13 +144,14 @@ assert not any(hasattr(parameter, "diag_h") for parameter in model.parameters())
 # %% [markdown]
 # ## What nobody has to do any more
 #
-# **Rebuild the model.** The diagonal is exact although the model branches, shares its weights over
-# positions, and has GELU, layer normalisation and softmax, which are neither linear nor all
-# elementwise. A parameter whose diagonal cannot be had would be an error with its name, not a gap
-# in the sum.
+# **Rebuild the model.** The diagonal is exact although the model branches, shares its
+# weights over positions, and has GELU, layer normalisation and softmax, which are
+# neither linear nor all elementwise. A parameter whose diagonal cannot be had would be
+# an error with its name, not a gap in the sum.
 #
-# **Wait for the exact trace of a large model.** The mean of `v @ H v` over random signs `v`
-# estimates it. Products with the Hessian of the whole model are a function of their own.
+# **Wait for the exact trace of a large model.** The mean of `v @ H v` over random signs
+# `v` estimates it. Products with the Hessian of the whole model are a function of their
+# own.
 
 # %%
 parameters = list(model.parameters())
@@ -150,17 +159,20 @@ signs = [torch.randint(0, 2, (200, *p.shape)) * 2.0 - 1 for p in parameters]
 turned = products.hvp(loss_function(model(few), their_digits), parameters, signs)
 draws = sum((a * b).flatten(1).sum(1) for a, b in zip(signs, turned, strict=True))
 error = float(draws.std() / len(draws) ** 0.5)
-print(f"estimate from {len(draws)} products: {draws.mean():.1f} +- {error:.1f}; exact: {afterwards:.1f}")
+print(
+    f"estimate from {len(draws)} products: {draws.mean():.1f} +- {error:.1f}; exact: "
+    f"{afterwards:.1f}"
+)
 assert abs(float(draws.mean()) - afterwards) < 5 * error
 
 # %% [markdown]
 # ## Where it matters: gradients of all samples
 #
-# A diagonal is as large as the gradient. The gradients of 64 samples are 64 times as large, and
-# something as small as a gradient is often all that is needed of them: here their median, entry by
-# entry, which is a robust stand-in for the mean when some labels are wrong. Nothing that is
-# accumulated in one pass over the samples gives a median; all rows have to be there at once, but
-# only those of one layer.
+# A diagonal is as large as the gradient. The gradients of 64 samples are 64 times as
+# large, and something as small as a gradient is often all that is needed of them: here
+# their median, entry by entry, which is a robust stand-in for the mean when some labels
+# are wrong. Nothing that is accumulated in one pass over the samples gives a median;
+# all rows have to be there at once, but only those of one layer.
 
 # %%
 WIDTH, DEPTH = 192, 7
@@ -193,7 +205,10 @@ def step(hook: Callable[[nn.Module], None] | None) -> LiveBytes:
 
 step(None)  # the first pass looks where the samples are
 medians, counted = {}, {}
-for name, hook in {"medians taken at the end": None, "medians taken by a hook": keep_median}.items():
+for name, hook in {
+    "medians taken at the end": None,
+    "medians taken by a hook": keep_median,
+}.items():
     counted[name] = step(hook)
     medians[name] = [parameter.median.clone() for parameter in deep.parameters()]
     print(f"{name}: peak {byte_text(counted[name].peak)}")
@@ -204,6 +219,9 @@ at_the_end, by_hook = (live.peak for live in counted.values())
 assert by_hook < 0.5 * at_the_end
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
 for (name, live), color in zip(counted.items(), ("0.55", "C0"), strict=True):
     axes.plot([size / 2**20 for size in live.history], color=color, label=name)
@@ -218,8 +236,10 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# Each saw tooth is one layer: its rows are computed, reduced, freed. Deleting an attribute frees the
-# tensor only if nothing else holds it, so that a hook that collects views of the rows frees nothing.
+# Each saw tooth is one layer: its rows are computed, reduced, freed. Deleting an
+# attribute frees the tensor only if nothing else holds it, so that a hook that collects
+# views of the rows frees nothing.
 #
-# For what *is* accumulated over samples no hook is needed: `BatchL2Grad`, `SumGradSquared`,
-# `Variance` and the curvature diagonals go through the samples in chunks and never hold all rows.
+# For what *is* accumulated over samples no hook is needed: `BatchL2Grad`,
+# `SumGradSquared`, `Variance` and the curvature diagonals go through the samples in
+# chunks and never hold all rows.

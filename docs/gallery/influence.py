@@ -1,8 +1,9 @@
 """# Which training digits made it wrong?
 
-A classifier reads a digit wrongly. Some of the digits that it was trained on pulled it there, others
-pulled the other way. To first order, inner products of gradients tell them apart, with the inverse of
-the curvature in between. Here is who they are, and whether training again without them agrees.
+A classifier reads a digit wrongly. Some of the digits that it was trained on pulled it
+there, others pulled the other way. To first order, inner products of gradients tell
+them apart, with the inverse of the curvature in between. Here is who they are, and
+whether training again without them agrees.
 """
 
 # %%
@@ -11,7 +12,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ import packprop
 from packprop.examples import load_digits
 from packprop.extensions import EKFAC, BatchGrad, Projected, SqrtGGNExact
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 TRAINED, RIDGE = 300, 1e-2
 images, digits = load_digits()
@@ -28,10 +27,11 @@ pixels = torch.cat([images.flatten(1), torch.ones(len(images), 1)], 1).double()
 x, y = pixels[:TRAINED], digits[:TRAINED]
 
 # %% [markdown]
-# The model is a multinomial logistic regression with an L2 penalty: one matrix, whose last column
-# goes with an input of ones. Its loss is convex, so that there is one minimum, and training again
-# is no matter of luck. Newton's method, with the Hessian of the minimum on all digits, finds it in
-# double precision, for many choices of training digits side by side.
+# The model is a multinomial logistic regression with an L2 penalty: one matrix, whose
+# last column goes with an input of ones. Its loss is convex, so that there is one
+# minimum, and training again is no matter of luck. Newton's method, with the Hessian of
+# the minimum on all digits, finds it in double precision, for many choices of training
+# digits side by side.
 
 # %%
 model = nn.Linear(65, 10, bias=False).double()
@@ -40,7 +40,7 @@ nn.init.zeros_(model.weight)
 
 
 def slopes(weights: Tensor, counted: Tensor) -> Tensor:
-    """Gradients of the objectives whose digits are counted so often: `[m, 10, 65]`, `[m, n]`."""
+    """Gradients of objectives that count each digit so often: `[m, 10, 65]`."""
     errors = (x @ weights.mT).softmax(-1) - F.one_hot(y, 10)
     return (errors * counted[..., None] / TRAINED).mT @ x + RIDGE * weights
 
@@ -55,13 +55,18 @@ def curvature_of(weight: Tensor) -> Tensor:
 everyone, penalty = torch.ones(1, TRAINED).double(), RIDGE * torch.eye(650).double()
 weights = torch.zeros(1, 10, 65).double()
 for _ in range(12):
-    step = torch.linalg.solve(curvature_of(weights[0]) + penalty, slopes(weights, everyone).flatten())
+    step = torch.linalg.solve(
+        curvature_of(weights[0]) + penalty, slopes(weights, everyone).flatten()
+    )
     weights = weights - step.view_as(weights)
 assert slopes(weights, everyone).norm() < 1e-12
 with torch.no_grad():
     model.weight.copy_(weights[0])
 
-wrong = torch.nonzero(model(pixels[TRAINED:]).argmax(1) != digits[TRAINED:]).flatten() + TRAINED
+wrong = (
+    torch.nonzero(model(pixels[TRAINED:]).argmax(1) != digits[TRAINED:]).flatten()
+    + TRAINED
+)
 print(f"{len(wrong)} of {len(pixels) - TRAINED} other digits are read wrongly")
 asked = int(wrong[0])
 query = pixels[asked : asked + 1], digits[asked : asked + 1]
@@ -71,8 +76,9 @@ print(f"one of them is a {int(query[1])}, taken for a {taken_for}")
 # %% [markdown]
 # ## Who helps, and who harms
 #
-# One pass over the training digits writes a gradient for each of them to disk, and returns the
-# curvature. The penalty adds `RIDGE` to its diagonal, so that is the damping.
+# One pass over the training digits writes a gradient for each of them to disk, and
+# returns the curvature. The penalty adds `RIDGE` to its diagonal, so that is the
+# damping.
 
 # %%
 scratch = tempfile.TemporaryDirectory()
@@ -86,19 +92,33 @@ result = packprop.compute(
     progress=False,
 )
 found = packprop.influence(
-    folder / "gradients", model, loss_function, query, curvature=result, damping=RIDGE, k=6
+    folder / "gradients",
+    model,
+    loss_function,
+    query,
+    curvature=result,
+    damping=RIDGE,
+    k=6,
 )
 print(found)
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots(2, 7, figsize=(8, 2.9))
 sides = {"help most": found.largest, "harm most": found.smallest}
 for row, (name, side) in zip(axes, sides.items(), strict=True):
     shown = [asked, *side.identifiers[0].tolist()]
-    titles = [f"a {int(query[1])}, read as {taken_for}", *(f"{int(digits[each])}" for each in shown[1:])]
+    titles = [
+        f"a {int(query[1])}, read as {taken_for}",
+        *(f"{int(digits[each])}" for each in shown[1:]),
+    ]
     for place, (panel, each, title) in enumerate(zip(row, shown, titles, strict=True)):
         panel.imshow(images[each, 0].numpy(), cmap="gray_r")
-        panel.set_title(title, loc="center", fontsize=9, color="C5" if not place else "black")
+        panel.set_title(
+            title, loc="center", fontsize=9, color="C5" if not place else "black"
+        )
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set_visible(False)
     row[1].set_ylabel(name)
@@ -106,19 +126,23 @@ figure.suptitle("A wrong digit, and six training digits of either kind")
 plt.show()
 
 # %% [markdown]
-# Those that help have the label of the query. Those that harm have, but for one, the label that it was
-# taken for.
+# Those that help have the label of the query. Those that harm have, but for one, the
+# label that it was taken for.
 
 # %%
-assert [int(digits[each]) for each in found.largest.identifiers[0]].count(int(query[1])) == 6
-assert [int(digits[each]) for each in found.smallest.identifiers[0]].count(taken_for) == 5
+assert [int(digits[each]) for each in found.largest.identifiers[0]].count(
+    int(query[1])
+) == 6
+assert [int(digits[each]) for each in found.smallest.identifiers[0]].count(
+    taken_for
+) == 5
 
 # %% [markdown]
 # ## Is it true?
 #
-# With the curvature of a mean loss over N digits, a product divided by N predicts by how much the
-# loss of the query grows when the model is trained again without that digit. So it is trained again,
-# 300 times, without each in turn.
+# With the curvature of a mean loss over N digits, a product divided by N predicts by
+# how much the loss of the query grows when the model is trained again without that
+# digit. So it is trained again, 300 times, without each in turn.
 
 # %%
 left_out = 1 - torch.eye(TRAINED).double()
@@ -130,16 +154,20 @@ while slope.norm(dim=1).max() > 1e-11:
     slope = slopes(retrained, left_out).flatten(1)
 
 before = loss_function(model(query[0]), query[1]).detach()
-after = F.cross_entropy((query[0] @ retrained.mT).flatten(0, 1), query[1].expand(TRAINED), reduction="none")
+after = F.cross_entropy(
+    (query[0] @ retrained.mT).flatten(0, 1), query[1].expand(TRAINED), reduction="none"
+)
 change = after - before
 
 # %% [markdown]
-# The model is small enough for its whole curvature: `S.T @ S`, with the root S that `SqrtGGNExact`
-# returns. It is the Hessian here. A dense matrix is a block like any other, and the products with it
-# are those of the textbook.
+# The model is small enough for its whole curvature: `S.T @ S`, with the root S that
+# `SqrtGGNExact` returns. It is the Hessian here. A dense matrix is a block like any
+# other, and the products with it are those of the textbook.
 
 # %%
-root = packprop.compute(model, loss_function, (x, y), [SqrtGGNExact()], progress=False)["sqrt_ggn_exact"]
+root = packprop.compute(model, loss_function, (x, y), [SqrtGGNExact()], progress=False)[
+    "sqrt_ggn_exact"
+]
 columns = root["weight"].flatten(0, 1).flatten(1)
 ggn = columns.mT @ columns
 torch.testing.assert_close(ggn, curvature_of(weights[0]))
@@ -147,14 +175,22 @@ torch.testing.assert_close(ggn, curvature_of(weights[0]))
 
 def products(store: str, **options: object) -> Tensor:
     """Inner products of all training digits with the query, in their order."""
-    every = packprop.influence(folder / store, model, loss_function, query, k=TRAINED, **options).largest
-    return torch.empty(TRAINED).double().scatter(0, every.identifiers[0], every.products[0].double())
+    every = packprop.influence(
+        folder / store, model, loss_function, query, k=TRAINED, **options
+    ).largest
+    return (
+        torch.empty(TRAINED)
+        .double()
+        .scatter(0, every.identifiers[0], every.products[0].double())
+    )
 
 
 ways = {
     "gradients alone": products("gradients"),
     "EKFAC": products("gradients", curvature=result, damping=RIDGE),
-    "whole curvature": products("gradients", curvature={"weight": [ggn]}, damping=RIDGE),
+    "whole curvature": products(
+        "gradients", curvature={"weight": [ggn]}, damping=RIDGE
+    ),
 }
 errors = model(x).softmax(1) - F.one_hot(y, 10)
 gradients = (errors[:, :, None] * x[:, None]).flatten(1).detach()
@@ -166,7 +202,9 @@ torch.testing.assert_close(ways["whole curvature"], gradients @ inverse @ wanted
 def agreement(a: Tensor, b: Tensor) -> tuple[float, float]:
     """The correlation of the places in order (Spearman's), and of the values."""
     places = torch.stack([a.argsort().argsort(), b.argsort().argsort()]).double()
-    return float(torch.corrcoef(places)[0, 1]), float(torch.corrcoef(torch.stack([a, b]))[0, 1])
+    return float(torch.corrcoef(places)[0, 1]), float(
+        torch.corrcoef(torch.stack([a, b]))[0, 1]
+    )
 
 
 agreements = {name: agreement(way, change) for name, way in ways.items()}
@@ -176,7 +214,10 @@ for name, (of_ranks, of_values) in agreements.items():
 assert min(agreements["whole curvature"]) > 0.99
 assert agreements["EKFAC"][0] > 0.65
 assert agreements["EKFAC"][1] > 0.95
-assert all(a > b for a, b in zip(agreements["EKFAC"], agreements["gradients alone"], strict=True))
+assert all(
+    a > b
+    for a, b in zip(agreements["EKFAC"], agreements["gradients alone"], strict=True)
+)
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(8, 3))
@@ -190,22 +231,34 @@ figure.suptitle("How much the query's loss grows without each training digit")
 plt.show()
 
 # %% [markdown]
-# On the line, prediction and truth are equal. With the whole curvature they nearly are; what is left
-# is of second order, and largest for the digits that matter most. EKFAC finds the digits that matter,
-# and how much they do; the order of those that hardly matter is not to be read from it. Gradients alone
-# have another unit, and take digits with large gradients for important ones.
+# On the line, prediction and truth are equal. With the whole curvature they nearly are;
+# what is left is of second order, and largest for the digits that matter most. EKFAC
+# finds the digits that matter, and how much they do; the order of those that hardly
+# matter is not to be read from it. Gradients alone have another unit, and take digits
+# with large gradients for important ones.
 #
 # ## When gradients are too large
 #
-# A store of projections keeps a few hundred numbers for each digit. The query is preconditioned
-# first, then projected. The products are right in expectation; their noise falls with the square root
-# of the dimension, whatever the number of parameters, so that it pays where that is millions.
+# A store of projections keeps a few hundred numbers for each digit. The query is
+# preconditioned first, then projected. The products are right in expectation; their
+# noise falls with the square root of the dimension, whatever the number of parameters,
+# so that it pays where that is millions.
 
 # %%
 asked_for = Projected(BatchGrad(), 256)
-packprop.compute(model, loss_function, (x, y), [asked_for], store=folder / "projected", progress=False)
+packprop.compute(
+    model,
+    loss_function,
+    (x, y),
+    [asked_for],
+    store=folder / "projected",
+    progress=False,
+)
 projected = products("projected", curvature=result, damping=RIDGE)
 _, kept = agreement(projected, ways["EKFAC"])
-print(f"256 numbers in place of 650: correlation with the products without projection {kept:.3f}")
+print(
+    f"256 numbers in place of 650: correlation with the products without projection "
+    f"{kept:.3f}"
+)
 assert kept > 0.65
 scratch.cleanup()

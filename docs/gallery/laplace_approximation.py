@@ -1,9 +1,10 @@
 """# How sure is the network? A Laplace approximation
 
-A Laplace approximation makes a distribution of a network that has been trained: a normal one around its
-weights, with the inverse of the curvature as covariance. [laplace-torch](https://github.com/aleximmer/Laplace)
-has everything for it but the curvature, which its backends take from other libraries. This page gives it
-packprop's, in a few lines, for a model that those libraries refuse.
+A Laplace approximation makes a distribution of a network that has been trained: a
+normal one around its weights, with the inverse of the curvature as covariance.
+[laplace-torch](https://github.com/aleximmer/Laplace) has everything for it but the
+curvature, which its backends take from other libraries. This page gives it packprop's,
+in a few lines, for a model that those libraries refuse.
 """
 
 # %%
@@ -11,9 +12,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from laplace import Laplace
@@ -27,8 +26,9 @@ from packprop.examples import load_digits
 from packprop.extensions import KFLR, BatchJacobian, DiagGGNExact
 from packprop.types import Extension
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
-logging.disable(logging.WARNING)  # of laplace-torch, about backends that are not installed
+logging.disable(
+    logging.WARNING
+)  # of laplace-torch, about backends that are not installed
 torch.manual_seed(0)
 images, digits = load_digits()
 order = torch.randperm(len(images))
@@ -36,8 +36,9 @@ train, held_out, test = order[:120], order[120:240], order[240:840]
 loader = DataLoader(TensorDataset(images[train], digits[train]), batch_size=60)
 
 # %% [markdown]
-# Few training samples, so that there is something to be unsure about. The model is written as one would
-# write it: rows of the image as a sequence, a learned position, layer normalisation, a skip connection.
+# Few training samples, so that there is something to be unsure about. The model is
+# written as one would write it: rows of the image as a sequence, a learned position,
+# layer normalisation, a skip connection.
 
 
 # %%
@@ -67,13 +68,16 @@ for _ in range(150):
         optimizer.step()
 model.eval()
 with torch.no_grad():
-    print(f"accuracy {(model(images[test]).argmax(1) == digits[test]).double().mean():.3f}")
+    print(
+        f"accuracy "
+        f"{(model(images[test]).argmax(1) == digits[test]).double().mean():.3f}"
+    )
 
 # %% [markdown]
 # ## The backend
 #
-# laplace-torch asks for the loss and the curvature of a batch, as a vector of all entries or as
-# Kronecker factors for each parameter, and for Jacobians of the outputs.
+# laplace-torch asks for the loss and the curvature of a batch, as a vector of all
+# entries or as Kronecker factors for each parameter, and for Jacobians of the outputs.
 
 
 # %%
@@ -85,20 +89,26 @@ class Packprop(GGNInterface):
         loss = extend(self.lossfunc)(extend(self.model)(x), y)
         with backpack(extension):
             loss.backward()
-        return self.factor * loss.detach(), [getattr(p, extension.savefield) for p in self.params]
+        return self.factor * loss.detach(), [
+            getattr(p, extension.savefield) for p in self.params
+        ]
 
     def diag(self, x: Tensor, y: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         """The diagonal of the GGN `[P]`."""
         loss, diagonals = self.passed(x, y, DiagGGNExact())
         return loss, self.factor * torch.cat([each.flatten() for each in diagonals])
 
-    def kron(self, x: Tensor, y: Tensor, N: int, **options: object) -> tuple[Tensor, Kron]:
-        """Kronecker factors; those of inputs are means, which add up to one over N samples."""
+    def kron(
+        self, x: Tensor, y: Tensor, N: int, **options: object
+    ) -> tuple[Tensor, Kron]:
+        """Kronecker factors; those of inputs are means that add up over N samples."""
         loss, factors = self.passed(x, y, KFLR())
         scaled = [[each[0], *(a * len(y) / N for a in each[1:])] for each in factors]
         return loss, self.factor * Kron(scaled)
 
-    def jacobians(self, x: Tensor, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+    def jacobians(
+        self, x: Tensor, enable_backprop: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Jacobians `[n, c, P]` and outputs `[n, c]`."""
         outputs = extend(self.model)(x)
         with backpack(BatchJacobian()):
@@ -108,16 +118,24 @@ class Packprop(GGNInterface):
 
 
 # %% [markdown]
-# What its own backends say of this model, and whether the numbers of ours are right: the diagonal
-# beside that of the whole GGN, which is made of Jacobians by `torch.func`.
+# What its own backends say of this model, and whether the numbers of ours are right:
+# the diagonal beside that of the whole GGN, which is made of Jacobians by `torch.func`.
 
 # %%
-for peer, structure in ((BackPackGGN, "diag"), (BackPackGGN, "kron"), (CurvlinopsGGN, "kron")):
+for peer, structure in (
+    (BackPackGGN, "diag"),
+    (BackPackGGN, "kron"),
+    (CurvlinopsGGN, "kron"),
+):
     try:
-        Laplace(deepcopy(model), "classification", "all", structure, backend=peer).fit(loader)
+        Laplace(deepcopy(model), "classification", "all", structure, backend=peer).fit(
+            loader
+        )
         print(f"{peer.__name__}, {structure}: a number")
     except Exception as error:  # each has errors of its own
-        print(f"{peer.__name__}, {structure}: {type(error).__name__}: {str(error)[:70]}")
+        print(
+            f"{peer.__name__}, {structure}: {type(error).__name__}: {str(error)[:70]}"
+        )
 
 backend = Packprop(model, "classification")
 x, y = next(iter(loader))
@@ -138,13 +156,17 @@ for ours, theirs in pairs:
     for factor, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(factor, expected, rtol=1e-4, atol=1e-4)
 print("Packprop: Kronecker factors of a plain network are those of BackPACK")
-print(f"Packprop: Jacobians and diagonal of {len(diagonal)} parameters are those of torch.func")
+print(
+    f"Packprop: Jacobians and diagonal of {len(diagonal)} parameters are those of "
+    f"torch.func"
+)
 
 # %% [markdown]
 # ## Calibration
 #
-# A network is calibrated if it is right as often as it is sure. The one hyperparameter, the precision
-# of the prior, is chosen on 120 digits that were held out, by their log loss.
+# A network is calibrated if it is right as often as it is sure. The one hyperparameter,
+# the precision of the prior, is chosen on 120 digits that were held out, by their log
+# loss.
 
 
 # %%
@@ -155,21 +177,34 @@ def predicted(approximation: object, chosen: Tensor) -> Tensor:
 
 def log_loss(probabilities: Tensor, chosen: Tensor) -> float:
     """The mean of minus the log of the probability of the right digit."""
-    return float(-probabilities.gather(1, digits[chosen][:, None]).clamp(min=1e-12).log().mean())
+    return float(
+        -probabilities.gather(1, digits[chosen][:, None]).clamp(min=1e-12).log().mean()
+    )
 
 
-def reliability(probabilities: Tensor, chosen: Tensor) -> tuple[list[float], list[float], float]:
-    """Confidence and accuracy in each tenth of the samples by confidence, and their mean distance."""
+def reliability(
+    probabilities: Tensor, chosen: Tensor
+) -> tuple[list[float], list[float], float]:
+    """Confidence and accuracy of tenths of the samples, and their mean distance."""
     sure, said = probabilities.max(1)
     right = (said == digits[chosen]).float()
-    bins = [(float(sure[part].mean()), float(right[part].mean())) for part in sure.argsort().chunk(10)]
-    return [a for a, _ in bins], [b for _, b in bins], sum(abs(a - b) for a, b in bins) / len(bins)
+    bins = [
+        (float(sure[part].mean()), float(right[part].mean()))
+        for part in sure.argsort().chunk(10)
+    ]
+    return (
+        [a for a, _ in bins],
+        [b for _, b in bins],
+        sum(abs(a - b) for a, b in bins) / len(bins),
+    )
 
 
 with torch.no_grad():
     found = {"the network itself": model(images[test]).softmax(1)}
 for subset, structure in (("all", "diag"), ("all", "kron"), ("last_layer", "kron")):
-    approximation = Laplace(model, "classification", subset, structure, backend=Packprop)
+    approximation = Laplace(
+        model, "classification", subset, structure, backend=Packprop
+    )
     approximation.fit(loader)
     losses = {}
     for precision in (1.0, 10.0, 100.0, 1000.0):
@@ -183,15 +218,21 @@ curves = {name: reliability(each, test) for name, each in found.items()}
 for name, each in found.items():
     right = (each.argmax(1) == digits[test]).double().mean()
     print(
-        f"{name:>20s}: accuracy {right:.3f}, log loss {log_loss(each, test):.3f}, off by {curves[name][2]:.3f}"
+        f"{name:>20s}: accuracy {right:.3f}, log loss {log_loss(each, test):.3f}, off "
+        f"by {curves[name][2]:.3f}"
     )
 itself, *others = (log_loss(each, test) for each in found.values())
 assert min(others) < itself
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
 axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-for (name, (sure, right, _)), color in zip(curves.items(), ("0.55", "C0", "C2", "C1"), strict=True):
+for (name, (sure, right, _)), color in zip(
+    curves.items(), ("0.55", "C0", "C2", "C1"), strict=True
+):
     axes.plot(sure, right, marker="o", markersize=4, color=color, label=name)
 axes.set(
     title=f"{len(test)} digits in tenths, from the least to the most sure",
@@ -204,7 +245,7 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# Below the grey line the network is surer than it is right. The approximations hardly change the
-# answers, but how sure they sound. This is one training of one small network: which structure does best
-# here says little about others. Nor does an approximation make anything better that is wrong about the
-# network.
+# Below the grey line the network is surer than it is right. The approximations hardly
+# change the answers, but how sure they sound. This is one training of one small
+# network: which structure does best here says little about others. Nor does an
+# approximation make anything better that is wrong about the network.

@@ -1,18 +1,15 @@
 """# Finding wrong labels by gradients
 
-A label that is wrong pulls the network another way than the others do. The gradient of each sample
-says how hard, and in which direction. This page flips some labels of the digits, and asks four
-scores which ones they are: the loss, which needs no gradient at all, and three that look at gradients.
-On these data the loss is not beaten by more than chance. What gradients add is the direction: who is
-against whom.
+A label that is wrong pulls the network another way than the others do. The gradient of
+each sample says how hard, and in which direction. This page flips some labels of the
+digits, and asks four scores which ones they are: the loss, which needs no gradient at
+all, and three that look at gradients. On these data the loss is not beaten by more than
+chance. What gradients add is the direction: who is against whom.
 """
 
 # %%
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from packprop import backpack, extend
 from packprop.examples import load_digits
 from packprop.extensions import BatchGrad, BatchL2Grad
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 images, digits = load_digits()
 COUNT = len(images)
 FLIPPED = COUNT * 8 // 100
@@ -37,7 +33,7 @@ def flipped(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(labels: Tensor, seed: int, epochs: int) -> nn.Module:
-    """A network that has seen all samples as often as there are epochs, wrong labels included."""
+    """A network that has seen all samples once an epoch, wrong labels included."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -56,10 +52,11 @@ def trained(labels: Tensor, seed: int, epochs: int) -> nn.Module:
 #
 # - **loss**: the baseline.
 # - **norm** of the sample's gradient in all parameters (`BatchL2Grad`).
-# - **unlike its class**: minus the cosine between the sample's gradient and the mean of the others that
-#   have the same label, all at norm one (`BatchGrad`).
-# - **harms trusted ones**: minus the inner product with the mean gradient of 100 samples whose labels are
-#   known to be right. A step along the sample's gradient raises their loss where this is positive.
+# - **unlike its class**: minus the cosine between the sample's gradient and the mean of
+#   the others that have the same label, all at norm one (`BatchGrad`).
+# - **harms trusted ones**: minus the inner product with the mean gradient of 100
+#   samples whose labels are known to be right. A step along the sample's gradient
+#   raises their loss where this is positive.
 
 # %%
 loss_function = extend(nn.CrossEntropyLoss(reduction="sum"))
@@ -70,7 +67,9 @@ def scores(model: nn.Module, labels: Tensor, trusted: Tensor) -> dict[str, Tenso
     outputs = model(images)
     with backpack(BatchGrad(), BatchL2Grad()):
         loss_function(outputs, labels).backward()
-    rows = torch.cat([parameter.grad_batch.flatten(1) for parameter in model.parameters()], 1)
+    rows = torch.cat(
+        [parameter.grad_batch.flatten(1) for parameter in model.parameters()], 1
+    )
     norms = sum(parameter.batch_l2 for parameter in model.parameters()).sqrt()
     unit = rows / norms.clamp(min=1e-12)[:, None]
     others = torch.zeros(10, rows.shape[1]).index_add_(0, labels, unit)[labels] - unit
@@ -95,27 +94,36 @@ found = scores(model, labels, trusted)
 def gradient(chosen: Tensor) -> Tensor:
     """The gradient of the mean loss of some samples, as one vector."""
     loss = F.cross_entropy(model(images[chosen]), labels[chosen])
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, [*model.parameters()])])
+    return torch.cat(
+        [part.flatten() for part in torch.autograd.grad(loss, [*model.parameters()])]
+    )
 
 
 for sample in (3, 1000):
     own = gradient(torch.tensor([sample]))
     torch.testing.assert_close(found["norm"][sample], own.norm(), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(
-        found["harms trusted ones"][sample], -own @ gradient(trusted), rtol=1e-3, atol=1e-4
+        found["harms trusted ones"][sample],
+        -own @ gradient(trusted),
+        rtol=1e-3,
+        atol=1e-4,
     )
-print(f"norms and products of samples 3 and 1000 are those of autograd; {FLIPPED} of {COUNT} labels are wrong")
+print(
+    f"norms and products of samples 3 and 1000 are those of autograd; {FLIPPED} of "
+    f"{COUNT} labels are wrong"
+)
 
 # %% [markdown]
 # ## Precision at k
 #
-# Of the k most suspicious samples, how many have a wrong label, if k is the number of wrong labels? The
-# trusted ones are not asked about. Three seeds each: other wrong labels, other weights.
+# Of the k most suspicious samples, how many have a wrong label, if k is the number of
+# wrong labels? The trusted ones are not asked about. Three seeds each: other wrong
+# labels, other weights.
 
 
 # %%
 def found_by(score: Tensor, wrong: Tensor, trusted: Tensor) -> Tensor:
-    """The share of wrong labels among the k most suspicious samples, for all k `[n]`."""
+    """The share of wrong labels among the k most suspicious samples `[n]`."""
     score = score.index_fill(0, trusted, -torch.inf)
     hits = wrong[score.argsort(descending=True)].double()
     return hits.cumsum(0) / torch.arange(1, COUNT + 1)
@@ -127,11 +135,18 @@ for epochs in EPOCHS:
     for seed in SEEDS:
         labels, wrong = flipped(seed)
         trusted = (~wrong).nonzero().flatten()[:100]
-        for name, score in scores(trained(labels, seed, epochs), labels, trusted).items():
-            curves.setdefault((name, epochs), []).append(found_by(score, wrong, trusted))
+        for name, score in scores(
+            trained(labels, seed, epochs), labels, trusted
+        ).items():
+            curves.setdefault((name, epochs), []).append(
+                found_by(score, wrong, trusted)
+            )
 
 mean = {key: torch.stack(each).mean(0) for key, each in curves.items()}
-print(f"precision at {FLIPPED}, mean of {len(SEEDS)} seeds (chance: {FLIPPED / (COUNT - 100):.2f})")
+print(
+    f"precision at {FLIPPED}, mean of {len(SEEDS)} seeds (chance: "
+    f"{FLIPPED / (COUNT - 100):.2f})"
+)
 print(f"{'epochs':>20s}" + "".join(f"{epochs:>8d}" for epochs in EPOCHS))
 for name in found:
     row = [float(mean[name, epochs][FLIPPED - 1]) for epochs in EPOCHS]
@@ -141,6 +156,9 @@ assert mean["norm", 20][FLIPPED - 1] > 0.85
 assert mean["unlike its class", 20][FLIPPED - 1] > 0.6
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
 for name, color in zip(found, ("0.55", "C0", "C2", "C1"), strict=True):
     axes.plot(range(1, 301), mean[name, 20][:300], color=color, label=name)
@@ -156,10 +174,12 @@ axes.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
-# Early in the training the loss is the best of the four, later the norm finds as many; and the loss is
-# there for nothing: start with it. The norm follows it, because where the loss is large, so is its
-# gradient. Both find samples that are *hard*, which here are nearly all wrong; in data with rare kinds
-# of right samples they are not. Products with trusted samples, summed over the steps of a training, say
-# which samples did harm, whatever their loss: [probes](../guide/probes.md) have them in the passes of
-# the training itself, without gradients of all samples in memory. These are three seeds on one small
-# set of data, with labels flipped evenly; labels that people get wrong are not wrong evenly.
+# Early in the training the loss is the best of the four, later the norm finds as many;
+# and the loss is there for nothing: start with it. The norm follows it, because where
+# the loss is large, so is its gradient. Both find samples that are *hard*, which here
+# are nearly all wrong; in data with rare kinds of right samples they are not. Products
+# with trusted samples, summed over the steps of a training, say which samples did harm,
+# whatever their loss: [probes](../guide/probes.md) have them in the passes of the
+# training itself, without gradients of all samples in memory. These are three seeds on
+# one small set of data, with labels flipped evenly; labels that people get wrong are
+# not wrong evenly.

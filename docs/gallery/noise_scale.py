@@ -1,18 +1,16 @@
 """# How large a batch? The gradient noise scale
 
-The noise scale `tr S / |G|^2` compares the scatter of samples' gradients with their mean: it is the
-number of samples at which a batch's noise is as large as its signal, and so a guess of the batch size
-from which on more samples in a step stop paying (McCandlish et al. 2018). `packprop.Monitor` estimates
-it from single batches. This page compares what it says, for batches of many sizes, with the exact
-number, which can be computed for a finite data set.
+The noise scale `tr S / |G|^2` compares the scatter of samples' gradients with their
+mean: it is the number of samples at which a batch's noise is as large as its signal,
+and so a guess of the batch size from which on more samples in a step stop paying
+(McCandlish et al. 2018). `packprop.Monitor` estimates it from single batches. This page
+compares what it says, for batches of many sizes, with the exact number, which can be
+computed for a finite data set.
 """
 
 # %%
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
@@ -20,7 +18,6 @@ import packprop
 from packprop.examples import load_digits
 from packprop.extensions import BatchL2Grad
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_digits()
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -30,17 +27,23 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 # %% [markdown]
 # ## The exact number
 #
-# Squared norms of all samples' gradients, less the squared norm of their mean, are the scatter of the
-# whole data set.
+# Squared norms of all samples' gradients, less the squared norm of their mean, are the
+# scatter of the whole data set.
 
 
 # %%
 def exact_scale() -> float:
     """The noise scale of the whole data set."""
-    summed = nn.CrossEntropyLoss(reduction="sum")  # rows are gradients of samples' own losses
-    found = packprop.compute(model, summed, (images, digits), [BatchL2Grad()], progress=False)
+    summed = nn.CrossEntropyLoss(
+        reduction="sum"
+    )  # rows are gradients of samples' own losses
+    found = packprop.compute(
+        model, summed, (images, digits), [BatchL2Grad()], progress=False
+    )
     mean_square = float(sum(found["batch_l2"].values()).mean())
-    gradient = torch.autograd.grad(loss_function(model(images), digits), list(model.parameters()))
+    gradient = torch.autograd.grad(
+        loss_function(model(images), digits), list(model.parameters())
+    )
     signal = float(sum(part.square().sum() for part in gradient))
     return (mean_square - signal) / signal
 
@@ -48,21 +51,26 @@ def exact_scale() -> float:
 # %% [markdown]
 # ## The estimates
 #
-# For each batch size, 40 batches are drawn, with the parameters as they are. The monitor adds up
-# numerators and denominators over them (`window=40`), because a ratio of averages is nearly unbiased
-# where an average of ratios is not, and gives a confidence interval over the batches.
+# For each batch size, 40 batches are drawn, with the parameters as they are. The
+# monitor adds up numerators and denominators over them (`window=40`), because a ratio
+# of averages is nearly unbiased where an average of ratios is not, and gives a
+# confidence interval over the batches.
 
 
 # %%
 def estimated_scale(size: int) -> tuple[float | None, float | None, float | None]:
     """The estimate from 40 batches of one size, and the ends of its interval."""
-    monitor = packprop.Monitor(model, every=1, quantities=["noise_scale"], window=40, log=None)
+    monitor = packprop.Monitor(
+        model, every=1, quantities=["noise_scale"], window=40, log=None
+    )
     for _ in range(40):
         batch = torch.randint(len(images), (size,))
         with monitor.step():
             loss_function(model(images[batch]), digits[batch]).backward()
         model.zero_grad()
-    return tuple(monitor.last[f"critical_batch_size{end}"] for end in ("", "_low", "_high"))
+    return tuple(
+        monitor.last[f"critical_batch_size{end}"] for end in ("", "_low", "_high")
+    )
 
 
 sizes = [8, 32, 128, 512]
@@ -84,10 +92,11 @@ for steps, (exact, estimates) in moments.items():
         print(f"  batches of {size}: {shown} ({ends})")
 
 # %% [markdown]
-# The intervals hold the exact number for nearly all sizes. They are short where batches are not far
-# smaller than the noise scale; where they are, the interval is open above, and its lower end is what is
-# known. At the beginning some dozens of samples agree; later the signal fades faster than the noise, and
-# larger batches pay. The number belongs to the parameters as they are now: it is worth watching.
+# The intervals hold the exact number for nearly all sizes. They are short where batches
+# are not far smaller than the noise scale; where they are, the interval is open above,
+# and its lower end is what is known. At the beginning some dozens of samples agree;
+# later the signal fades faster than the noise, and larger batches pay. The number
+# belongs to the parameters as they are now: it is worth watching.
 
 # %%
 held = [
@@ -99,14 +108,32 @@ assert sum(held) >= 0.8 * len(held)
 exacts = [exact for exact, _ in moments.values()]
 assert exacts[2] > 2 * exacts[0]
 
+# %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots(figsize=(6.4, 3.6))
-for (steps, (exact, estimates)), color in zip(moments.items(), ("C0", "C1", "C2"), strict=True):
+for (steps, (exact, estimates)), color in zip(
+    moments.items(), ("C0", "C1", "C2"), strict=True
+):
     axes.axhline(exact, color=color, linewidth=0.8, linestyle="--")
-    known = [(size, *each) for size, each in zip(sizes, estimates, strict=True) if each[0] and each[2]]
+    known = [
+        (size, *each)
+        for size, each in zip(sizes, estimates, strict=True)
+        if each[0] and each[2]
+    ]
     places, values, lows, highs = zip(*known, strict=True)
     below = [value - low for value, low in zip(values, lows, strict=True)]
     above = [high - value for value, high in zip(values, highs, strict=True)]
-    axes.errorbar(places, values, [below, above], color=color, fmt="o", capsize=3, label=f"after {steps} steps")
+    axes.errorbar(
+        places,
+        values,
+        [below, above],
+        color=color,
+        fmt="o",
+        capsize=3,
+        label=f"after {steps} steps",
+    )
 axes.set_xscale("log", base=2)
 axes.set_yscale("log")
 axes.set_xlabel("samples in a batch")

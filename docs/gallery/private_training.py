@@ -1,17 +1,15 @@
 """# Training that no single sample decides
 
-Differentially private training clips the gradient of each sample, and adds noise that hides any one of
-them. Clipping is the part that ordinary backward passes cannot do: they add the samples up first.
-Here it takes one backward pass. Noise is drawn by PyTorch, and what it is worth is computed by Opacus'
-accountant: packprop is no privacy product, and knows neither.
+Differentially private training clips the gradient of each sample, and adds noise that
+hides any one of them. Clipping is the part that ordinary backward passes cannot do:
+they add the samples up first. Here it takes one backward pass. Noise is drawn by
+PyTorch, and what it is worth is computed by Opacus' accountant: packprop is no privacy
+product, and knows neither.
 """
 
 # %%
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
 import torch
 from opacus.accountants import RDPAccountant
 from torch import Tensor, nn
@@ -21,16 +19,15 @@ from packprop import backpack, clipped_gradients, extend
 from packprop.examples import load_digits
 from packprop.extensions import BatchGrad
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_digits()
 order = torch.randperm(len(images))
 train, test = order[:1500], order[1500:]
 
 # %% [markdown]
-# The network is any network whose samples stay apart: group normalisation in place of batch
-# normalisation, which packprop would refuse by name. The loss is the sum over samples, so that nothing
-# is divided by a number that depends on who is in the batch.
+# The network is any network whose samples stay apart: group normalisation in place of
+# batch normalisation, which packprop would refuse by name. The loss is the sum over
+# samples, so that nothing is divided by a number that depends on who is in the batch.
 
 
 # %%
@@ -52,8 +49,8 @@ model, loss_function = extend(network()), extend(nn.CrossEntropyLoss(reduction="
 # %% [markdown]
 # ## By hand
 #
-# One gradient for each sample, its norm over all parameters, a factor, a sum: as many gradients in
-# memory as there are samples.
+# One gradient for each sample, its norm over all parameters, a factor, a sum: as many
+# gradients in memory as there are samples.
 
 # %%
 batch = train[:128]
@@ -67,8 +64,8 @@ by_hand = [torch.tensordot(factors, row, 1) for row in rows]
 # %% [markdown]
 # ## In one backward pass
 #
-# `clipped_gradients` keeps what arrives at each layer until all norms are known, and sums with the
-# factors on the samples. What it leaves in `.grad` is the clipped sum.
+# `clipped_gradients` keeps what arrives at each layer until all norms are known, and
+# sums with the factors on the samples. What it leaves in `.grad` is the clipped sum.
 
 # %%
 model.zero_grad()
@@ -78,15 +75,18 @@ with clipped_gradients(max_norm=3.4) as clipped:
 for parameter, expected in zip(model.parameters(), by_hand, strict=True):
     torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4)
 torch.testing.assert_close(clipped.norms, norms, rtol=1e-4, atol=1e-5)
-print(f"norms from {clipped.norms.min():.2f} to {clipped.norms.max():.2f}, {clipped.fraction:.0%} clipped")
+print(
+    f"norms from {clipped.norms.min():.2f} to {clipped.norms.max():.2f}, "
+    f"{clipped.fraction:.0%} clipped"
+)
 
 # %% [markdown]
 # ## Private training
 #
-# Each sample is in a batch with the same probability, independently of the others, as the accountant
-# assumes. The noise has the standard deviation `noise * clipped.bound` in every entry: the bound is the
-# most that one sample can change the sum by. The sum is divided by the number of samples that is
-# expected, not by the number that came.
+# Each sample is in a batch with the same probability, independently of the others, as
+# the accountant assumes. The noise has the standard deviation `noise * clipped.bound`
+# in every entry: the bound is the most that one sample can change the sum by. The sum
+# is divided by the number of samples that is expected, not by the number that came.
 
 # %%
 EXPECTED, STEPS, DELTA = 250, 40, 1e-4
@@ -107,7 +107,7 @@ def epsilon(noise: float, steps: int) -> float:
 
 
 def trained(noise: float, max_norm: float = 1.0) -> tuple[list[float], list[Tensor]]:
-    """The accuracy after every 4 steps, and the fraction that was clipped in each step."""
+    """The accuracy after every 4 steps, and the fraction clipped in each step."""
     model = extend(network())
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
     source = torch.Generator().manual_seed(2)
@@ -119,7 +119,9 @@ def trained(noise: float, max_norm: float = 1.0) -> tuple[list[float], list[Tens
         with clipped_gradients(max_norm=max_norm) as clipped:
             loss.backward()
         for parameter in model.parameters():
-            hidden = torch.randn(parameter.shape, generator=source) * noise * clipped.bound
+            hidden = (
+                torch.randn(parameter.shape, generator=source) * noise * clipped.bound
+            )
             parameter.grad = (parameter.grad + hidden) / EXPECTED
         optimizer.step()
         fractions.append(clipped.fraction)
@@ -131,14 +133,22 @@ def trained(noise: float, max_norm: float = 1.0) -> tuple[list[float], list[Tens
 curves = {}
 for noise in (0.0, 1.0, 2.0, 4.0):
     curves[noise], fractions = trained(noise)
-    worth = f"epsilon {epsilon(noise, STEPS):.2f} at delta {DELTA}" if noise else "not private"
+    worth = (
+        f"epsilon {epsilon(noise, STEPS):.2f} at delta {DELTA}"
+        if noise
+        else "not private"
+    )
     print(
-        f"noise {noise}: accuracy {curves[noise][-1]:.3f}, {worth}; clipped {torch.stack(fractions).mean():.0%}"
+        f"noise {noise}: accuracy {curves[noise][-1]:.3f}, {worth}; clipped "
+        f"{torch.stack(fractions).mean():.0%}"
     )
 assert curves[0.0][-1] > 0.88
 assert curves[1.0][-1] > 0.85
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
 for noise, color in zip(curves, ("0.55", "C0", "C2", "C1"), strict=True):
     label = f"epsilon {epsilon(noise, STEPS):.1f}" if noise else "clipped, no noise"
@@ -154,24 +164,33 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# These are runs with one seed each. What they are worth rests on assumptions that no program checks: that
-# the data were drawn as said, that nobody saw the norms or the accuracies above, from which settings
-# were chosen, and that the noise is as random as it claims; PyTorch's generator is not made for secrets.
-# [Opacus](https://opacus.ai) has samplers, a secure generator and the accountants, and its
-# `DPOptimizer` leaves the same gradients, with the gradients of all samples in memory.
+# These are runs with one seed each. What they are worth rests on assumptions that no
+# program checks: that the data were drawn as said, that nobody saw the norms or the
+# accuracies above, from which settings were chosen, and that the noise is as random as
+# it claims; PyTorch's generator is not made for secrets. [Opacus](https://opacus.ai)
+# has samplers, a secure generator and the accountants, and its `DPOptimizer` leaves the
+# same gradients, with the gradients of all samples in memory.
 #
 # ## Bounds by layer
 #
-# With `per="module"` or `"parameter"` each has a norm of its own, with one number or a mapping from names
-# to numbers. The most that a sample can change is then the root of the sum of their squares.
+# With `per="module"` or `"parameter"` each has a norm of its own, with one number or a
+# mapping from names to numbers. The most that a sample can change is then the root of
+# the sum of their squares.
 
 # %%
 model.zero_grad()
-bounds = {name: 0.5 for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+bounds = {
+    name: 0.5
+    for name, module in model.named_modules()
+    if any(True for _ in module.parameters(False))
+}
 with clipped_gradients(max_norm=bounds, per="module") as clipped:
     loss_function(model(images[batch]), digits[batch]).backward()
 for name, norms in clipped.layer_norms.items():
-    print(f"{name} {type(model.get_submodule(name)).__name__:>10s}: median norm {norms.median():.2f}")
+    print(
+        f"{name} {type(model.get_submodule(name)).__name__:>10s}: median norm "
+        f"{norms.median():.2f}"
+    )
 print(f"one sample changes the sum by {clipped.bound:.3f} at most")
 assert abs(float(clipped.bound) - 0.5 * len(bounds) ** 0.5) < 1e-6
 assert len(clipped.layer_norms) == len(bounds)

@@ -1,18 +1,16 @@
 """# The gradient of a variance
 
-How much the gradients of single samples scatter around their mean is the noise of stochastic
-gradient descent. It is a function of the parameters like the loss itself, so it has a gradient, and
-one can train against it. With `create_graph=True` everything that an extension computes can be
-differentiated again.
+How much the gradients of single samples scatter around their mean is the noise of
+stochastic gradient descent. It is a function of the parameters like the loss itself, so
+it has a gradient, and one can train against it. With `create_graph=True` everything
+that an extension computes can be differentiated again.
 """
 
 # %%
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from packprop import backpack, extend, extensions
 from packprop.examples import load_one_batch_mnist
 from packprop.memory import LiveBytes, byte_text
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
 torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=32)
 loss_function = extend(nn.CrossEntropyLoss())
@@ -30,8 +27,8 @@ loss_function = extend(nn.CrossEntropyLoss())
 # %% [markdown]
 # ## By hand
 #
-# One gradient after the other, each with a graph of its own, stacked; their variance; its gradient.
-# The total variance is the sum over all entries of all parameters.
+# One gradient after the other, each with a graph of its own, stacked; their variance;
+# its gradient. The total variance is the sum over all entries of all parameters.
 
 # %%
 Gradients = tuple[Tensor, ...]
@@ -52,15 +49,15 @@ def by_hand(model: nn.Module) -> tuple[Tensor, Gradients]:
 # %% [markdown]
 # ## In one backward pass
 #
-# `Variance` saves the variance of each entry. With `create_graph=True` it comes with a graph, and
-# `torch.autograd.grad` does the rest. PyTorch warns that such a backward pass ties parameters and
-# their gradients together: `p.grad` has a graph that leads back to `p`, and neither is freed before
-# that is undone. Here it is undone at once.
+# `Variance` saves the variance of each entry. With `create_graph=True` it comes with a
+# graph, and `torch.autograd.grad` does the rest. PyTorch warns that such a backward
+# pass ties parameters and their gradients together: `p.grad` has a graph that leads
+# back to `p`, and neither is freed before that is undone. Here it is undone at once.
 
 
 # %%
 def total_variance(model: nn.Module) -> Tensor:
-    """Variance of the gradients, summed over all entries of all parameters; with a graph."""
+    """Variance of the gradients, summed over all entries; with a graph."""
     with backpack(extensions.Variance()):
         loss_function(model(images), digits).backward(create_graph=True)
     total = sum(parameter.variance.sum() for parameter in model.parameters())
@@ -76,9 +73,10 @@ def in_one_pass(model: nn.Module) -> tuple[Tensor, Gradients]:
 
 
 # %% [markdown]
-# Both agree, on a linear model, on a small convolutional network, and on one that no list of layers
-# describes: patches of an image are embedded, mixed by a residual connection whose weight is
-# normalised first, and read with the weight that they were embedded with.
+# Both agree, on a linear model, on a small convolutional network, and on one that no
+# list of layers describes: patches of an image are embedded, mixed by a residual
+# connection whose weight is normalised first, and read with the weight that they were
+# embedded with.
 
 
 # %%
@@ -102,7 +100,11 @@ class Patches(nn.Module):
 models = {
     "linear": nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
     "convolutional": nn.Sequential(
-        nn.Conv2d(1, 6, 4, stride=2), nn.SiLU(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(96, 10)
+        nn.Conv2d(1, 6, 4, stride=2),
+        nn.SiLU(),
+        nn.AvgPool2d(3),
+        nn.Flatten(),
+        nn.Linear(96, 10),
     ),
     "patches": Patches(),
 }
@@ -119,13 +121,14 @@ for name, model in models.items():
 # %% [markdown]
 # ## What nobody has to do any more
 #
-# **Write a loop, or restrict the model.** The third model above has a shared weight, a weight that
-# is computed from others, and positions that share all of them; its rows are still one backward pass.
+# **Write a loop, or restrict the model.** The third model above has a shared weight, a
+# weight that is computed from others, and positions that share all of them; its rows
+# are still one backward pass.
 #
-# **Wonder which quantities can be differentiated.** Nearly all can, and an error names the function
-# where PyTorch has no further derivative to give, or a wrong one. A penalty on curvature, for
-# flat minima, is the gradient of a trace; here it is compared with a difference quotient along a
-# random direction, in double precision.
+# **Wonder which quantities can be differentiated.** Nearly all can, and an error names
+# the function where PyTorch has no further derivative to give, or a wrong one. A
+# penalty on curvature, for flat minima, is the gradient of a trace; here it is compared
+# with a difference quotient along a random direction, in double precision.
 
 
 # %%
@@ -155,8 +158,8 @@ print(f"slope of the GGN's trace: {slope:.6f}; difference quotient: {quotient:.6
 assert abs(slope - quotient) < 1e-5 * abs(slope)
 
 # %% [markdown]
-# **Hunt for leaks.** Once `p.grad` and the value on `p` are gone, so is the graph, without waiting
-# for the garbage collector.
+# **Hunt for leaks.** Once `p.grad` and the value on `p` are gone, so is the graph,
+# without waiting for the garbage collector.
 
 # %%
 with LiveBytes():  # once uncounted: PyTorch imports parts of itself on the way
@@ -167,28 +170,36 @@ with LiveBytes() as live:
     for _ in range(5):
         in_one_pass(models["convolutional"])
 gc.enable()
-print(f"after 5 rounds, with a peak of {byte_text(live.peak)}, there are {byte_text(live.now)} left")
+print(
+    f"after 5 rounds, with a peak of {byte_text(live.peak)}, there are "
+    f"{byte_text(live.now)} left"
+)
 assert live.now == 0
 
 # %% [markdown]
 # ## Training against noise
 #
-# The gradient of the loss is a by-product of the pass that computes the variance. So one step with
-# the penalty takes one forward pass, one backward pass, and one backward pass through that.
+# The gradient of the loss is a by-product of the pass that computes the variance. So
+# one step with the penalty takes one forward pass, one backward pass, and one backward
+# pass through that.
 
 
 # %%
-def train(penalty: float, steps: int = 50, rate: float = 0.1) -> tuple[list[float], list[float]]:
+def train(
+    penalty: float, steps: int = 50, rate: float = 0.1
+) -> tuple[list[float], list[float]]:
     """Loss, and variance of the samples' gradients, over steps of gradient descent."""
     torch.manual_seed(1)
-    model = extend(nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.Tanh(), nn.Linear(32, 10)))
+    model = extend(
+        nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.Tanh(), nn.Linear(32, 10))
+    )
     parameters = list(model.parameters())
     losses, variances = [], []
     for _ in range(steps):
         loss = loss_function(model(images), digits)
         with backpack(extensions.Variance()):
             loss.backward(create_graph=True)
-        # rows carry the 1/N of the mean loss: n^2 times their variance is that of samples' gradients
+        # rows carry the mean's 1/N: n^2 times their variance is that of samples
         variance = len(images) ** 2 * sum(p.variance.sum() for p in parameters)
         against = torch.autograd.grad(variance, parameters)
         losses.append(loss.item())
@@ -204,13 +215,18 @@ def train(penalty: float, steps: int = 50, rate: float = 0.1) -> tuple[list[floa
 runs = {f"penalty {strength:g}": train(strength) for strength in (0.0, 3e-3, 1e-2)}
 for name, (losses, variances) in runs.items():
     print(
-        f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.3f}, variance {variances[0]:.0f} -> {variances[-1]:.2f}"
+        f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.3f}, variance "
+        f"{variances[0]:.0f} -> {variances[-1]:.2f}"
     )
 
 
 def noise_at(level: float, losses: list[float], variances: list[float]) -> float:
     """The variance at the first step whose loss is below a level."""
-    return next(variance for loss, variance in zip(losses, variances, strict=True) if loss < level)
+    return next(
+        variance
+        for loss, variance in zip(losses, variances, strict=True)
+        if loss < level
+    )
 
 
 plain, *penalised = (noise_at(1.5, *run) for run in runs.values())
@@ -218,10 +234,22 @@ print("at a loss of 1.5:", ", ".join(f"{value:.0f}" for value in (plain, *penali
 assert all(value < 0.8 * plain for value in penalised)
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots()
-for (name, (losses, variances)), color in zip(runs.items(), ("0.55", "C0", "C1"), strict=True):
+for (name, (losses, variances)), color in zip(
+    runs.items(), ("0.55", "C0", "C1"), strict=True
+):
     axes.loglog(losses, variances, ".-", color=color, label=name)
-axes.annotate("start", (losses[0], variances[0]), (-8, 0), textcoords="offset points", ha="right", va="center")
+axes.annotate(
+    "start",
+    (losses[0], variances[0]),
+    (-8, 0),
+    textcoords="offset points",
+    ha="right",
+    va="center",
+)
 axes.set(
     title="Gradient descent on 32 digits, a dot for each step",
     xlabel="cross entropy",
@@ -235,4 +263,5 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# On the way down the penalised runs scatter less at the same loss, for which they take more steps.
+# On the way down the penalised runs scatter less at the same loss, for which they take
+# more steps.

@@ -3,10 +3,12 @@
 Pages link to source files and folders of the repository. On the host of the repository these are pages of their
 own; on the site a file is one to download, and a folder is named without a link. ``index.html`` leads to the
 front page, which is ``docs/index.html`` because pages have the paths that they have in the repository.
+The search works on files as it does on a server (``static/search.js``).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from docutils import nodes
@@ -44,8 +46,20 @@ def write_front(app: Sphinx, failure: Exception | None) -> None:
         (Path(app.outdir) / "index.html").write_text(FRONT, encoding="utf-8")
 
 
+def write_texts(app: Sphinx, failure: Exception | None) -> None:
+    """Write the text of every page into a script, for the search where pages are read from files."""
+    if failure is None and app.builder.format == "html":
+        texts = {
+            name: " ".join(app.env.get_doctree(name).astext().split()) for name in sorted(app.env.found_docs)
+        }
+        script = f"window.searchTexts = {json.dumps(texts, ensure_ascii=False)};\n"
+        (Path(app.outdir) / "searchtexts.js").write_text(script, encoding="utf-8")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register both."""
+    """Register all."""
     app.add_transform(Folders)
     app.connect("build-finished", write_front)
+    app.connect("build-finished", write_texts)
+    app.add_js_file("search.js")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

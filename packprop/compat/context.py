@@ -44,7 +44,7 @@ def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) 
     Raises:
         BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
     """
-    switch.extend(module)
+    switch.extend(module, use_converter, debug)
     watch_calls(module)
     return module
 

@@ -17,13 +17,13 @@ from packprop.engine.saving import Hook
 from packprop.errors import BadInput
 from packprop.memory.plan import Plan
 from packprop.tensors.calling import LossFunction
-from packprop.types import Extension, check_extensions
+from packprop.types import Extensions, check_extensions
 
 
 def compile(
     model: nn.Module,
     loss: LossFunction | None,
-    *extensions: Extension,
+    *extensions: Extensions,
     extension_hook: Hook | None = None,
     backend: Backend = "inductor",
     mode: str | None = None,
@@ -45,7 +45,8 @@ def compile(
         model: Any module.
         loss: Called as ``loss(outputs, targets)``, a module or a function; ``None`` if the model returns its
             loss. Then a step is called with one argument.
-        extensions: Instances from ``packprop.extensions``: all that are finished within the pass.
+        extensions: Instances from ``packprop.extensions``, one by one or in a list: all that are finished
+            within the pass.
         extension_hook: Called with each module that owns parameters. In a replay all values are there already.
         backend: ``"inductor"`` and other backends of ``torch.compile``; ``"eager"`` replays the traced graph
             without a compiler.
@@ -75,7 +76,7 @@ class CompiledStep:
         memory: int | str | Plan | None,
     ) -> None:
         require_callable(model, loss, hook)
-        chosen = check_extensions(ASKED_FOR, extensions)
+        chosen = check_extensions(ASKED_FOR, *extensions)
         require_finished(chosen)
         self._pass = TrainingPass(model, loss, chosen, hook, memory)
         _ = self._pass.budget  # refuses one that is no number of bytes

@@ -19,7 +19,7 @@ from packprop.algebra.kronecker import Block, Eigen
 from packprop.curvature.linear import Vectors
 from packprop.curvature.products import Product, ggn_product, hessian_product
 from packprop.curvature.snapshots import Snapshot, snapshots_of, were_changed
-from packprop.errors import BadInput, PackpropError
+from packprop.errors import BadInput, PackpropError, install
 from packprop.graph.search import leaves_above
 from packprop.tensors.precision import accumulation_dtype, result_dtype
 
@@ -108,7 +108,7 @@ class Operator:
                 "Operator.to_scipy() was called.",
                 "the package scipy",
                 "it is not installed",
-                "pip install 'packprop[scipy]', or use the operator on tensors: operator @ vector",
+                f"{install('scipy')}, or use the operator on tensors: operator @ vector",
             ) from error
 
         def product(array: Any) -> Any:

@@ -52,16 +52,17 @@ class Moment(NamedTuple):
 
 
 class Every:
-    """How often a checkpoint is written.
+    """How often something is done along the way.
 
     Args:
-        asked: Batches, or a time as ``"30s"``, ``"5min"``, ``"1h"``.
+        asked: Batches or steps, or a time as ``"30s"``, ``"5min"``, ``"1h"``.
+        call: What was called, for an error.
 
     Raises:
         BadInput: If it is neither.
     """
 
-    def __init__(self, asked: int | str) -> None:
+    def __init__(self, asked: int | str, call: str = ASKED) -> None:
         self.batches, self.seconds = 0, 0.0
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", asked) if isinstance(asked, str) else None
         if found:
@@ -70,10 +71,10 @@ class Every:
             self.batches = asked
         else:
             raise BadInput(
-                ASKED,
+                call,
                 f"every={asked!r}",
-                "it is neither a time nor a number of batches",
-                'give a time such as "30s", "5min" or "1h", or a number of batches such as 100',
+                "it is neither a time nor a number of batches or steps",
+                'give a time such as "30s", "5min" or "1h", or a number such as 100',
             )
 
 

@@ -37,7 +37,7 @@ from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
-from packprop.types import Extension, check_extensions
+from packprop.types import Extension, Extensions, check_extensions
 
 ASKED = "compute(...) was called."
 
@@ -46,8 +46,8 @@ def compute(
     model: nn.Module,
     loss: LossFunction | None,
     data: Data | Batches,
-    extensions: Sequence[Extension],
-    *,
+    extensions: Extensions,
+    *more: Extension,
     batch_size: int | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
@@ -76,7 +76,8 @@ def compute(
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
             its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
             batch goes into the model: a tensor, a tuple or a mapping of arguments.
-        extensions: What to compute.
+        extensions: What to compute: an instance from ``packprop.extensions``, or a list of them.
+        more: More of them, if they are given one by one.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
             time left, memory beside the budget.
@@ -120,7 +121,7 @@ def compute(
 
         def checked() -> tuple[tuple[Extension, ...], Batches, bool]:
             _require_graphs()
-            chosen = check_extensions(ASKED, list(extensions))
+            chosen = check_extensions(ASKED, extensions, *more)
             _require_mergeable(chosen)
             sharded = is_sharded_over(ASKED, model, group, memory)
             batches = data

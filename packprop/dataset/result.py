@@ -21,6 +21,7 @@ from packprop.errors import BadInput
 from packprop.store.checksums import checksum
 from packprop.store.schema import Unfit, checksum_of, fitted, parsed
 from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.sharding import is_distributed, whole_tensor
 from packprop.types import Extension
 
@@ -34,7 +35,7 @@ BEFORE = "values over a data set, format 2"
 
 
 @dataclass(repr=False)
-class Result(Mapping[Any, dict[str, Value]]):
+class Result(Mapping[Any, dict[str, Any]]):
     """Values by extension (or the name of the attribute that it saves) and by parameter name.
 
     It prints as its ``summary()``; a notebook shows a table of that.
@@ -48,14 +49,14 @@ class Result(Mapping[Any, dict[str, Value]]):
         chunk_sizes: How much of the first batch was taken at once, if one was read; not saved.
     """
 
-    tables: dict[str, dict[str, Value]]
+    tables: dict[str, dict[str, Any]]
     samples: int
     loss: float
     reduction: str = "mean"
     replays: str | None = None
     chunk_sizes: ChunkSizes | None = None
 
-    def __getitem__(self, key: Extension | str) -> dict[str, Value]:
+    def __getitem__(self, key: Extension | str) -> dict[str, Any]:
         return self.tables[key if isinstance(key, str) else key.savefield]
 
     def __iter__(self) -> Iterator[str]:
@@ -83,12 +84,34 @@ class Result(Mapping[Any, dict[str, Value]]):
         """The lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
 
         Raises:
-            BadInput: If pandas is missing: ``pip install "packprop[frames]"``.
+            BadInput: If pandas is missing: ``pip install '.[frames]'``.
         """
         return as_frame("A data frame of a result was asked for.", self.tables)
 
     def _repr_html_(self) -> str:
         return as_html(self.tables, self._facts)
+
+    def norms(self) -> Tensor:
+        """Norms of the gradients of samples' own losses, in all parameters together ``[n]``.
+
+        A sample's own loss is N times its part of a loss that is a mean, and its part of one that is a sum, as
+        in ``clipped_gradients`` and in profiles.
+
+        Raises:
+            BadInput: If neither norms (``BatchL2Grad``) nor gradients of samples are among the values.
+        """
+        scale = self.samples if self.reduction == "mean" else 1
+        squares = [*self.tables.get("batch_l2", {}).values()]
+        rows = () if squares else self.tables.get("grad_batch", {}).values()
+        squares += [each.to(accumulation_dtype(each.dtype)).flatten(1).square().sum(1) for each in rows]
+        if squares:
+            return scale * torch.stack([each.to(squares[0].device) for each in squares]).sum(0).sqrt()
+        raise BadInput(
+            "Result.norms() was called.",
+            f"values {', '.join(self.tables) or 'of no extension'}",
+            "norms of single samples are not among them",
+            "compute(model, loss, data, packprop.extensions.BatchL2Grad())",
+        )
 
     @property
     def _facts(self) -> str:

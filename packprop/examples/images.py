@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.errors import BadInput, PackpropError, PackpropWarning, install
 
 MNIST_FOLDER = "PACKPROP_MNIST"
 """Environment variable that names a folder with the IDX files of MNIST."""
@@ -90,7 +90,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
             "The handwritten digits of scikit-learn were asked for.",
             "packprop.examples.load_digits",
             f"scikit-learn cannot be imported ({error})",
-            "pip install 'packprop[examples]', or profile a model of your own",
+            f"{install('examples')}, or profile a model of your own",
         ) from error
     digits: Any = datasets.load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, install
 from packprop.integrations.between import StepBetween, numbers_in
 from packprop.monitor.logs import Values
 
@@ -15,7 +15,7 @@ except ImportError as error:
         "packprop.integrations.lightning was imported.",
         "the package lightning",
         f"it cannot be imported: {error}",
-        "pip install 'packprop[lightning]'",
+        install("lightning"),
     ) from error
 
 
@@ -36,7 +36,7 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
     """
 
     def __init__(
-        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+        self, every: int | str = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
     ) -> None:
         super().__init__()
         self._prefix, self._trainer, self._number = prefix, None, -1

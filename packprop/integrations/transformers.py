@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, install
 from packprop.integrations.between import StepBetween, numbers_in
 from packprop.monitor.logs import Values
 
@@ -15,7 +15,7 @@ except ImportError as error:
         "packprop.integrations.transformers was imported.",
         "the package transformers",
         f"it cannot be imported: {error}",
-        "pip install 'packprop[transformers]'",
+        install("transformers"),
     ) from error
 
 
@@ -38,7 +38,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
     """
 
     def __init__(
-        self, every: int = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
+        self, every: int | str = 100, *, prefix: str = "monitor/", trainer_log: bool = True, **options: Any
     ) -> None:
         self._prefix, self._waiting = prefix, dict[str, float]()
         self._between = StepBetween({"every": every, **options}, self._wait if trainer_log else None)

@@ -24,17 +24,17 @@ from packprop.recording.switch import extend, record
 from packprop.tensors.calling import LABELS, LossFunction, inputs_and_targets, outputs_and_loss
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.types import Extension
+from packprop.types import Extension, Extensions, check_extensions
 
 
 def plan(
     model: nn.Module,
     loss: LossFunction | None,
     batch: Any,
-    extensions: Sequence[Extension],
+    extensions: Extensions,
+    *more: Extension,
     memory: int | str | None = None,
     device: torch.device | str | None = None,
-    *,
     gradients: bool = True,
     freed: bool = False,
     accumulated: bool = False,
@@ -52,7 +52,8 @@ def plan(
             the loss, as for ``compute``.
         batch: Inputs (a tensor, a tuple or a mapping of arguments) and targets, or a batch in another form that
             ``compute`` takes; its data do not matter.
-        extensions: Instances from ``packprop.extensions``.
+        extensions: An instance from ``packprop.extensions``, or a list of them.
+        more: More of them, if they are given one by one.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
             parameters, activations and results; ``None`` to be told what the default takes.
         device: Where the step will run; by default where the parameters are.
@@ -67,17 +68,18 @@ def plan(
             entries of every ``nn.ModuleList``.
 
     Raises:
-        BadInput: If the budget is no number of bytes, or less than any choice of chunks takes; for a model that
-            ``fully_shard`` was called on already.
+        BadInput: For a class in place of an extension; if the budget is no number of bytes, or less than any
+            choice of chunks takes; for a model that ``fully_shard`` was called on already.
         PackpropError: If the forward pass decides on data.
     """
+    chosen = check_extensions(ASKED, extensions, *more)
     budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
     require_not_sharded_yet(ASKED, model)
     parameter = next(model.parameters(), None)
     own_device = parameter.device if parameter is not None else torch.device("cpu")
     target_device = torch.device(device) if device is not None else own_device
     forward = _forward_of(model, loss, batch)
-    step = PlannedStep(model, forward, tuple(extensions), target_device, gradients, freed, accumulated, mesh)
+    step = PlannedStep(model, forward, chosen, target_device, gradients, freed, accumulated, mesh)
     return choose_plan(step, budget)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, install
 
 Values = dict[str, Any]
 """Names of quantities to numbers, ``None`` where there is none; ``"outliers"`` to a list."""
@@ -75,7 +75,7 @@ class TensorBoard:
                     f"packprop.monitor.TensorBoard({str(folder)!r}) was made.",
                     "the package tensorboard",
                     f"it cannot be imported: {error}",
-                    "pip install 'packprop[tensorboard]', or log to a file: log='monitor.jsonl'",
+                    f"{install('tensorboard')}, or log to a file: log='monitor.jsonl'",
                 ) from error
             self._writer = SummaryWriter(str(folder))
 

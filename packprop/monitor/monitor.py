@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.dataset.checkpoint import Every
 from packprop.distributed.ranks import AllRanks, ranks_of
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.monitor.logs import Values, logs_of
@@ -50,9 +53,9 @@ class Monitor:
 
     Args:
         model: The model, extended or not.
-        every: Steps from one that is monitored to the next; the first one is.
-        quantities: Names from ``packprop.monitor.QUANTITIES``. Each is logged under its name for all parameters
-            together, and under ``name/layer`` for each module that owns parameters:
+        every: Steps from one that is monitored to the next, or a time (``"5min"``); the first one is.
+        quantities: A name from ``packprop.monitor.QUANTITIES``, or a list of them. Each is logged under its
+            name for all parameters together, and under ``name/layer`` for each module that owns parameters:
 
             - ``"gradient_norm"``: of the step's gradient, as the sum of its passes, without penalties that no
               sample enters.
@@ -100,8 +103,8 @@ class Monitor:
         self,
         model: nn.Module,
         *,
-        every: int = 100,
-        quantities: Sequence[str] = DEFAULT,
+        every: int | str = 100,
+        quantities: str | Sequence[str] = DEFAULT,
         log: Any = "print",
         window: int = 20,
         confidence: float = 0.95,
@@ -110,11 +113,20 @@ class Monitor:
         per: str = "sample",
         seed: int = 0,
     ) -> None:
+        quantities = [quantities] if isinstance(quantities, str) else quantities
         _check(model, quantities, confidence, per)
-        for name, number in {"every": every, "window": window, "mc_samples": mc_samples or 1}.items():
+        for name, number in {"window": window, "mc_samples": mc_samples or 1}.items():
             if type(number) is not int or number < 1:
                 raise BadInput(ASKED, f"{name}={number!r}", "it is a number of things", "give 1 or more")
-        self._model, self._every, self._quantities = model, every, frozenset(quantities)
+        self._model, self._quantities = model, frozenset(quantities)
+        self._every, self._begun = Every(every, ASKED), -math.inf
+        if self._every.seconds and ranks != "own":
+            raise BadInput(
+                ASKED,
+                f"every={every!r} with ranks",
+                "each rank has a clock of its own",
+                "give a number of steps",
+            )
         self._confidence, self._window = confidence, window
         chosen = ranks_of(ranks)
         self._ranks = None if chosen is None else dataclasses.replace(chosen, gather=True)
@@ -131,7 +143,9 @@ class Monitor:
 
     def is_due(self, number: int) -> bool:
         """Whether the step of this number is monitored."""
-        return number % self._every == 0
+        if self._every.seconds:
+            return time.monotonic() - self._begun >= self._every.seconds
+        return number % self._every.batches == 0
 
     def step(
         self,
@@ -189,6 +203,7 @@ class Monitor:
                 loss_scale=loss_scale,
             )
 
+        self._begun = time.monotonic()
         step = MonitoredStep(
             self._model, number, watch, updates="update_ratio" in self._quantities, done=self._log
         )
@@ -319,8 +334,9 @@ def _check(model: Any, quantities: Any, confidence: Any, per: Any) -> None:
             "it has no shape before the model's first call",
             "run the model once on a batch, and make the monitor then",
         )
-    if isinstance(quantities, str) or not quantities or set(quantities) - set(QUANTITIES):
-        unknown = quantities if isinstance(quantities, str) else sorted(set(quantities) - set(QUANTITIES))
+    listed = isinstance(quantities, Iterable) and [*quantities]
+    unknown = [each for each in listed or [quantities] if each not in QUANTITIES]
+    if unknown:
         raise BadInput(
             ASKED,
             f"quantities, {unknown!r}",

@@ -57,7 +57,8 @@ def extend(
             this module, not of its children.
 
     Raises:
-        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration.
+        BadInput: If ``module`` is not an instance of ``torch.nn.Module``, or ``sample_axis`` is no declaration;
+            for a second module.
     """
     if not isinstance(module, nn.Module):
         what = module.__name__ if isinstance(module, type) else type(module).__name__
@@ -69,6 +70,14 @@ def extend(
             if isinstance(module, type)
             else "pass a module; for a loss function, call it inside `with packprop.record():`",
         )
+    for name, value in {"use_converter": use_converter, "debug": debug}.items():
+        if not isinstance(value, bool):
+            raise BadInput(
+                f"extend(module, ...) was called with {name}={type(value).__name__}(...).",
+                f"{name}, which comes after the module",
+                "it is True or False; one call extends one module",
+                "extend(model); extend(loss)",
+            )
     if sample_axis is not None:
         check_sample_axis("extend(module, sample_axis=...) was called.", sample_axis)
         module.__dict__[AXIS] = sample_axis

@@ -8,6 +8,7 @@ import contextlib
 from packprop.dataset.batches import BATCH_SIZE
 from packprop.dataset.identity import packprop_version
 from packprop.reports.commands import Commands, new_command
+from packprop.reports.page.libraries import INSTALL
 from packprop.reports.profile.outlying import SHOWN
 from packprop.reports.profile.quantities import EXACT_OUTPUTS, LARGEST_FACTOR
 from packprop.reports.profile.table import WIDTH
@@ -46,7 +47,8 @@ out
   so no column has one. Losses that sum are divided by the number of samples first.
   DIR/profile.html         a page with figures, in one file: signal to noise, norms of single samples,
                            the samples with the largest gradients, curvature, spectra, memory and its
-                           plan; needs packprop[report], and one more pass over the first batch
+                           plan; needs {INSTALL},
+                           and one more pass over the first batch
   DIR/profile.json         the table in full precision, with the settings that it was made with
   DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
                            trace for each sample and layer, Kronecker factors, their eigenvalues
@@ -162,15 +164,17 @@ def _add_profile(commands: Commands) -> None:
         help="leave out Kronecker factors with more rows than this (default: %(default)s)",
     )
     add(
-        "--keep-mode",
-        action="store_true",
-        help="leave the model in the mode that it comes in (default: evaluation mode, so that "
-        "dropout is off and batch normalisation does not mix samples)",
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
+        "samples; --no-evaluation leaves it in the mode that it comes in (default: yes)",
     )
     add(
-        "--no-graphs",
-        action="store_true",
-        help="run every pass as it is, also where graphs in their place would save time",
+        "--compiled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let graphs take the place of passes where that saves time (default: yes)",
     )
     add(
         "--device",
@@ -232,7 +236,12 @@ def _add_profile(commands: Commands) -> None:
         "each token of the targets, or an image",
     )
     add("--no-page", action="store_true", help="write no page, and do not look at the use of memory")
-    add("--no-progress", action="store_true", help="show no progress bar")
+    add(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show a progress bar, if standard error is a terminal (default: yes)",
+    )
     _add_common(command, "the profile")
 
 
@@ -240,7 +249,7 @@ def _add_compare(commands: Commands) -> None:
     command = new_command(commands, "compare", "two profiles side by side", COMPARE, EXIT_STATUS)
     command.add_argument("first", metavar="A", help="folder of a profile")
     command.add_argument("second", metavar="B", help="folder of another one")
-    command.add_argument("--html", metavar="FILE", help="write a page, too; needs packprop[report]")
+    command.add_argument("--html", metavar="FILE", help=f"write a page, too; needs {INSTALL}")
     _add_common(command, "the comparison")
 
 

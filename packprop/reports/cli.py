@@ -112,8 +112,10 @@ def _profile(options: argparse.Namespace) -> int:
     if result is None:
         return 0
     paths: list[Path] = [*result.save(options.output)]
+    page = None
     if not options.no_page and not lacking:
-        paths.append(result.save_page(Path(options.output) / PAGE))
+        page = result.save_page(Path(options.output) / PAGE)
+        paths.append(page)
     if options.json:
         print(result.to_json(), end="")
     else:
@@ -121,8 +123,6 @@ def _profile(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     *before, last = map(str, paths)
     print(f"\nwrote {', '.join(before)} and {last} after {seconds:.0f} s", file=sys.stderr)
-    if lacking:
-        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {INSTALL}", file=sys.stderr)
     if "graphs" in result.settings:
         print(f"in place of passes: {result.settings['graphs']}", file=sys.stderr)
     resident = resident_peak()
@@ -131,8 +131,12 @@ def _profile(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if result.headline is not None:
         print(f"not finite: {result.headline}", file=sys.stderr)
-        return NOT_FINITE
-    return 0
+    if lacking:
+        then = f"{INSTALL}, then: packprop page {options.output}"
+        print(f"no page with figures: {', '.join(lacking)} cannot be imported; {then}", file=sys.stderr)
+    if page is not None:
+        print(f"open {page} in a browser", file=sys.stderr)
+    return 0 if result.headline is None else NOT_FINITE
 
 
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:
@@ -161,13 +165,13 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
         exact=options.exact,
         curvature=options.curvature,
         largest_factor=options.largest_factor,
-        evaluation=not options.keep_mode,
+        evaluation=options.evaluation,
         seed=options.seed,
-        progress=not options.no_progress,
+        progress=options.progress,
         memory=options.memory,
         checkpoint=options.checkpoint or options.resume,
         every=options.every,
-        compiled=not options.no_graphs,
+        compiled=options.compiled,
         outliers=options.outliers,
         decode=decode,
         timeline=with_page,

@@ -45,7 +45,7 @@ EXAMPLES = """\
 examples
   packprop query runs/gradients --factory train:queries
   packprop query runs/gradients --factory train:queries --curvature ekfac.safetensors --damping 1e-4
-  packprop query runs/gradients --factory train:queries --top 50 --json > found.json
+  packprop query runs/gradients --factory train:queries --k 50 --json > found.json
 
 exit status
   0 done, 1 an error inside packprop, 2 wrong input, 130 interrupted
@@ -76,7 +76,7 @@ def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
         help="two Kronecker factors share the damping, as in Martens and Grosse (2015), 6.3 (default: the "
         "inverse of the damped block is exact)",
     )
-    add("--top", type=positive, metavar="K", default=10, help="samples at each end (default: %(default)s)")
+    add("--k", type=positive, metavar="N", default=10, help="samples at each end (default: %(default)s)")
     add("--quantity", metavar="NAME", help="grad_batch or grad_batch_projected, where the store has both")
     add(
         "--memory",
@@ -91,9 +91,10 @@ def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
         help="queries in a batch, where data come without",
     )
     add(
-        "--keep-mode",
-        action="store_true",
-        help="leave the model in the mode that it comes in (default: evaluation mode)",
+        "--evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put the model into evaluation mode (default: yes)",
     )
     add("--device", metavar="NAME", help="where model and queries are moved to (default: where the model is)")
     add("--seed", type=int, metavar="N", default=0, help="of the random state that FACTORY finds (default: 0)")
@@ -115,7 +116,7 @@ def query(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model, loss, queries = call_factory(factory, options.factory, ASKED)
     if isinstance(model, nn.Module):
-        model = model if options.keep_mode else model.eval()
+        model = model.eval() if options.evaluation else model
         model = model if device is None else model.to(device)
     if device is not None and isinstance(loss, nn.Module):
         loss = loss.to(device)
@@ -127,7 +128,7 @@ def query(options: argparse.Namespace) -> None:
         curvature=curvature,
         damping=options.damping,
         factored=options.factored,
-        k=options.top,
+        k=options.k,
         quantity=options.quantity,
         memory=options.memory,
         batch_size=options.batch_size,

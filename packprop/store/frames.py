@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packprop.errors import BadInput
+from packprop.errors import BadInput, install
 
 MOST_COLUMNS = 10_000
 """More than that is no table that anyone reads."""
@@ -57,5 +57,5 @@ def required_pandas(asked: str) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise BadInput(asked, "pandas", "it is not installed", "pip install pandas") from error
+        raise BadInput(asked, "pandas", "it is not installed", install("frames")) from error
     return pandas

@@ -73,7 +73,7 @@ class StoreWriter:
             ``torch.distributed`` runs, else 0.
         shards: How many parts there are; ``None``: the number of ranks, or 1.
         resume: Whether to go on with a store that is there.
-        every: Seconds after which a chunk is finished.
+        seconds: Seconds after which a chunk is finished.
         notes: What belongs to the store, as JSON has it; another note is refused when the store is resumed.
 
     Raises:
@@ -93,12 +93,12 @@ class StoreWriter:
         shard: int | None = None,
         shards: int | None = None,
         resume: bool = False,
-        every: float = 10.0,
+        seconds: float = 10.0,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.extensions, self.identify = Path(folder), tuple(extensions), identify
         self._asked = f"StoreWriter({str(folder)!r}) was opened."
-        self._model, self._dtype, self._every = model, dtype, every
+        self._model, self._dtype, self._seconds = model, dtype, seconds
         require_storable(self._asked, self.extensions)
         if dtype is not None:
             described(dtype)
@@ -243,7 +243,7 @@ class StoreWriter:
                     self._arrays[key].close()
         self._mark = Mark(total, self._mark.terms + terms)
         self._open_bytes += sum(value.numel() * value.dtype.itemsize for value in rows.values())
-        if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._every:
+        if self._open_bytes >= CHUNK or time.monotonic() - self._began >= self._seconds:
             if self._open_bytes >= WAITING * CHUNK:
                 self._wait()
             if self._finishing is None or self._finishing.done():

@@ -45,7 +45,7 @@ def check_extension(
         CheckFailed: An ``AssertionError`` that names law, parameter and largest relative error.
         BadInput: For anything that is no instance of an extension.
     """
-    check_extensions("check_extension(...) was called.", [extension])
+    check_extensions("check_extension(...) was called.", extension)
     ledger = Ledger(f"check_extension({extension.name})", tolerance)
     if hasattr(nn.Parameter, extension.savefield):
         raise BadInput(

@@ -15,7 +15,7 @@ from packprop.testing.loops import Loops
 from packprop.testing.passes import columns_at_outputs, graph_of, saved
 from packprop.testing.problem import Problem, double_precision
 from packprop.testing.report import TOLERANCE, CheckFailed, Ledger, Named, Report
-from packprop.types import Extension, Seed, check_extensions
+from packprop.types import Extension, Extensions, Seed, check_extensions
 
 
 def _flat(rows: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def check_model(
     loss: Callable[[Any, Any], Tensor],
     inputs: Any,
     targets: Any,
-    extensions: Sequence[Extension] | None = None,
+    extensions: Extensions | None = None,
     *,
     axis: int = 0,
     tolerance: float = TOLERANCE,
@@ -82,7 +82,7 @@ def check_model(
     with double_precision():
         problem = Problem.of((model, loss, inputs, targets), axis)
         if extensions is not None:
-            chosen = check_extensions("check_model(...) was called.", list(extensions))
+            chosen = check_extensions("check_model(...) was called.", extensions)
             compare(ledger, problem, chosen)
             return ledger.report()
         compare(ledger, problem, [kind() for kind in FIRST_ORDER])

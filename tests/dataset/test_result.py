@@ -90,7 +90,7 @@ def test_a_notebook_shows_a_table(result: Result, monkeypatch: pytest.MonkeyPatc
 
 def test_a_data_frame(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(BadInput, match="pip install pandas"):
+    with pytest.raises(BadInput, match=r"pip install '\.\[frames\]'"):
         result.to_frame()
     monkeypatch.undo()
     pytest.importorskip("pandas")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -62,8 +63,37 @@ def test_the_index_lists_every_page(renderer: ModuleType) -> None:
     assert renderer.index(pages) == (GALLERY / "README.md").read_text(encoding="utf-8")
 
 
-def test_cells_are_told_apart(renderer: ModuleType) -> None:
-    assert doctest.testmod(renderer) == (0, 1)
+@pytest.fixture(scope="module")
+def notebooks(renderer: ModuleType) -> ModuleType:
+    return sys.modules["notebooks"]  # which the renderer has imported
+
+
+def test_cells_are_told_apart(notebooks: ModuleType) -> None:
+    assert doctest.testmod(notebooks) == (0, 1)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_as_a_notebook(notebooks: ModuleType, name: str) -> None:
+    """Its code is the script's, which needs no file of its own; figures are set up where they are drawn."""
+    source = (GALLERY / f"{name}.py").read_text(encoding="utf-8")
+    made = notebooks.notebook(source)
+    code = ["".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert code == [text for kind, _, text in notebooks.cells(source) if kind == "code"]
+    assert made["cells"][0] == {"cell_type": "markdown", "metadata": {}, "source": made["cells"][0]["source"]}
+    assert "__file__" not in source
+    drawing = [cell for cell in made["cells"] if "matplotlib" in "".join(cell["source"])]
+    assert drawing
+    assert all(cell["metadata"] == {"jupyter": {"source_hidden": True}} for cell in drawing)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_narrow(name: str) -> None:
+    """Code of at most 88 characters a line, on the page and in the script."""
+    source = (GALLERY / f"{name}.py").read_text(encoding="utf-8")
+    assert max(map(len, source.splitlines())) <= 88
+    page = (GALLERY / f"{name}.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert max(len(line) for block in shown for line in block.splitlines()) <= 88
 
 
 def test_what_is_compared() -> None:

@@ -9,14 +9,15 @@ import pytest
 from tests.house.pages import ROOT, run
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]\d+)?")
+PAGES = ["docs/start.md", "docs/conventions.md", "docs/questions.md", "docs/reference/arguments.md"]
 SHOWN = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["docs/start.md", "docs/conventions.md", "docs/questions.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page(page: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Words are the same, and so are numbers, but for what rounding and other machines make of them."""
     parts = SHOWN.findall((ROOT / page).read_text(encoding="utf-8"))
-    assert len(parts) >= 3
+    assert parts
     mark = "print('<next block>')"
     run(page, [f"{code}\n{mark}" for code, _ in parts])
     printed = capfd.readouterr().out.split("<next block>\n")

@@ -298,7 +298,7 @@ def test_tensorboard_scalars_are_read_back(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(BadInput, match=re.escape("packprop[tensorboard]")):
+    with pytest.raises(BadInput, match=re.escape("pip install '.[tensorboard]'")):
         TensorBoard(tmp_path)
 
 
@@ -308,7 +308,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
         ({"every": 0}, "every=0"),
         ({"every": True}, "every=True"),
         ({"quantities": ["noise"]}, "noise_scale"),
-        ({"quantities": "noise_scale"}, "not a list"),
+        ({"quantities": "noise"}, "not a list"),
         ({"quantities": []}, "not a list"),
         ({"window": 0}, "window=0"),
         ({"mc_samples": -1}, "mc_samples=-1"),
@@ -376,3 +376,18 @@ def test_lazy_modules_are_monitored_from_their_first_call_on() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert monitor.last is not None
     assert monitor.last["samples"] == 6
+
+
+def test_every_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("packprop.monitor.monitor.time.monotonic", lambda: now)
+    monitor = Monitor(nn.Linear(3, 2), every="30s", log=None)
+    seen = []
+    for later in (0.0, 10.0, 19.0, 1.0, 10.0, 60.0):
+        now += later
+        with monitor.step() as step:
+            seen.append(step.monitored)
+    assert seen == [True, False, False, True, False, True]
+    for wrong in ("soon", 0, -1, True, 1.5):
+        with pytest.raises(BadInput, match="neither a time nor a number"):
+            Monitor(nn.Linear(3, 2), every=wrong)

@@ -80,7 +80,7 @@ def test_what_options_switch(run: Run, tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "profile").total.ggn_trace_monte_carlo is None
     assert run("factories:good", "--largest-factor", "2")[0] == 0
     assert not Profile.load(tmp_path / "profile").layers[0].factors["weight.A"].built
-    status, _, err = run("factories:good", "--keep-mode")
+    status, _, err = run("factories:good", "--no-evaluation")
     assert status == 2
     assert "batch normalisation in training mode" in err
 
@@ -91,7 +91,7 @@ def test_what_graphs_brought(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, err = run("factories:good", "--batch-size", "1")
     assert status == 0
     assert " ordinary passes, 25 replays of graphs, traced in " in err
-    status, _, err = run("factories:good", "--batch-size", "1", "--no-graphs")
+    status, _, err = run("factories:good", "--batch-size", "1", "--no-compiled")
     assert status == 0
     assert "in place of passes" not in err
 
@@ -135,7 +135,7 @@ def test_digits_without_scikit_learn(run: Run, monkeypatch: pytest.MonkeyPatch) 
     status, _, err = run()
     assert status == 2
     assert "scikit-learn cannot be imported" in err
-    assert "instead: pip install 'packprop[examples]', or profile a model of your own" in err
+    assert "instead: pip install '.[examples]', or profile a model of your own" in err
 
 
 def test_help_explains_everything(capfd: pytest.CaptureFixture[str]) -> None:

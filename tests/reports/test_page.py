@@ -275,6 +275,7 @@ def test_the_command_writes_it(run: Run, tmp_path: Path) -> None:
     status, _, err = run("factories:good", "--page", "--memory", "64MiB")
     assert status == 0
     assert "profile/profile.safetensors and profile/profile.html" in err
+    assert err.splitlines()[-1] == "open profile/profile.html in a browser"
     written = (tmp_path / "profile" / "profile.html").read_text()
     assert "the budget is 64 MiB" in written
     assert cli.main(["page", "profile", "--output", "again.html"]) == 0
@@ -287,11 +288,13 @@ def test_without_the_libraries(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     status, out, err = run("factories:good", "--page")
     assert (status, out.count("Sequential: CrossEntropyLoss")) == (0, 1)
     (line,) = [line for line in err.splitlines() if "page" in line]
-    assert line == "no page with figures: altair cannot be imported; pip install 'packprop[report]'"
+    then = "pip install '.[report]', then: packprop page profile"
+    assert line == f"no page with figures: altair cannot be imported; {then}"
+    assert err.splitlines()[-1] == line
     assert not (tmp_path / "profile" / "profile.html").exists()
     with pytest.raises(PackpropError, match="altair cannot be imported") as error:
         Profile.load("profile").to_html()
-    assert error.value.instead == "pip install 'packprop[report]'"
+    assert error.value.instead == "pip install '.[report]'"
     assert cli.main(["page", "profile"]) == 2
 
 

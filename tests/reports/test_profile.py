@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import packprop
+from packprop import BadInput
 from packprop.reports.profile.assembly import TOTAL
 from tests.reports.profiled import ALL, OWNED, SIZE, Expected, network, quiet
 
@@ -109,3 +111,15 @@ def test_known_signal_to_noise() -> None:
     assert row.sample_gradient_norm_median == pytest.approx(4)
     assert row.sample_gradient_norm_95 == pytest.approx(2 + 0.95 * 4)
     assert row.ggn_trace_exact == pytest.approx(2)
+
+
+def test_suspects_are_the_samples_with_the_largest_gradients() -> None:
+    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    x, y = torch.randn(9, 4), torch.randint(3, (9,))
+    found = packprop.profile(model, loss, (x, y), progress=False)
+    norms = found.tensors["sample_gradient_norm/(total)"]
+    assert found.suspects(3) == norms.topk(3).indices.tolist()
+    assert found.suspects(3) == [each.place for each in found.outlying[:3]]
+    assert sorted(found.suspects(99)) == [*range(9)]
+    with pytest.raises(BadInput, match="give 1 or more"):
+        found.suspects(0)

@@ -56,7 +56,7 @@ FACTORY = "--factory", "wanted:queries"
 
 def test_it_says_what_python_says(query: Run, tmp_path: Path) -> None:
     curvature = "--curvature", "both.safetensors", "--entry", "ekfac", "--damping", "0.01"
-    status, out, err = query("store", *FACTORY, *curvature, "--top", "4")
+    status, out, err = query("store", *FACTORY, *curvature, "--k", "4")
     assert status == 0
     model, loss, data = sys.modules["wanted"].queries()
     assert not model.training
@@ -66,7 +66,7 @@ def test_it_says_what_python_says(query: Run, tmp_path: Path) -> None:
     assert "F: ekfac" in out
     assert max(map(len, out.splitlines())) <= 100
     assert "read 30 samples once" in err
-    status, out, err = query("store", *FACTORY, *curvature, "--top", "4", "--json")
+    status, out, err = query("store", *FACTORY, *curvature, "--k", "4", "--json")
     assert (status, err) == (0, "")
     plain = json.loads(out)
     assert plain["queries"] == expected.to_dict()["queries"]

@@ -179,7 +179,7 @@ def test_a_data_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write([5, 3], loss=torch.tensor([0.5, 0.25]), x=torch.tensor([[1, 2], [3, 4]]))
     store = Store(tmp_path / "store")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(BadInput, match="pip install pandas"):
+    with pytest.raises(BadInput, match=r"pip install '\.\[frames\]'"):
         store.to_frame()
     monkeypatch.undo()
     pytest.importorskip("pandas")

@@ -31,7 +31,7 @@ import sys, torch
 from torch import nn
 from packprop.store import StoreWriter
 torch.set_num_threads(1)
-writer = StoreWriter(sys.argv[1], nn.Linear(1, 1), [], resume=True, every=0.0)
+writer = StoreWriter(sys.argv[1], nn.Linear(1, 1), [], resume=True, seconds=0.0)
 end = int(sys.argv[2])
 while writer.samples < end:
     start = writer.samples

@@ -72,6 +72,49 @@ def a_profile(x: Tensor, y: Tensor) -> Profile:
     return packprop.profile(Network(), nn.CrossEntropyLoss(), (x, y))
 
 
+def jobs(x: Tensor, y: Tensor, folder: Path) -> dict[str, Tensor]:
+    """Each job of the front page: what comes out has a type, or is any."""
+    model, loss = extend(Network()), extend(nn.CrossEntropyLoss())
+    with packprop.clipped_gradients(max_norm=1.0) as clipped:
+        loss(model(x), y).backward()
+    found = {"clipped": assert_type(clipped.norms, Tensor), "bound": assert_type(clipped.bound, Tensor)}
+    with backpack([extensions.BatchL2Grad(), extensions.Variance()], memory="2GiB") as pass_:
+        loss(model(x), y).backward()
+    assert_type(pass_.rows, range)
+    result = packprop.compute(model, loss, (x, y), extensions.KFAC(), extensions.BatchL2Grad(), progress=False)
+    found["norms"] = assert_type(result.norms(), Tensor)
+    weight = model.head.weight
+    found["step"] = kronecker.solve(result["kfac"]["head.weight"], weight, damping=1e-2)
+    found["inverse"] = kronecker.inverse(result[extensions.KFAC()]["head.bias"], damping=1e-2)[0]
+    plan = packprop.plan(model, loss, (x, y), extensions.BatchGrad(), extensions.Variance(), memory="1GiB")
+    assert_type(plan.peak, int)
+    profile = packprop.profile(model, loss, (x, y), batch_size=3, progress=False)
+    assert_type(profile.suspects(2), list[int])
+    assert_type(packprop.compare(profile, profile), packprop.Comparison)
+    monitor = packprop.Monitor(model, every=1, quantities="gradient_norm", log=None)
+    with monitor.step():
+        loss(model(x), y).backward()
+    assert monitor.last is not None
+    step = assert_type(
+        packprop.compile(model, loss, extensions.BatchL2Grad(), backend="eager"), packprop.CompiledStep
+    )
+    found["loss"] = assert_type(step(x, y), Tensor)
+    assert_type(packprop.coverage(model, x), packprop.Coverage)
+    found["product"] = packprop.products.hvp(loss(model(x), y), [weight], [weight])[0]
+    outputs = model(x)
+    operator = packprop.operators.ggn((outputs, loss(outputs, y)), [*model.parameters()])
+    found["curved"] = operator @ torch.ones(operator.shape[0])
+    packprop.compute(
+        model, loss, (x, y), extensions.BatchGrad(), progress=False, store=folder / "rows", batch_size=3
+    )
+    store = packprop.Store(folder / "rows")
+    influence = packprop.influence(store, model, loss, (x[:2], y[:2]), k=2)
+    assert_type(influence, packprop.Influence)
+    with packprop.disable(), packprop.record():
+        model(x)
+    return found
+
+
 def a_penalty(x: Tensor) -> Tensor:
     """A branch whose gradient is taken at once; as a decorator it keeps the function's signature."""
 

@@ -30,7 +30,8 @@ def arguments_of_other_types(model: nn.Linear, x: Tensor, loss: Tensor) -> None:
     extensions.KFAC(mc_samples="two")  # type: ignore[arg-type]
     extensions.KFAC(samples=2)  # type: ignore[call-arg]
     packprop.compute(model, nn.MSELoss(), (x, x))  # type: ignore[call-arg]
-    packprop.plan(model, nn.MSELoss(), (x, x), extensions.BatchGrad())  # type: ignore[arg-type]
+    packprop.plan(model, nn.MSELoss(), (x, x), extensions.BatchGrad)  # type: ignore[arg-type]
+    extend(model, nn.MSELoss())  # type: ignore[arg-type]
     packprop.kronecker.inverse([torch.eye(2)], damping="none")  # type: ignore[call-overload]
 
 

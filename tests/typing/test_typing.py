@@ -17,6 +17,7 @@ def test_the_accepted_program_runs(tmp_path: Path) -> None:
     assert len(accepted.a_data_set(X, Y, tmp_path)) == 4
     assert accepted.a_plan(X, Y).peak > 0
     assert "Network" in str(accepted.a_profile(X, Y))
+    assert {*accepted.jobs(X, Y, tmp_path)} > {"clipped", "norms", "step"}
     x = X.clone().requires_grad_()
     accepted.a_penalty(x).backward()
     torch.testing.assert_close(x.grad, 3 * X)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from packprop.errors import PackpropError
+from packprop.errors import PackpropError, install
 
 ENGINE = ("jinja2",)
 """What fills templates."""
@@ -12,7 +12,7 @@ ENGINE = ("jinja2",)
 LIBRARIES = (*ENGINE, "altair", "vl_convert", "PIL")
 """What a page is made with: templates, figures, the script that draws them, pictures."""
 
-INSTALL = "pip install 'packprop[report]'"
+INSTALL = install("report")
 
 
 def can_fill_templates() -> bool:

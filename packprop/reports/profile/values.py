@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from packprop.errors import BadInput
 from packprop.reports.profile.files import FORMAT, json_ready
 from packprop.reports.profile.layers import Layer
 from packprop.reports.profile.memory_use import MemoryUse
@@ -48,6 +49,22 @@ class ProfileValues:
     outlying: list[OutlyingSample] = field(default_factory=list)
     memory: MemoryUse | None = None
     missing: dict[str, str] = field(default_factory=dict)
+
+    def suspects(self, count: int = 20) -> list[int]:
+        """Places of the samples with the largest gradients, largest first: wrong labels are among them.
+
+        A sample's gradient is large where the model says something else than its label: because the label is
+        wrong, or the sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of them are wrong.
+
+        Raises:
+            BadInput: If ``count`` is no number of samples.
+        """
+        if type(count) is not int or count < 1:
+            raise BadInput(
+                "Profile.suspects(...) was called.", f"{count=}", "it is no number", "give 1 or more"
+            )
+        norms = self.tensors[f"sample_gradient_norm/{self.total.name}"]
+        return [int(place) for place in norms.argsort(descending=True, stable=True)[:count]]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as plain numbers, strings, lists and dictionaries."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import packprop
 from packprop import extensions, operators
 from packprop.algebra import kronecker
-from packprop.compat.nothing import value_of_nothing
 from packprop.tensors.nesting import tensors_in
 from tests.references.low_precision import MODELS, NEAR, observed, problem
 from tests.references.oracle import Oracle, Problem
@@ -214,12 +213,17 @@ def test_a_sum_over_many_positions_keeps_what_each_of_them_adds(dtype: torch.dty
     assert weight.batch_l2.tolist() == [POSITIONS**2] * 2
 
 
-def test_values_for_no_samples_have_the_same_precision() -> None:
-    """In an empty batch, which programs written for the older library may meet."""
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert value_of_nothing(extensions.BatchL2Grad(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.Variance(), parameter, 2).dtype == torch.float32
-    assert value_of_nothing(extensions.BatchGrad(), parameter, 2).dtype == torch.bfloat16
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+def test_values_for_no_samples_have_the_same_precision(dtype: torch.dtype) -> None:
+    """In an empty batch, as Poisson sampling draws it."""
+    model = packprop.extend(nn.Linear(3, 2).to(dtype))
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    with packprop.backpack(extensions.BatchL2Grad(), extensions.Variance(), extensions.BatchGrad()):
+        loss(model(torch.ones(0, 3, dtype=dtype)), torch.ones(0, 2, dtype=dtype)).backward()
+    for parameter in model.parameters():
+        assert parameter.batch_l2.dtype == torch.float32
+        assert parameter.variance.dtype == torch.float32
+        assert parameter.grad_batch.dtype == dtype
 
 
 # A gradient scaler

@@ -248,7 +248,8 @@ class Backpack(OwnMode):
         of_samples = leaves_out or not all(extension.of_batch for extension in self.extensions)
         is_plain = not (call.create_graph or call.leaves is not None or is_traced())
         how = self._clipping, call.create_graph, is_plain
-        alone = of_samples and self._probes is None and joint is None
+        # products of whole batches keep the curvature of penalties
+        alone = self._probes is None and joint is None and (of_samples or not graph.terms)
         if alone and saved_nothing(graph, self.extensions, saver, *how):
             return backward()
         with swept(graph, self.extensions, self._ranks):

@@ -49,6 +49,17 @@ def inverted(matrix: Tensor) -> Tensor:
     return inverse
 
 
+def singular(values: Tensor) -> OfParameter:
+    """The error for eigenvalues some of which are zero where an inverse was asked for."""
+    count, most = int((values == 0).sum()), float(values.abs().max())
+    return OfParameter(
+        _INVERSE,
+        f"a matrix with {values.numel()} eigenvalues",
+        f"{count} of them are zero up to rounding, beside {most:.3g}",
+        _DAMPING,
+    )
+
+
 def require_finite(asked: str, matrix: Tensor) -> None:
     """Refuse a matrix, or a diagonal, with an entry that is not finite.
 

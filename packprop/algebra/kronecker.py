@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from packprop.algebra.decompositions import eigh, eigvalsh, inverted, require_finite
+from packprop.algebra.decompositions import eigh, eigvalsh, inverted, require_finite, singular
 from packprop.algebra.order import EntryOrder
 from packprop.errors import BadInput
 from packprop.tensors.dry import has_fault, is_dry_run
@@ -155,10 +155,11 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
 
     Raises:
         BadInput: If damping is negative.
+        OfParameter: If the block is singular and is not damped.
     """
     _require_damping("inverse", damping)
     if isinstance(block, Eigen):
-        return block._replace(values=1 / (block.values + damping))
+        return block._replace(values=_reciprocals(block.values, damping))
     _require_factors("inverse", block)
     if len(block) == 1:
         return [_inverted(_shifted(_widened(block[0]), damping)).to(block[0].dtype)]
@@ -175,14 +176,23 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
 def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
     """``(block + damping I)^-1`` times one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
 
-    Uses the eigenvectors of the factors, whose products are those of the block.
+    Uses the eigenvectors of the factors, whose products are those of the block. Eigenvalues of a factor that
+    rounding made negative count as zero, and without damping all that are zero up to rounding: the inverse of
+    rounding would be the largest part of the result.
 
     Raises:
         BadInput: If damping is negative, or the vectors do not fit the block.
+        OfParameter: If the block is singular and is not damped.
     """
     _require_damping("solve", damping)
-    decomposed = eigen(block)
-    return _scaled("solve", decomposed, vectors, 1 / (decomposed.values + damping))
+    if isinstance(block, Eigen):
+        return _scaled("solve", block, vectors, _reciprocals(block.values, damping))
+    _require_factors("solve", block)
+    pairs = [_decomposed(_widened(factor)) for factor in block]
+    left, *rest = (_without_rounding(values, damping) for values, _ in pairs)
+    values = torch.outer(left, rest[0]) if rest else left
+    decomposed = Eigen(values, [vectors for _, vectors in pairs])
+    return _scaled("solve", decomposed, vectors, _reciprocals(values, damping))
 
 
 def trace(block: Block) -> Tensor:
@@ -241,12 +251,28 @@ def _eigenvalues(factor: Tensor) -> Tensor:
     return (wide if wide.dim() == 1 else eigvalsh(wide)).clamp(min=0)
 
 
+def _without_rounding(values: Tensor, damping: float) -> Tensor:
+    """Eigenvalues of a factor ``[p]``, with zero for those that rounding may have made; see ``solve``."""
+    if not len(values):
+        return values
+    digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
+    return torch.where((values.abs() <= digit) & (values < (0.0 if damping else math.inf)), 0.0, values)
+
+
+def _reciprocals(values: Tensor, damping: float) -> Tensor:
+    """``1 / (values + damping)`` for eigenvalues, none of which may be zero then."""
+    damped = values + damping
+    if has_fault((damped == 0).any()):
+        raise singular(values)
+    return damped.reciprocal()
+
+
 def _diagonal(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal()
 
 
 def _inverted(factor: Tensor) -> Tensor:
-    return factor.reciprocal() if factor.dim() == 1 else inverted(factor)
+    return _reciprocals(factor, 0.0) if factor.dim() == 1 else inverted(factor)
 
 
 def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from packprop.engine.loss_terms import reduction_and_divisor
+from packprop.engine.loss_terms import reduction_of
 from packprop.engine.probes import Groups, require_no_other_pass
 from packprop.errors import BadInput, PackpropError
 from packprop.graph.graph import Graph
@@ -247,20 +247,20 @@ def _recorded_reduction(graph: Graph, given: Reduction | None) -> Reduction | No
     """
     found = set()
     for call in [loss.call for loss in graph.losses]:
-        known = None if call.released else reduction_and_divisor(call)
-        found.add(None if known is None else known[0])
-        if given is not None and known is not None and known[0] != given:
-            by_hand, scale = ("divided", "1 / N") if known[0] == "sum" else ("multiplied", "N")
+        known = None if call.released else reduction_of(call)
+        found.add(known)
+        if given is not None and known is not None and known != given:
+            by_hand, scale = ("divided", "1 / N") if known == "sum" else ("multiplied", "N")
             raise BadInput(
                 ASKED,
                 f"reduction={given!r}, and the loss {getattr(call.function, '__name__', call.function)}",
-                f"it was called with reduction={known[0]!r}: norms would be those of another loss",
+                f"it is a {known} over samples: norms would be those of another loss",
                 f"leave reduction out; where the loss is {by_hand} by its N samples by hand, give "
                 f"loss_scale={scale}; losses of both kinds in one pass need one reduction",
             )
     if graph.open or graph.without_loss or len(found) != 1 or None in found:
         return None
-    return "mean" if "mean" in found else "sum"
+    return found.pop()
 
 
 def _reduction(clipping: Clipping, recorded: Reduction | None) -> Reduction:

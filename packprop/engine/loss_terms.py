@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,13 +14,39 @@ from packprop.recording.marks import RecordedLoss
 def reduction_and_divisor(call: RecordedLoss) -> tuple[str, Tensor | float] | None:
     """``"mean"`` or ``"sum"``, and what the sum of terms is divided by; ``None`` if that is not known."""
     divisor = describe(call.function, call.args, call.kwargs).divisor
-    given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
-    given.apply_defaults()
-    deprecated = [given.arguments.get(flag) for flag in ("size_average", "reduce")]
-    reduction = given.arguments.get("reduction", "mean")
+    given = _arguments(call)
+    reduction = given.get("reduction", "mean")
     # without the argument, a divisor of 1 may come from a sum or from a mean over one term
-    known = divisor is not None and ("reduction" in given.arguments or divisor != 1)
-    if known and deprecated == [None, None] and reduction in ("mean", "sum"):
+    known = divisor is not None and ("reduction" in given or divisor != 1)
+    if known and _deprecated(given) == [None, None] and reduction in ("mean", "sum"):
         assert divisor is not None
         return reduction, divisor
     return None
+
+
+def reduction_of(call: RecordedLoss) -> Literal["mean", "sum"] | None:
+    """What a loss is of the losses of its samples; ``None`` for neither, and if that is not known.
+
+    A mean over samples of sums is a mean, and so is one whose divisor is not known.
+    """
+    given = _arguments(call)
+    averages, reduces = _deprecated(given)
+    if reduces is False:
+        return None
+    if averages is not None or reduces is not None:  # torch lets them decide
+        return "sum" if averages is False else "mean"
+    if "reduction" in given:
+        known: dict[str, Literal["mean", "sum"]] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+        return known.get(given["reduction"])
+    return None if reduction_and_divisor(call) is None else "mean"
+
+
+def _arguments(call: RecordedLoss) -> dict[str, Any]:
+    given = inspect.signature(call.function).bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _deprecated(given: dict[str, Any]) -> list[bool | None]:
+    """``size_average`` and ``reduce``, which torch still takes."""
+    return [given.get("size_average"), given.get("reduce")]

@@ -116,7 +116,8 @@ def saved_nothing(
     samples = samples_of_nothing(graph)
     if samples is None:
         return False
-    require_separable(graph)
+    if clipping is not None or not all(extension.of_batch for extension in extensions):
+        require_separable(graph)
     require_complete(graph)
     for extension in extensions:
         why = _without_value(extension, graph, samples)

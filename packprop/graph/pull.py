@@ -111,6 +111,11 @@ def _give_data(gradients: Iterable[Tensor | None]) -> None:
             node.register_hook(with_data)
 
 
+def _aligned(column: Tensor) -> Tensor:
+    """A column that begins where ``torch.view_as_complex`` takes pairs of it: at an even place."""
+    return column.clone() if column.storage_offset() % 2 else column
+
+
 def pull_columns(
     outputs: Sequence[Any],
     ends: Sequence[Any],
@@ -149,7 +154,7 @@ def pull_columns(
             return of_columns(functools.partial(pull, batched=True), seeds)
         except RuntimeError:  # a function without batching rule; any other error is raised again below
             pass
-    columns = one_by_one(count, lambda place: pull([seed[place] for seed in seeds], batched=False))
+    columns = one_by_one(count, lambda place: pull([_aligned(seed[place]) for seed in seeds], batched=False))
     return [
         None if pieces[0] is None else torch.stack([piece for piece in pieces if piece is not None])
         for pieces in zip(*columns, strict=True)

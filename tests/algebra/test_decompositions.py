@@ -100,6 +100,64 @@ def test_a_singular_factor_has_an_inverse_with_damping() -> None:
     torch.testing.assert_close(kronecker.inverse([singular], damping=1e-3), [1000 * torch.eye(2)])
 
 
+ZERO = torch.zeros(3, 3)
+ONES = torch.ones(3, 3)  # of rank one; PyTorch finds eigenvalues near 1e-8 beside it
+SINGULAR = {
+    "zero": [torch.eye(2), ZERO],
+    "rank one": [torch.eye(2), ONES],
+    "on the left": [ONES, torch.eye(2)],
+    "one factor": [ONES],
+    "diagonal": [torch.tensor([1.0, 0.0]), torch.eye(3)],
+    "eigenvalues": kronecker.Eigen(torch.tensor([[1.0, 0.0]]), [torch.eye(1), torch.eye(2)]),
+}
+
+
+def size_of(block: Any) -> int:
+    return len(kronecker.dense(block))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SINGULAR)
+def test_without_damping_nothing_singular_is_solved(name: str, dtype: torch.dtype) -> None:
+    """The inverse of zero, or of rounding, would be all that is seen of a result."""
+    block: Any = SINGULAR[name]
+    block = block if isinstance(block, kronecker.Eigen) else [factor.to(dtype) for factor in block]
+    vector = torch.ones(size_of(block), dtype=dtype)
+    with pytest.raises(PackpropError, match=r"zero up to rounding(.|\n)*damping=1e-3"):
+        kronecker.solve(block, vector, 0.0)
+    whole = kronecker.dense(block).double()
+    expected = torch.linalg.solve(whole + 1e-3 * torch.eye(len(whole)).double(), vector.double())
+    found = kronecker.solve(block, vector, 1e-3)
+    tolerance = max(1e-3, torch.finfo(dtype).eps)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "eigenvalues"])
+def test_without_damping_nothing_singular_is_inverted(name: str) -> None:
+    with pytest.raises(PackpropError, match=r"zero up to rounding(.|\n)*damping=1e-3"):
+        kronecker.inverse(SINGULAR[name], 0.0)
+    assert kronecker.trace(kronecker.inverse(SINGULAR[name], 1e-3)).isfinite()
+
+
+def test_eigenvalues_that_rounding_made_negative_count_as_zero() -> None:
+    """With damping of their size they would change the sign of a solution."""
+    torch.manual_seed(0)
+    rows = torch.randn(4, 40)
+    factor = rows.T @ rows
+    values = torch.linalg.eigvalsh(factor)
+    assert values[0] < 0
+    damping = -float(values[0]) / 2
+    vector = torch.randn(40)
+    solved = kronecker.solve([factor], vector, damping)
+    assert solved @ vector > 0
+    assert solved.norm() <= 1.001 * vector.norm() / damping
+
+
+def test_what_is_far_from_singular_is_solved_without_damping() -> None:
+    factor = torch.logspace(0, -4, 40).diag()
+    torch.testing.assert_close(kronecker.solve([factor], torch.ones(40), 0.0), torch.logspace(0, 4, 40))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_what_is_not_finite_is_said(bad: float, shape: tuple[int, ...]) -> None:

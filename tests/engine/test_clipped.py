@@ -505,10 +505,58 @@ def test_a_reduction_that_a_known_loss_contradicts(loss: Any, said: Any, name: s
     other = "mean" if said == "sum" else "sum"
     with packprop.record():
         value = loss(model(x), y)
-    words = f"reduction='{said}', and the loss {name}(.|\n)*was called with reduction='{other}'"
+    words = f"reduction='{said}', and the loss {name}(.|\n)*it is a {other} over samples"
     with pytest.raises(BadInput, match=words), packprop.clipped_gradients(max_norm=1.0, reduction=said):
         value.backward()
     assert model.weight.grad is None
+
+
+SOFT = torch.full((6, 2), 0.5)
+SIGNS = torch.tensor([[1.0, -1.0]]).expand(6, 2)
+OTHER_SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "a mean over samples of sums": (
+        lambda f, y: F.kl_div(f.log_softmax(1), SOFT[: len(f)], reduction="batchmean"),
+        "mean",
+    ),
+    "size_average=False": (lambda f, y: F.cross_entropy(f, y, size_average=False), "sum"),
+    "size_average=True": (lambda f, y: F.cross_entropy(f, y, size_average=True), "mean"),
+    "reduce=True": (lambda f, y: F.mse_loss(f, SOFT[: len(f)], reduce=True), "mean"),
+    "multi_margin_loss": (F.multi_margin_loss, "mean"),
+    "multilabel_soft_margin_loss": (
+        lambda f, y: F.multilabel_soft_margin_loss(f, SOFT[: len(f)], reduction="sum"),
+        "sum",
+    ),
+    "gaussian_nll_loss": (
+        lambda f, y: F.gaussian_nll_loss(f, SOFT[: len(f)], torch.ones(len(f), 2)),
+        "mean",
+    ),
+    "hinge_embedding_loss": (lambda f, y: F.hinge_embedding_loss(f, SIGNS[: len(f)]), "mean"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+@pytest.mark.parametrize("name", OTHER_SPELLINGS)
+def test_a_reduction_is_known_however_it_is_spelled(name: str) -> None:
+    """By ``batchmean``, by torch's older flags, and where what is divided by does not show."""
+    torch.manual_seed(0)
+    loss, kind = OTHER_SPELLINGS[name]
+    model, x, y = packprop.extend(nn.Linear(3, 2)), torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
+    expected = []
+    for index in range(6):
+        gradients = torch.autograd.grad(loss(model(x[index, None]), y[index, None]), [*model.parameters()])
+        expected.append(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+
+    def clipped(reduction: Any) -> Any:
+        with packprop.record():
+            value = loss(model(x), y)
+        with packprop.clipped_gradients(max_norm=1.0, reduction=reduction) as context:
+            value.backward()
+        return context
+
+    for said in (None, kind):
+        torch.testing.assert_close(clipped(said).norms, torch.stack(expected))
+    with pytest.raises(BadInput, match=f"it is a {kind} over samples"):
+        clipped("sum" if kind == "mean" else "mean")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,39 @@ def test_averaged_curvature_of_complex_activations_is_refused(make: Any) -> None
         loss(model(x), y).backward()
 
 
+class FilterOfPiece(nn.Module):
+    """A filter whose numbers are pairs in a piece of a parameter of seven entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.weight[:6].view(3, 2)).exp()
+        return torch.fft.irfft(torch.fft.rfft(x) * pairs, n=4)
+
+
+def test_pairs_in_a_piece_of_odd_size() -> None:
+    """Columns of an odd length begin at odd places, where PyTorch makes no complex numbers of them."""
+    model, loss = packprop.extend(FilterOfPiece().double()), packprop.extend(nn.MSELoss(reduction="sum"))
+    x, y = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    asked = extensions.DiagHessian(), extensions.DiagGGNExact(), extensions.HMP(), extensions.GGNMP()
+    with packprop.backpack(*asked, extensions.BatchDiagHessian()):
+        loss(model(x), y).backward()
+    weight = model.weight
+
+    def total(value: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(model, {"weight": value}, x), y)
+
+    hessian = torch.autograd.functional.hessian(total, weight.detach())
+    torch.testing.assert_close(weight.diag_h, hessian.diagonal())
+    torch.testing.assert_close(weight.diag_h_batch.sum(0), hessian.diagonal())
+    units = torch.eye(7).double()
+    torch.testing.assert_close(weight.hmp(units), hessian)
+    torch.testing.assert_close(weight.hmp(units[1]), hessian[1])
+    torch.testing.assert_close(weight.ggnmp(units).diagonal(), weight.diag_ggn_exact)
+
+
 def test_a_complex_output_under_a_loss() -> None:
     """An absolute value of complex differences is no absolute value of real ones: its curvature is not zero."""
     model, _, x, _ = problem()

@@ -132,6 +132,22 @@ def test_clipped_gradients(reduction: str, per: str) -> None:
         assert parameter.grad_batch.shape == (0, *parameter.shape)
 
 
+@pytest.mark.parametrize("beside", [[], ["BatchGrad"]], ids=["alone", "beside-rows"])
+@pytest.mark.parametrize("asked", ["GGNMP", "HMP", "PCHMP"])
+@pytest.mark.parametrize("name", TABLES)
+def test_products_of_tables(name: str, asked: str, beside: list[str]) -> None:
+    """Of zero, although PyTorch has no second derivative there, alone as well as beside rows."""
+    table, x = _made(name, 0)
+    flat = nn.Flatten() if name == "embedding" else nn.Identity()
+    model = packprop.extend(nn.Sequential(table, flat, nn.Linear(12 if name == "embedding" else 3, 2).double()))
+    loss = packprop.extend(nn.MSELoss())
+    with packprop.backpack(*(getattr(extensions, each)() for each in [asked, *beside])):
+        loss(model(x), torch.zeros(0, 2).double()).backward()
+    for parameter in model.parameters():
+        product = getattr(parameter, getattr(extensions, asked)().savefield)
+        assert torch.equal(product(torch.ones_like(parameter)), torch.zeros_like(parameter))
+
+
 def test_samples_that_come_second() -> None:
     model = packprop.extend(nn.Linear(3, 2), sample_axis=1)
     with packprop.backpack(extensions.BatchGrad()), packprop.record(sample_axis=1):

@@ -217,15 +217,17 @@ def test_a_sum_over_many_positions_keeps_what_each_of_them_adds(dtype: torch.dty
     assert weight.batch_l2.tolist() == [POSITIONS**2] * 2
 
 
-def test_values_for_no_samples_have_the_same_precision() -> None:
-    """An empty batch has values, too."""
-    model, loss = packprop.extend(nn.Linear(3, 2).bfloat16()), packprop.extend(nn.MSELoss(reduction="sum"))
-    out = model(torch.ones(0, 3, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+def test_values_for_no_samples_have_the_same_precision(dtype: torch.dtype) -> None:
+    """In an empty batch, as Poisson sampling draws it."""
+    model = packprop.extend(nn.Linear(3, 2).to(dtype))
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
     with packprop.backpack(extensions.BatchL2Grad(), extensions.Variance(), extensions.BatchGrad()):
-        loss(out, torch.zeros_like(out)).backward()
-    assert model.weight.batch_l2.dtype == torch.float32
-    assert model.weight.variance.dtype == torch.float32
-    assert model.weight.grad_batch.dtype == torch.bfloat16
+        loss(model(torch.ones(0, 3, dtype=dtype)), torch.ones(0, 2, dtype=dtype)).backward()
+    for parameter in model.parameters():
+        assert parameter.batch_l2.dtype == torch.float32
+        assert parameter.variance.dtype == torch.float32
+        assert parameter.grad_batch.dtype == dtype
 
 
 # A gradient scaler

@@ -60,6 +60,52 @@ def test_what_was_declared_is_taken(positions: int, axis: int) -> None:
         torch.testing.assert_close(parameter.variance, rows[name].var(0, unbiased=False))
 
 
+HANDED_ON: dict[str, Any] = {
+    "diff": lambda w: torch.diff(w, n=0, prepend=torch.zeros(1).double()),
+    "diff once": lambda w: torch.diff(w, prepend=torch.zeros(1).double()),
+    "roll": lambda w: w.roll(0),
+    "dropout": lambda w: F.dropout(w, 0.0),
+    "cat": lambda w: torch.cat([w]),
+    "positive": lambda w: +w,
+    "contiguous": lambda w: w.contiguous(),
+    "to": lambda w: w.to(w.dtype),
+    "pad": lambda w: F.pad(w, (0, 0)),
+    "rot90": lambda w: w.view(2, 2).rot90(0).flatten(),
+    "broadcast": lambda w: torch.broadcast_tensors(w, torch.zeros(4))[0],
+}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_functions_that_may_hand_their_argument_on(name: str, declared: bool) -> None:
+    """What they return may be the parameter itself, or a view: each sample has its own share of its use."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4).double())
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([row * HANDED_ON[name](self.weight) for row in x])
+
+    model = packprop.extend(Rows(), **(dict(sample_axis=0) if declared else {}))
+    x, y = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    loss = packprop.extend(nn.MSELoss(reduction="sum"))
+    try:
+        with packprop.backpack(extensions.BatchGrad()):
+            loss(model(x), y).backward()
+    except PackpropError:
+        assert not declared
+        return
+    rows = [
+        torch.autograd.grad(loss(model(one), target), weight)[0]
+        for one, target in zip(x.split(1), y.split(1), strict=True)
+    ]
+    torch.testing.assert_close(weight.grad_batch, torch.stack(rows))
+
+
 def test_the_curvature_of_samples_one_at_a_time() -> None:
     found = []
     for declared in (True, False):

@@ -35,6 +35,14 @@ test: $(VENV)/.installed-test ## Run all tests
 hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: make hunt ARGS="--graphs 5000"; functions of PyTorch: ARGS="--operators"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.hunt --jobs $(JOBS) $(ARGS)
 
+.PHONY: kills
+kills: $(VENV)/.installed-test ## Kill runs over data at random moments, and compare every bit: make kills ARGS="--kills 1000 --ranks 2"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.kills --jobs $(JOBS) $(ARGS)
+
+.PHONY: corruption
+corruption: $(VENV)/.installed-test ## Damage files of checkpoints, results and stores, and use them: make corruption ARGS="--files 500"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.corruption $(ARGS)
+
 .PHONY: ranks
 ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.distributed $(ARGS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from packprop.dataset.batches import Batches
 from packprop.dataset.describing import Describer
@@ -66,6 +66,7 @@ def identity_of(
         "version of Python": ".".join(platform.python_version_tuple()[:2]),  # code is another one in each
         "version of packprop": packprop_version(),
         "version of torch": torch.__version__,
+        "precision": _precision(tensors.values()),
         "extensions": [of_extensions.of(extension, "an extension") for extension in extensions],
         "model": {
             "class": modules[""]["class"],
@@ -97,6 +98,15 @@ def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
     describer.of(loss, "the loss")
     data.described(Describer())
     data.keep_generators(describer.generators)
+
+
+def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """What PyTorch was told of precision: by default, of products of matrices, and under autocast."""
+    found = {"default": str(torch.get_default_dtype()), "products": torch.get_float32_matmul_precision()}
+    for kind in sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"}):
+        if torch.is_autocast_enabled(kind):
+            found[f"autocast on {kind}"] = str(torch.get_autocast_dtype(kind))
+    return found
 
 
 def _described_modules(model: nn.Module, describer: Describer) -> dict[str, dict[str, Any]]:

@@ -45,6 +45,14 @@ hunt: $(VENV)/.installed-test ## Compare random programs with plain autograd: ma
 mutations: $(VENV)/.installed-test ## Change 30 places of the engine, and see which make test finds: make mutations ARGS="--seed 1"
 	$(BIN)/python -m tests.mutations --jobs $(JOBS) $(ARGS)
 
+.PHONY: kills
+kills: $(VENV)/.installed-test ## Kill runs over data at random moments, and compare every bit: make kills ARGS="--kills 1000 --ranks 2"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.kills --jobs $(JOBS) $(ARGS)
+
+.PHONY: corruption
+corruption: $(VENV)/.installed-test ## Damage files of checkpoints, results and stores, and use them: make corruption ARGS="--files 500"
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.dataset.corruption $(ARGS)
+
 .PHONY: ranks
 ranks: $(VENV)/.installed-test ## Compare several processes with one on all cases: make ranks ARGS="--ranks 2 --kind DDP"
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.distributed $(ARGS)

@@ -119,10 +119,19 @@ class Batches:
     def described(self, describer: Describer) -> dict[str, Any]:
         """What reads the data, and some of them; generators that are found there are kept with their places."""
         found = self.source.described(describer)
-        for each in describer.generators:
-            if not any(each is kept for kept in self._generators):
-                self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
+        self.keep_generators(describer.generators)
         return found
+
+    def keep_generators(self, generators: Iterable[Any]) -> None:
+        """Keep the states of generators that a run draws from with places in the data."""
+        known = {id(kept.source if isinstance(kept, Numbers) else kept) for kept in self._generators}
+        for each in generators:
+            if id(each) in known:
+                continue
+            known.add(id(each))
+            self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
+            if self._start:  # a batch was looked at before
+                self._start = [self._start[0], [*self._start[1], *states_of(self._generators[-1:])]]
 
     def left(self) -> int:
         """How many batches are to come; where that is not known, as many as there were."""
@@ -266,7 +275,7 @@ class Batches:
         with self._reading():
             source = self.source
             self._rest = (
-                iter(source.data) if isinstance(source, Given) else source.open(begin, self._rank, self._world)
+                source.open() if isinstance(source, Given) else source.open(begin, self._rank, self._world)
             )
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from packprop.dataset.shard_files import WrittenShards
 from packprop.dataset.values import decode, encode
 from packprop.errors import BadInput, PackpropError, PackpropWarning
 from packprop.store.schema import Unfit, fitted, fitted_as
-from packprop.store.shard import require_no_links_out
+from packprop.store.shard import require_plain_files
 
 FORMAT = {"what": "a packprop checkpoint of a data set", "format": 3}
 """The first facts of each checkpoint."""
@@ -102,6 +102,7 @@ class Checkpoint:
         """
         instead = "give a folder that is empty, or that can be made"
         where = f"checkpoint={str(self._folder.path)!r}"
+        require_plain_files(ASKED, self._folder.path)
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._folder.locked())
@@ -113,7 +114,6 @@ class Checkpoint:
                 raise BadInput(
                     ASKED, where, f"nothing can be written there: {error.strerror or error}", instead
                 ) from error
-            require_no_links_out(ASKED, self._folder.path)
             if strangers:
                 why = f"it holds other files: {', '.join(strangers[:3])}"
                 raise BadInput(ASKED, where, why, instead)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -129,6 +131,20 @@ def package_at(home: str) -> str | None:
     file = getattr(sys.modules.get(home), "__file__", None)
     installed = file is not None and {"site-packages", "dist-packages"} & {*Path(file).parts}
     return root if installed else None
+
+
+@functools.cache
+def version_of(package: str) -> str | None:
+    """The version of an installed package, empty for what Python itself brings; ``None`` if nobody knows it."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return version
+    if package in sys.stdlib_module_names:
+        return ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    distributions = importlib.metadata.packages_distributions().get(package)
+    return importlib.metadata.version(distributions[0]) if distributions else None
 
 
 def own_classes(kind: type) -> Iterator[type]:

@@ -16,8 +16,15 @@ from packprop.dataset.batch_pass import BatchPass
 from packprop.dataset.batches import Batches, Data, described
 from packprop.dataset.checkpoint import Checkpoint, Every
 from packprop.dataset.chunks import ChunkSizesByBatch
-from packprop.dataset.describing import Describer
-from packprop.dataset.identity import OF_RANK, RANKS, Identity, difference, identity_of, warn_of_untold
+from packprop.dataset.identity import (
+    OF_RANK,
+    RANKS,
+    Identity,
+    difference,
+    identity_of,
+    keep_generators,
+    warn_of_untold,
+)
 from packprop.dataset.parts import needs_second_reading
 from packprop.dataset.rank_files import Own, RankFiles, told_to_all
 from packprop.dataset.ranks import Ranks, ranks_for
@@ -134,7 +141,7 @@ def compute(
         def identified() -> Identity | None:
             if checkpoint is None and group.world == 1:
                 if any(map(needs_second_reading, chosen)):
-                    batches.described(Describer())  # its generators shall draw the same once more
+                    keep_generators(model, loss, batches)  # which shall draw the same once more
                 return None
             options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}

@@ -13,9 +13,7 @@ import json
 import logging
 import math
 import random
-import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -25,8 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packprop.dataset.code import ALL_NAMES, Code, code_of, own_classes, package_at, package_of, short_digest
+from packprop.dataset.code import (
+    ALL_NAMES,
+    Code,
+    code_of,
+    own_classes,
+    package_at,
+    package_of,
+    short_digest,
+    version_of,
+)
 from packprop.dataset.digests import PIECE, SPOTS, bytes_digest, digest, kind_of, spot_check
+from packprop.dataset.hidden import CONTAINERS, GENERATORS, attributes_of, cells, generators_in
 from packprop.recording.axes import AXIS
 from packprop.tensors.names import named_buffers, named_modules, named_parameters
 from packprop.tensors.sharding import class_before_sharding
@@ -35,7 +43,15 @@ CALLED = (
     *("__call__", "__getitem__", "__getitems__", "__iter__", "__len__", "__next__", "__torch_function__"),
     *("forward", "backward", "setup_context", "jvp", "vjp", "vmap", "rows", "finish"),
 )
-"""What Python, PyTorch and packprop call of an object."""
+"""What Python, PyTorch and packprop call of an object, beside operators and the like."""
+
+NOT_CALLED = {
+    *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__annotate__"),
+    *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__class_getitem__", "__rich_repr__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__"),
+    *("__deepcopy__",),
+}
+"""Methods with names of Python's own that change no value on the way: they make, copy and show objects."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of modules that hold functions which run with them."""
@@ -47,8 +63,6 @@ OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.Size, range, slice, complex, type(...))
-CONTAINERS = (list, dict, set, deque)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 WITHOUT_VALUES = (torch.device, logging.Logger, type(threading.Lock()))
 
 
@@ -86,7 +100,9 @@ class Describer:
             return value if math.isfinite(value) else repr(value)
         if isinstance(value, (bytes, bytearray)):
             return bytes_digest(bytes(value))
-        if isinstance(value, (enum.Enum, PurePath, *PLAIN)):
+        if isinstance(value, enum.Enum):
+            return [str(value), self.of(value.value, where)]
+        if isinstance(value, (PurePath, *PLAIN)):
             return str(value)
         if isinstance(value, WITHOUT_VALUES):
             return type(value).__name__
@@ -105,11 +121,7 @@ class Describer:
     def _of_many(self, value: Any, where: str, read: set[str] | None) -> Any:
         """The description of what has parts."""
         if isinstance(value, GENERATORS):
-            self.draws = True
-            if isinstance(value, random.SystemRandom):  # which has no state
-                self._cannot_tell(where)
-            elif not any(value is each for each in self.generators):
-                self.generators.append(value)
+            self._note_generators([value], where)
             return "a generator"
         if isinstance(value, Tensor):
             whole = value.numel() * value.element_size() <= PIECE
@@ -130,7 +142,7 @@ class Describer:
 
     def _once(self, value: Any, where: str, read: set[str] | None) -> Any:
         """The description of a function, a class or an object; where it is met again, a word."""
-        key = id(value), *sorted((read or set()) & {name for name, _ in _attributes_of(value)})
+        key = id(value), *sorted((read or set()) & {name for name, _ in attributes_of(value)})
         if key in self._met and not isinstance(value, MethodType):
             return f"the same as {self._met[key][0]}"
         self._met[key] = where, value  # which is kept, so that nothing else can have its identity
@@ -154,10 +166,21 @@ class Describer:
         short = getattr(thing, "__name__", type(thing).__name__)
         if package is None:
             return str(short)
-        version = getattr(sys.modules.get(package), "__version__", None)
-        if isinstance(version, str) and package not in ("torch", "packprop"):
+        version = version_of(package)
+        if version and package not in ("torch", "packprop"):
             self.versions[package] = version
+        if version is None:
+            self._cannot_tell(f"the version of {package}")
         return f"{getattr(thing, '__module__', None) or package}.{getattr(thing, '__qualname__', short)}"
+
+    def _note_generators(self, values: Iterable[Any], where: str) -> None:
+        """Note the generators that values hold, which need not count."""
+        for each in generators_in(values):
+            self.draws = True
+            if isinstance(each, random.SystemRandom):  # which has no state
+                self._cannot_tell(where)
+            elif not any(each is known for known in self.generators):
+                self.generators.append(each)
 
     def _cannot_tell(self, where: str) -> None:
         if where not in self.untold:
@@ -187,7 +210,7 @@ class Describer:
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
         """What a function does: its code, its defaults, and what it takes from around it."""
         code = code_of(function.__code__)
-        around = dict(_cells(function)) | {
+        around = dict(cells(function)) | {
             name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
         }
         around = {name: each for name, each in around.items() if _is_option(name, each, code)}
@@ -196,11 +219,20 @@ class Describer:
             "code": code.digest,
             "defaults": self.of([function.__defaults__, function.__kwdefaults__], where),
             "names": {name: self.of(each, name, code.read) for name, each in around.items()},
+            **self._attributes_of_function(function, code, where),
         }
+
+    def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
+        """What a function holds, such as the one that a decorator has wrapped, where it holds something."""
+        held = {name: each for name, each in vars(function).items() if name[0] != "_"}
+        found = self._attributes(held, code, where)
+        wrapped = vars(function).get("__wrapped__")
+        found |= {} if wrapped is None else {"wrapped": self.of(wrapped, where)}
+        return {"attributes": found} if found else {}
 
     def _method(self, method: MethodType, where: str) -> Any:
         owner, name = method.__self__, method.__func__.__name__
-        if isinstance(owner, (type, nn.Module)):
+        if isinstance(owner, (type, nn.Module, *GENERATORS)):
             return {"method": self.of(method.__func__, where), "of": self.of(owner, where)}
         return {"method": name, "of": self._object(owner, where, None, [name])}
 
@@ -216,6 +248,8 @@ class Describer:
         key = kind, *names
         if key in self._classes:
             return self._classes[key]
+        specials = {name for each in own_classes(kind) for name in vars(each) if _is_special(name)}
+        names |= dict.fromkeys(sorted(name for name in specials if _is_code(kind, name)))
         found, methods = Code(), {}
         todo = [*names]
         for name in todo:  # grows
@@ -242,9 +276,11 @@ class Describer:
         kind = class_before_sharding(module)
         described, code = self._class(kind, CALLED, where)
         attributes = {name: each for name, each in vars(module).items() if name not in OF_MODULE}
-        known = {AXIS, *(code.read if package_of(kind) is None else ())}
-        attributes = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
-        described = described | self._attributes(attributes, code, where)
+        own = package_of(kind) is None
+        known = {AXIS, *(code.read if own else ()), *(attributes if own and _reads_all(code) else ())}
+        counted = {name: each for name, each in attributes.items() if name[0] != "_" or name in known}
+        self._note_generators(attributes.values(), where)
+        described = described | self._attributes(counted, code, where)
         hooks = [each for name in HOOKS for each in vars(module).get(name, {}).values()]
         hooks = [each for each in hooks if package_of(getattr(each, "func", each)) is None]
         return described | ({"hooks": self.of(hooks, f"hooks of {where}")} if hooks else {})
@@ -262,18 +298,28 @@ class Describer:
         """The class of an object, and its attributes: those that code of the user reads, or public ones."""
         kind = type(value)
         if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
-            return self._name(value)
+            return self._built_in(value, where)
         self.draws = self.draws or isinstance(value, Iterator)
-        attributes = dict(_attributes_of(value))
+        attributes = dict(attributes_of(value))
         described, code = self._class(kind, (*called, *(read or ())), where)
         own, known = package_of(kind) is None, code.read | (read or set())
-        if not own or known.isdisjoint(attributes) or ALL_NAMES & (code.read | code.scope):
+        if not own or known.isdisjoint(attributes) or _reads_all(code):
             known |= {name for name in attributes if name[0] != "_"}
         counted = {name: each for name, each in attributes.items() if name in known}
         has_none = not attributes and not hasattr(value, "__dict__") and kind is not object
         if has_none or (not own and attributes and not counted):
             self._cannot_tell(where)
+        self._note_generators(attributes.values(), where)
         return described | self._attributes(counted, code, where)
+
+    def _built_in(self, value: Any, where: str) -> Any:
+        """The description of what is not written in Python: its name, its object, and what it wraps."""
+        owner, wrapped = getattr(value, "__self__", None), getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            return {"name": self._name(value), "wrapped": self.of(wrapped, where)}
+        if owner is None or isinstance(owner, (type, ModuleType)):
+            return self._name(value)
+        return {"name": self._name(value), "of": self.of(owner, where)}
 
     def _attributes(self, attributes: Mapping[str, Any], code: Code, where: str) -> dict[str, Any]:
         """Descriptions of attributes, but for those that the code writes itself: these are no options."""
@@ -290,6 +336,16 @@ def _is_option(name: str, value: Any, code: Code) -> bool:
     return name not in code.written and not filled and not name.startswith("__")
 
 
+def _is_special(name: str) -> bool:
+    """Whether Python calls a method of this name by itself, for an operator and the like."""
+    return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
+
+
+def _reads_all(code: Code) -> bool:
+    """Whether code may read attributes whose names are not in it."""
+    return bool(ALL_NAMES & (code.read | code.scope))
+
+
 def _is_code(kind: type, name: str) -> bool:
     return any(name in vars(each) and next(_functions(vars(each)[name]), None) for each in own_classes(kind))
 
@@ -302,22 +358,3 @@ def _functions(member: Any) -> Iterator[FunctionType]:
     ):
         if isinstance(part, FunctionType) and package_of(part) is None:
             yield part
-
-
-def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function takes from the one around it."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not bound yet
-            yield name, None
-
-
-def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes that an object holds itself, also in slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for each in type(value).__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)

@@ -249,6 +249,7 @@ class Folder:
                 content["others"] = [{"state": other["state"], "rows": of_rank} for other, of_rank in pairs]
             text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
             place = self.path / f"checkpoint-{number:06d}.json"
+            part_of(place).unlink(missing_ok=True)  # never written through, whatever it is
             with open(part_of(place), "w", encoding="utf-8") as file:
                 made.append(part_of(place))
                 file.write(text)
@@ -268,6 +269,7 @@ class Folder:
         """Write tensors to a file, whose names are added to ``made``; what the JSON file says of it."""
         path = self.path / f"{name}.safetensors"
         made.append(part_of(path))
+        part_of(path).unlink(missing_ok=True)
         whole = {str(index): tensor.detach().cpu().contiguous() for index, tensor in enumerate(tensors)}
         safetensors.torch.save_file(apart(whole), part_of(path))
         with open(part_of(path), "rb+") as file:

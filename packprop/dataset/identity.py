@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from packprop.dataset.batches import Batches
 from packprop.dataset.describing import Describer
@@ -55,20 +55,19 @@ def identity_of(
             trained, which modules are in training mode; classes, options and code of modules.
         loss: Its name, its code, its options, and the values of its tensors.
         extensions: Their names, code and options; of a generator that there is one.
-        data: How many there are, some of them, and what reads them. They keep the generators that are found.
+        data: How many there are, some of them, and what reads them. They keep the generators that are found,
+            in the model and the loss, too; those of extensions are kept elsewhere.
         options: Facts that have a form in JSON.
     """
     tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
-    describer, of_data = Describer(), Describer()
-    modules = {
-        name: describer.module(module, repr(name) if name else "the model")
-        for name, module in named_modules(model)
-    }
+    describer, of_data, of_extensions = Describer(), Describer(), Describer()
+    modules = _described_modules(model, describer)
     facts: Identity = {
         "version of Python": ".".join(platform.python_version_tuple()[:2]),  # code is another one in each
         "version of packprop": packprop_version(),
         "version of torch": torch.__version__,
-        "extensions": [describer.of(extension, "an extension") for extension in extensions],
+        "precision": _precision(tensors.values()),
+        "extensions": [of_extensions.of(extension, "an extension") for extension in extensions],
         "model": {
             "class": modules[""]["class"],
             "tensors": {name: kind_of(tensor) for name, tensor in tensors.items()},
@@ -84,9 +83,37 @@ def identity_of(
         BATCHES: data.described(of_data),
         **options,
     }
-    facts["versions of packages"] = dict(sorted((describer.versions | of_data.versions).items()))
-    facts[UNTOLD] = {"program": describer.untold, "data": [*dict.fromkeys(of_data.untold)]}
+    data.keep_generators(describer.generators)
+    program = [*dict.fromkeys([*describer.untold, *of_extensions.untold])]
+    versions = describer.versions | of_extensions.versions | of_data.versions
+    facts["versions of packages"] = dict(sorted(versions.items()))
+    facts[UNTOLD] = {"program": program, "data": [*dict.fromkeys(of_data.untold)]}
     return facts
+
+
+def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
+    """Have the data keep the states of all generators that model, loss and data hold, for another reading."""
+    describer = Describer()
+    _described_modules(model, describer)
+    describer.of(loss, "the loss")
+    data.described(Describer())
+    data.keep_generators(describer.generators)
+
+
+def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """What PyTorch was told of precision: by default, of products of matrices, and under autocast."""
+    found = {"default": str(torch.get_default_dtype()), "products": torch.get_float32_matmul_precision()}
+    for kind in sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"}):
+        if torch.is_autocast_enabled(kind):
+            found[f"autocast on {kind}"] = str(torch.get_autocast_dtype(kind))
+    return found
+
+
+def _described_modules(model: nn.Module, describer: Describer) -> dict[str, dict[str, Any]]:
+    return {
+        name: describer.module(module, repr(name) if name else "the model")
+        for name, module in named_modules(model)
+    }
 
 
 def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from packprop.dataset.data_facts import data_set_facts, loader_facts
 from packprop.dataset.describing import Describer
@@ -124,8 +124,29 @@ class Given:
         """What yields the batches, and some of them where they can be seen without reading."""
         return loader_facts(self.data, describer)
 
+    def open(self) -> Iterator[Any]:
+        """Batches, from the first one on; processes that outlive a reading do not take part.
+
+        Such processes (``persistent_workers``) go on drawing where they stopped, which nobody can put back.
+        """
+        loader: Any = self.data
+        if type(loader) is not DataLoader or not loader.persistent_workers:
+            return iter(self.data)
+        batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+        if isinstance(loader.dataset, IterableDataset):
+            batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        elif loader.batch_sampler is None:
+            batches = {"batch_size": None, "sampler": loader.sampler}
+        names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+        options = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "generator")}
+        context = loader.multiprocessing_context
+        return iter(DataLoader(loader.dataset, **batches, **options, multiprocessing_context=context))
+
     def __len__(self) -> int:
-        return len(self.data) if isinstance(self.data, Sized) else 0
+        try:
+            return len(self.data) if isinstance(self.data, Sized) else 0
+        except TypeError:  # a loader of a data set that has no length
+            return 0
 
 
 Source = Samples | Given
@@ -134,7 +155,7 @@ Source = Samples | Given
 def source_of(data: Any, size: int) -> Source:
     """Samples, if the data have indices; a data set without becomes a loader."""
     if isinstance(data, Dataset):
-        if isinstance(data, Sized) and not isinstance(data, torch.utils.data.IterableDataset):
+        if isinstance(data, Sized) and not isinstance(data, IterableDataset):
             return Samples(data, size)
         return Given(DataLoader(data, size))
     return Given(data)

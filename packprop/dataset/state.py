@@ -167,7 +167,7 @@ class MergedResults:
         dtypes = {name: dtype for each in ranks.each(self.dtypes) for name, dtype in each.items()}
         scale = 1 / terms if terms else math.nan
         keys = list(dict.fromkeys((position, name) for position, _, name in merged))
-        rows = {key: self._rows(*key, merged, dtypes[key[1]], scale) for key in keys}
+        rows = ranks.attempt(lambda: {key: self._rows(*key, merged, dtypes[key[1]], scale) for key in keys})
         sizes = {key: sum(len(t) ** 3 for t in tensors_in(rows[key]) if t.dim() == 2) for key in keys}
         mine = [key for key, rank in _shared(sizes, ranks.world).items() if rank == ranks.rank]
         expect("eigenvectors", sum(sizes[key] for key in mine))

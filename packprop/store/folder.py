@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -194,6 +195,7 @@ class ShardHeader:
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one step."""
     draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)  # never written through, whatever it is
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -216,6 +218,19 @@ def is_begun(place: Path) -> bool:
     return bool({path.name for path in place.iterdir()} - {LOCK, f"{HEADER}.draft"})
 
 
+_OPEN: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+"""Locks of this process: those of the system are shared with processes that it forks, which may outlive it."""
+
+
+def _release_all() -> None:
+    for lock in [*_OPEN]:
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_all)
+
+
 class WriterLock:
     """Keeps a second writer out of a shard, until this one is closed or its process is gone.
 
@@ -230,6 +245,7 @@ class WriterLock:
 
     def __init__(self, folder: Path, asked: str) -> None:
         self._file = (folder / LOCK).open("a+b", buffering=0)
+        _OPEN.add(self)
         if importlib.util.find_spec("fcntl") is None:  # no POSIX
             return
         import fcntl

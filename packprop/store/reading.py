@@ -19,7 +19,7 @@ from packprop.store.folder import ArrayHeader, is_begun
 from packprop.store.frames import to_frame
 from packprop.store.plain import as_tensor
 from packprop.store.search import Found, extreme_products
-from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_no_links_out
+from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_plain_files
 
 BITE = 32 * 2**20
 """Bytes that are read at once where no number is given."""
@@ -172,7 +172,7 @@ class Store(Mapping[Any, Any]):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._asked = f"Store({str(folder)!r}) was opened."
-        require_no_links_out(self._asked, self.folder)
+        require_plain_files(self._asked, self.folder)
         places = [place for place in sorted(self.folder.glob("shard-*")) if place.is_dir() and is_begun(place)]
         if not places:
             raise BadInput(

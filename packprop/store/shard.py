@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -119,19 +120,48 @@ def damaged(asked: str, damage: Damage, place: str) -> PackpropError:
     )
 
 
-def require_no_links_out(asked: str, folder: Path) -> None:
-    """Refuse a folder in which a link leads to what lies outside of it: nothing there is read or written.
+def require_plain_files(asked: str, folder: Path, writes: bool = False) -> None:
+    """Refuse a folder with what is no file of its own: it may lead elsewhere, or make a reader wait for ever.
+
+    Args:
+        asked: What the user asked for, for messages.
+        folder: The folder.
+        writes: Whether its files are to be written to.
 
     Raises:
-        BadInput: With the first link.
+        BadInput: With the first link that leads out; the first pipe, socket or device; where files are written
+            to, the first that has a second name.
     """
     root = Path(os.path.realpath(folder))
     for place, folders, files in os.walk(folder):
         for path in (Path(place) / name for name in (*folders, *files)):
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            try:
+                found = path.lstat()
+            except FileNotFoundError:  # a draft of another process
+                continue
+            if not stat.S_ISLNK(found.st_mode):
+                _require_plain(asked, path, found, writes)
+            elif not Path(os.path.realpath(path)).is_relative_to(root):
                 raise BadInput(
                     asked,
                     f"path {str(path)!r}",
                     f"it is a link that leads out of the folder {str(folder)!r}",
                     "put the file itself there; the folder as a whole may be a link",
                 )
+
+
+def _require_plain(asked: str, path: Path, found: os.stat_result, writes: bool) -> None:
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise BadInput(
+            asked,
+            f"path {str(path)!r}",
+            "it is neither a file nor a folder: to read it may take for ever",
+            "remove it; take the file from a copy, or begin anew in another folder",
+        )
+    if writes and stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        raise BadInput(
+            asked,
+            f"file {str(path)!r}",
+            "it has a second name somewhere (a hard link), and what is written here would change it there, too",
+            "copy the folder (cp -r), and go on with the copy",
+        )

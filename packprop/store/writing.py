@@ -34,7 +34,7 @@ from packprop.store.folder import (
 from packprop.store.marks import CHUNKS, Mark, Marks
 from packprop.store.places import file_name, rank_of_process, require_place, short, writable
 from packprop.store.plain import GrowingArray
-from packprop.store.shard import Shard, cut_mark, require_no_links_out, with_checksums
+from packprop.store.shard import Shard, cut_mark, require_plain_files, with_checksums
 from packprop.store.values import converted, identifiers_of, require_rows, taken_from
 from packprop.types import Extension
 
@@ -116,7 +116,7 @@ class StoreWriter:
         self._finishing: Future[None] | None = None
         with writable(self._asked, self.folder):
             require_place(self._asked, self.folder)
-            require_no_links_out(self._asked, self.folder)
+            require_plain_files(self._asked, self.folder, writes=True)
             self._place.mkdir(parents=True, exist_ok=True)
             self._lock: WriterLock | None = WriterLock(self._place, self._asked)
             try:

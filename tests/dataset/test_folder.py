@@ -310,3 +310,34 @@ def test_options_of_one_extension_are_told_apart() -> None:
 def test_an_unknown_file_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(Damaged):
         Folder(tmp_path).read(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["lock", "state-000001.safetensors", "checkpoint-000009.json", "rows-000001.x.part"]
+)
+def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    model, data = small_one()
+    with pytest.raises(BadInput, match="neither a file nor a folder"):
+        compute(model, nn.CrossEntropyLoss(), data, extensions.Variance(), checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000001.json.part", "state-000001.safetensors.part"])
+def test_drafts_are_not_written_through(name: str, tmp_path: Path) -> None:
+    """A file that has a second name elsewhere is not changed there; nor is a copy that shares all files."""
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "kept").mkdir()
+    os.link(other, tmp_path / "kept" / name)
+    begun(tmp_path / "kept")
+    assert other.read_text() == "mine"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "kept").glob("*-*")}
+    (tmp_path / "copy").mkdir()
+    for each in files:
+        os.link(tmp_path / "kept" / each, tmp_path / "copy" / each)
+    model, (x, y) = small_one()
+    asked = [extensions.Variance(), extensions.KFAC(mc_samples=2)]
+    compute(model, nn.CrossEntropyLoss(), split(x, y), *asked, checkpoint=tmp_path / "kept", every=1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from packprop import BadInput, PackpropWarning
+from packprop.dataset.code import version_of
 from tests.selection import often, thorough
 
 PROGRAM = '''
+import enum
 import functools
 import sys
 
@@ -32,6 +35,39 @@ from packprop.extensions import Extension, Variance
 from packprop.types import GRADIENT, Row
 
 SCALE, KNOWN, WORDS = 2.0, {"factor": 1.0}, {"b", "a", "c"}
+
+
+class Kind(enum.Enum):
+    FAST = 1.5
+
+
+class Factor:
+    def __init__(self):
+        self.by = 1.0
+
+    def __get__(self, owner, kind):
+        return 1.0 * 1
+
+    def __rmul__(self, x):
+        return self.by * x
+
+
+@functools.lru_cache
+def remembered(x):
+    return x * 1.0
+
+
+@functools.singledispatch
+def dispatched(x):
+    return x * 1.0
+
+
+def counted(x):
+    counted.calls += 1
+    return x * counted.by
+
+
+counted.calls, counted.by = 0, 1.0
 
 
 class Options:
@@ -66,6 +102,7 @@ class Base(nn.Module):
 
 
 class Net(Base):
+    got = Factor()
     power = 1.0
     own = staticmethod(lambda x: x * 1)
 
@@ -77,6 +114,7 @@ class Net(Base):
         self.name, self.calls, self.seen = "net", 0, []
         self.register_buffer("shift", torch.zeros(4), persistent=False)
         self.table = torch.ones(4)
+        self.kind, self.by, self._far = Kind.FAST, Factor(), 1.0
 
     @property
     def factor(self):
@@ -88,6 +126,8 @@ class Net(Base):
     def forward(self, x):
         self.calls += 1
         self.seen.append(len(x))
+        x = self.got * remembered(1.0) * dispatched(counted(x)) * self.kind.value
+        x = x * self.by * getattr(self, "_f" + "ar")
         middle = self.soft(self.act(self.first(helper(inside(x))))) * self.factor * self.power + self.shift
         return self.last(self.chosen(self.own(self.inner(middle))) * self.table)
 
@@ -222,10 +262,18 @@ CHANGES: list[tuple[str, str, str, str, str]] = [
     ("DataLoader(data, 5", "DataLoader(data, 6", "batch size: 5 there, 6 here", LOADER, ""),
     ("torch.stack([x for", "torch.stack([-x for", "collate_fn: its code is another one", LOADER, ""),
     ("batches, size = data, 5", "batches, size = data, 6", "samples in a batch: 5 there, 6 here", DATA, ""),
+    ("FAST = 1.5", "FAST = 2.5", "kind: 1.5 there, 2.5 here", DATA, ""),
+    ("return 1.0 * 1\n", "return 2.0 * 1\n", "Factor.__get__: its code is another one", DATA, ""),
+    ("return self.by * x", "return self.by + x", "Factor.__rmul__: its code is another", DATA, ""),
+    ("ered(x):\n    return x * 1.0", "ered(x):\n    return x * 2.0", "remembered: wrapped: ", DATA, ""),
+    ("atched(x):\n    return x * 1.0", "atched(x):\n    return x * 2.0", "dispatched: ", DATA, ""),
+    ("counted.by = 0, 1.0", "counted.by = 0, 2.0", "counted: attributes: by: 1.0 there, 2.0 here", DATA, ""),
+    ("Factor(), 1.0\n", "Factor(), 2.0\n", "_far: 1.0 there, 2.0 here", DATA, ""),
 ]  # fmt: skip
 
 HARMLESS = [
     ("", ""),
+    ("counted.by = 0, 1.0", "counted.by = 7, 1.0"),
     ("import sys\n", "import sys\n\n\n# a comment\n\n"),
     ('    """What a helper says of itself."""\n', '    """Something else."""\n'),
     ('    """What a helper says of itself."""\n', ""),
@@ -339,3 +387,39 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     with pytest.warns(PackpropWarning, match="cannot tell whether these have changed.*: counter of") as said:
         call(changed, tmp_path)
     assert len([each for each in said if issubclass(each.category, PackpropWarning)]) == 1
+
+
+def test_another_precision_is_refused(tmp_path: Path) -> None:
+    call(PROGRAM, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BadInput, match="its precision: autocast on cpu"):
+        call(PROGRAM, tmp_path)
+
+
+@pytest.mark.parametrize("known", ["by itself", "by its distribution", "not"])
+def test_versions_of_installed_code(known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package that says none, the one that it was installed in; else it is said that nobody knows it."""
+    site, name = tmp_path / "site-packages", f"installed_{known.replace(' ', '_')}"
+    facts = site / f"{name}-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (site / f"{name}.py").write_text("def times(x):\n    return x * 1.0\n")
+    monkeypatch.syspath_prepend(site)
+    changed = PROGRAM.replace("import packprop\n", f"import packprop\nfrom {name} import times\n", 1)
+    changed = changed.replace("remembered(1.0)", "times(1.0)")
+
+    def of_version(version: str) -> None:
+        if known == "by itself":
+            vars(sys.modules[name])["__version__"] = version
+        elif known == "by its distribution":
+            (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        version_of.cache_clear()
+
+    importlib.import_module(name)
+    of_version("1.0")
+    call(changed, tmp_path / "kept")
+    of_version("2.0")
+    if known == "not":
+        with pytest.warns(PackpropWarning, match=f"the version of {name}"):
+            call(changed, tmp_path / "kept")
+        return
+    with pytest.raises(BadInput, match=f"versions of packages: {name}: 1.0 there, 2.0 here"):
+        call(changed, tmp_path / "kept")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +331,37 @@ def test_links_that_lead_out(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="a link that leads out of the folder"):
         StoreWriter(tmp_path / "real", model, [BatchGrad()], resume=True)
     assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize(
+    "name", ["header.json", "header.json.draft", "chunks.jsonl", "lock", "samples.npy", "x"]
+)
+def test_pipes_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    model, *_ = written(tmp_path, [3])
+    place = tmp_path / "shard-00000" / name
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    for use in (Store, lambda path: StoreWriter(path, model, [BatchGrad()], resume=True)):
+        with pytest.raises(BadInput, match="neither a file nor a folder"):
+            use(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["header.json", "header.json.draft", "chunks.jsonl", "lock", "samples.npy"])
+def test_files_with_a_second_name_are_not_written_to(tmp_path: Path, name: str) -> None:
+    """They are read; a copy can be gone on with, as the error says."""
+    model, *_ = written(tmp_path / "store", [3])
+    place, other = tmp_path / "store" / "shard-00000" / name, tmp_path / "other"
+    if not place.exists():
+        place.write_text("mine")
+    os.link(place, other)
+    before = other.read_bytes()
+    assert Store(tmp_path / "store").samples == 3
+    with pytest.raises(BadInput, match="a second name somewhere") as error:
+        StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True)
+    assert other.read_bytes() == before
+    assert "cp -r" in error.value.instead
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    StoreWriter(tmp_path / "copy", model, [BatchGrad()], resume=True).close()
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch], ids=["nothing", "empty", "file"])

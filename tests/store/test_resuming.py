@@ -213,3 +213,21 @@ def test_a_writer_that_was_dropped_keeps_nobody_out(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "store", model, [BatchGrad()])
     StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True).close()
     assert packprop.Store(tmp_path / "store").finished
+
+
+def test_processes_that_were_forked_keep_nobody_out(tmp_path: Path) -> None:
+    """Those of a data loader outlive a writer that is closed, or killed, by some seconds."""
+    model, *_ = problem()
+    writer = StoreWriter(tmp_path / "store", model, [BatchGrad()])
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        with pytest.raises(PackpropError, match="open for writing already"):
+            StoreWriter(tmp_path / "store", model, [BatchGrad()])
+        writer.close()
+        StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import Data, described, explanation
 from packprop.dataset.compute import compute
+from packprop.dataset.describing import Describer
 from packprop.dataset.given import require_model_and_loss
 from packprop.dataset.identity import packprop_version
 from packprop.engine.chunks import default_chunk_sizes
@@ -116,6 +117,8 @@ def profile(
     device = next(p for p in model.parameters() if p.requires_grad).device
     with _evaluating(model, evaluation):
         with batches.explained():
+            if checkpoint is not None:
+                batches.described(Describer())  # generators have their states kept before a batch is drawn
             first = batches.first()
             if outliers and first is not None:
                 check_decode(decode, first)

@@ -1,0 +1,77 @@
+"""Generators of random numbers in what a program holds, wherever they are: their states can be kept."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""What numbers are drawn from."""
+
+CONTAINERS = (list, dict, set, deque)
+"""What holds values, and may be filled."""
+
+WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type, ModuleType)
+"""What holds no generator."""
+
+MOST = 5000
+"""Values that are looked at."""
+
+
+def generators_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Generators that values hold: in containers, attributes, arguments of functions, and around these."""
+    todo, met = [*values], dict[int, Any]()
+    for value in todo:  # grows
+        if len(met) == MOST:
+            return
+        if value is None or isinstance(value, WITHOUT) or id(value) in met:
+            continue
+        met[id(value)] = value
+        if isinstance(value, GENERATORS):
+            yield value
+        elif isinstance(value, Mapping):
+            todo += islice(value.values(), MOST) if isinstance(value, dict) else ()  # lazy ones read files
+        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            todo += islice(value, MOST)
+        else:
+            todo += _parts_of(value)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, FunctionType):
+        yield from (each for _, each in cells(value))
+        yield from (value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, (MethodType, BuiltinFunctionType)):
+        yield value.__self__
+    else:
+        yield from (each for _, each in attributes_of(value))
+
+
+def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function takes from the one around it."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            yield name, None
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes that an object holds itself, also in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for each in type(value).__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

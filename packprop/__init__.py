@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # What type checkers and editors read; at run time a name is imported when it is first asked for.
-    from packprop import compat, distributed, errors, examples, extensions, monitor, store, testing, types
+    from packprop import (
+        compat,
+        distributed,
+        errors,
+        examples,
+        extensions,
+        monitor,
+        operators,
+        store,
+        testing,
+        types,
+    )
     from packprop.algebra import kronecker
     from packprop.algebra.algorithms import algorithms
     from packprop.clipped import ClippedGradients, clipped_gradients
     from packprop.compiled.step import CompiledStep, compile
     from packprop.context import backpack
-    from packprop.curvature import operators, products
+    from packprop.curvature import products
     from packprop.dataset.compute import compute
     from packprop.dataset.result import Result
     from packprop.eager import eager_backward
@@ -84,7 +95,7 @@ _MODULES = {
     "extensions": "packprop.extensions",
     "kronecker": "packprop.algebra.kronecker",
     "monitor": "packprop.monitor",
-    "operators": "packprop.curvature.operators",
+    "operators": "packprop.operators",
     "products": "packprop.curvature.products",
     "store": "packprop.store",
     "testing": "packprop.testing",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from packprop.memory.planning import plan
     from packprop.monitor import Monitor
     from packprop.queries.influence import influence
+    from packprop.queries.refining import Refinement
     from packprop.queries.result import Influence
     from packprop.recording.switch import disable, extend, record, restore
     from packprop.reports.compare.comparison import Comparison, compare
@@ -64,6 +65,7 @@ _HOMES = {
     "PackpropWarning": "packprop.errors",
     "Plan": "packprop.memory.plan",
     "Profile": "packprop.reports.profile.result",
+    "Refinement": "packprop.queries.refining",
     "Result": "packprop.dataset.result",
     "Store": "packprop.store.reading",
     "StoreWriter": "packprop.store.writing",
@@ -114,6 +116,7 @@ __all__ = [
     "PackpropWarning",
     "Plan",
     "Profile",
+    "Refinement",
     "Result",
     "Store",
     "StoreWriter",

@@ -94,6 +94,9 @@ class ConjugateGradients:
         self.solutions.addmm_(share.mT.to(directions), directions)
         self._rests.addmm_(share.mT.to(directions), products, alpha=-1)
         self.steps += 1
+        if not self._open.any():
+            self._directions = directions[:0]
+            return
         following = self._precondition(self._rests[self._open])
         for _ in range(2):  # making small directions longer brings back some of those before
             back = inverse @ _inner(products, following)

@@ -54,6 +54,7 @@ class DataProduct:
         matrix: Which matrix.
         parameters: Leaves of the model.
         memory: The most bytes of tensor storage that may be alive at once, vectors and products included.
+        room: Without ``memory``, bytes that vectors in hand may take in a batch.
         device: Where batches are moved to.
         progress: Whether to show a bar for each reading.
 
@@ -74,6 +75,7 @@ class DataProduct:
         parameters: Sequence[Tensor],
         *,
         memory: int | str | None,
+        room: int | None = None,
         device: torch.device | str,
         progress: bool,
     ) -> None:
@@ -91,6 +93,7 @@ class DataProduct:
         self._budget, self._device, self._progress = budget_of(memory), torch.device(device), progress
         batches.described(Describer())  # generators that the data hold shall draw the same in each reading
         self._draws = random_states()
+        self._room = room
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
 
@@ -147,15 +150,18 @@ class DataProduct:
                 terms = self._count(graph, value, number, merged)
                 before = live.now
                 live.restart()
-                self._add_some(sums, vectors, 0, 1, product, terms)
+                self._products(
+                    vectors, 0, 1, product
+                )  # chunks are the same in each reading: it counts for none
                 fitting = self._fitting(before, live.peak - before, batch)
             self._sizes.append((size, fitting))
-            done = 1
         else:
             graph, value, product = self._forward(batch)
-            terms, done = self._count(graph, value, number, merged), 0
-        for start in range(done, count, fitting):
-            self._add_some(sums, vectors, start, start + fitting, product, terms)
+            terms = self._count(graph, value, number, merged)
+        for start in range(0, count if terms else 0, fitting):  # a mean over no terms: NaN times 0 shall be 0
+            found = self._products(vectors, start, start + fitting, product)
+            for total, part in zip(sums, found, strict=True):
+                total[start : start + fitting].add_(part, alpha=terms)
         graph.release(keep=False)
 
     def _fixed(self) -> list[Tensor]:
@@ -179,23 +185,11 @@ class DataProduct:
         merged.count(number, graph.samples, terms, value, reduction)
         return terms
 
-    def _add_some(
-        self,
-        sums: list[Tensor],
-        vectors: list[Tensor],
-        start: int,
-        stop: int,
-        product: Product,
-        terms: float,
-    ) -> None:
-        """Add products with the vectors from ``start`` to ``stop``."""
-        if not terms:  # a mean over no terms: NaN times 0 shall be 0
-            return
+    def _products(self, vectors: list[Tensor], start: int, stop: int, product: Product) -> list[Tensor]:
+        """Products of a batch with the vectors from ``start`` to ``stop``."""
         given = [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
         with sdpa_kernel(SDPBackend.MATH):
-            found = product(given)
-        for total, part in zip(sums, found, strict=True):
-            total[start:stop].add_(part, alpha=terms)
+            return product(given)
 
     def _fitting(self, before: int, each: int, batch: Any) -> int:
         """How many vectors fit at once into what is left.
@@ -210,7 +204,7 @@ class DataProduct:
         """
         if self._budget is None:
             free = free_bytes(self._device)
-            room = ROOM if free is None else max(ROOM, free // 4)
+            room = self._room or (ROOM if free is None else max(ROOM, free // 4))
             return max(1, room // max(1, each))
         if before + each > self._budget:
             raise BadInput(

@@ -13,15 +13,23 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import BATCH_SIZE, Batches, Data
 from packprop.dataset.given import require_model_and_loss
+from packprop.dataset.products import ROOM
 from packprop.dataset.result import Result
 from packprop.dataset.sharded import require_whole_parameters
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text
 from packprop.memory.search import budget_of
-from packprop.queries.checks import gradients_in, require_same_model
+from packprop.queries.checks import (
+    gradients_in,
+    queries_without_gradient,
+    require_same_model,
+    warn_of_empty,
+)
 from packprop.queries.gradients import QueryGradients
-from packprop.queries.preconditioning import Preconditioner, preconditioner_of
+from packprop.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
+from packprop.queries.refined_search import RefinedSearch
+from packprop.queries.refining import Refinement, Refiner
 from packprop.queries.result import Influence
 from packprop.recording.switch import extended
 from packprop.store.reading import BITE, Store
@@ -54,6 +62,7 @@ def influence(
     curvature: Result | Mapping[str, Any] | str | Path | None = None,
     damping: float | None = None,
     factored: bool = False,
+    refine: Data | Refinement | None = None,
     k: int = 10,
     quantity: str | None = None,
     memory: int | str | None = "500MiB",
@@ -85,6 +94,11 @@ def influence(
         damping: What is added to each block, in units of the curvature; required with ``curvature``. Inverses
             are exact: see NOTE [Which inverse] (``packprop/queries/preconditioning.py``).
         factored: Two factors share the damping instead, as in Martens and Grosse (2015), 6.3.
+        refine: The data that the model was trained on, or a ``packprop.Refinement`` with them and with options.
+            Queries are multiplied by the inverse of the damped GGN of all parameters together then, by
+            conjugate gradients, with ``curvature`` as the preconditioner, if it is given; all queries of a
+            group at once. Each step reads the data once: see NOTE [Refined queries]
+            (``packprop/queries/refining.py``). ``damping`` is required.
         k: How many samples at each end; fewer if there are no more.
         quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
             the first by default.
@@ -97,8 +111,9 @@ def influence(
 
     Raises:
         BadInput: For a store without gradients or of another model, curvature that lacks a parameter, does not
-            fit or is not positive, damping that is missing, a budget that is too small.
-        PackpropError: For gradients that are not finite.
+            fit or is not positive, damping that is missing, a budget that is too small, queries without any
+            gradient, data to refine by that can be read once, a checkpoint of something else.
+        PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, k)
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
@@ -115,23 +130,43 @@ def influence(
     arrays = opened.arrays(name)
     require_same_model(ASKED, opened, model)
     _require_real(arrays)
-    preconditioner = _preconditioner(curvature, damping, factored, model, None if "" in arrays else [*arrays])
+    preconditioner = _preconditioner(
+        curvature, damping, factored, model, None if "" in arrays else [*arrays], refine is not None
+    )
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place)
+    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place, raw=refine is not None)
     budget = budget_of(memory) or sys.maxsize
-    most = _most_queries(gradients, arrays, budget)
+    refiner = None
+    if refine is not None:
+        assert damping is not None
+        asked = refine if isinstance(refine, Refinement) else Refinement(refine)
+        room = min(budget // 4, ROOM)
+        names = gradients.names
+        refiner = Refiner(ASKED, model, loss, asked, names, preconditioner, damping, room, place)
+    most = _most_queries(gradients, arrays, budget, refiner)
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
         batches = Batches(ASKED, queries, most, whole=loss is None)
     found: list[tuple[Found, ...]] = []
+    empty: list[int] = []
+    bite = min(BITE // 2, budget // 2)
     with contextlib.ExitStack() as stack:
         for module in gradients.modules:
             stack.enter_context(extended(module))
+        refined = None
+        if refiner is not None:
+            refined = RefinedSearch(ASKED, opened, name, k, bite, gradients, refiner)
+            stack.enter_context(refined.kept(model, loss))
         for group in _groups(batches, gradients, most):
-            bite = min(BITE // 2, budget // 2)
-            found.append(opened.extremes(name, group, k, memory=bite))
+            done = sum(len(each[0].products) for each in found)
+            empty += [done + place for place in queries_without_gradient(group)]
+            if refined is None:
+                found.append(opened.extremes(name, group, k, memory=bite))
+            else:
+                found.append(refined(group))
     if not found:
         raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+    warn_of_empty(ASKED, empty, sum(len(each[0].products) for each in found))
     largest, smallest = (
         Found(*(torch.cat(parts) for parts in zip(*side, strict=True))) for side in zip(*found, strict=True)
     )
@@ -142,8 +177,11 @@ def influence(
         terms=opened.terms,
         quantity=name,
         curvature=None if preconditioner is None else preconditioner.name,
-        damping=None if preconditioner is None else preconditioner.damping,
+        damping=damping,
         readings=len(found),
+        refined_by=None if refiner is None else refiner.matrix,
+        residuals=None if refiner is None else torch.cat(refiner.residuals),
+        data_readings=0 if refined is None else refined.readings,
     )
 
 
@@ -172,10 +210,13 @@ def _joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
 
 
-def _most_queries(gradients: QueryGradients, arrays: Mapping[str, Any], budget: int) -> int:
+def _most_queries(
+    gradients: QueryGradients, arrays: Mapping[str, Any], budget: int, refiner: Refiner | None
+) -> int:
     """How many queries fit into a quarter of the budget, while they are made into another quarter.
 
-    The second quarter is for joining them. The other half is for rows of the store.
+    The second quarter is for joining them. The other half is for rows of the store. Queries that are refined
+    have three quarters before rows are read; the last one is for vectors in a batch of data.
 
     Raises:
         BadInput: If it is none, or no row fits.
@@ -194,7 +235,15 @@ def _most_queries(gradients: QueryGradients, arrays: Mapping[str, Any], budget: 
             f"while it is made it takes {byte_text(query)}, which is more than a quarter of it",
             f"give at least {byte_text(4 * query)}",
         )
-    return budget // 4 // query
+    if refiner is None:
+        return budget // 4 // query
+    if refiner.query_bytes > budget // 4 * 3:
+        raise _too_small(
+            "one query that is refined",
+            f"it takes {byte_text(refiner.query_bytes)}, which is more than three quarters of it",
+            f"give at least {byte_text(-(-refiner.query_bytes // 3) * 4)}",
+        )
+    return min(budget // 4 // query, budget // 4 * 3 // refiner.query_bytes)
 
 
 def _too_small(where: str, why: str, instead: str) -> PackpropError:
@@ -218,9 +267,14 @@ def _preconditioner(
     factored: bool,
     model: nn.Module,
     names: list[str] | None,
+    refined: bool,
 ) -> Preconditioner | None:
     """What gradients are preconditioned with, if with anything."""
+    if refined:
+        require_damping(ASKED, damping, "the matrix of the data")
     if curvature is None:
+        if refined and not factored:
+            return None
         if damping is not None or factored:
             raise BadInput(
                 ASKED,

@@ -8,6 +8,9 @@ dependent, which breaks the plain recurrence. They are made orthonormal here, an
 rounding are left out (Ji and Li 2017, "A breakdown-free block conjugate gradient method"). Systems that have
 converged give no directions any more, so that blocks become smaller.
 
+A few systems search a narrow space, and take many steps. Random right-hand sides beside them widen it: they are
+not solved for their own sake, and no solution of theirs is kept.
+
 What a step solves is the system seen from its directions, ``P A P^T``: its eigenvalues are between those of A.
 A negative one beyond rounding proves that A is not positive.
 """
@@ -48,15 +51,17 @@ class ConjugateGradients:
         right: The right-hand sides b ``[q, p]``.
         precondition: Products with something like the inverse of A, symmetric and positive; ``None`` for none.
         tolerance: A system has converged where ``|b - A x|`` is at most this much of ``|b|``.
+        beside: How many random right-hand sides widen the space that is searched.
 
     Attributes:
         solutions: What is found so far ``[q, p]``.
         steps: How many products with blocks were taken.
     """
 
-    def __init__(self, right: Tensor, precondition: Rows | None, tolerance: float) -> None:
+    def __init__(self, right: Tensor, precondition: Rows | None, tolerance: float, beside: int = 0) -> None:
         self._norms = _norms(right)
-        self._rests = right.clone()
+        drawn = torch.randn(beside, right.shape[1], generator=torch.Generator().manual_seed(0))
+        self._rests = torch.cat([right, drawn.to(right)])
         self._precondition = precondition or torch.clone
         self._tolerance = tolerance
         self.solutions = torch.zeros_like(right)
@@ -66,7 +71,7 @@ class ConjugateGradients:
     @property
     def residuals(self) -> Tensor:
         """``|b - A x| / |b|`` for each system ``[q]``, in double precision; 0 where b is zero."""
-        shares = _norms(self._rests) / self._norms
+        shares = _norms(self._rests[: len(self._norms)]) / self._norms
         found: Tensor = torch.where(self._norms > 0, shares, 0.0)
         return found
 
@@ -75,7 +80,7 @@ class ConjugateGradients:
         """Whether all systems have converged, or no direction is left that is more than rounding."""
         if self._directions is not None and not len(self._directions):
             return True
-        return not bool(self._open.any())
+        return self._are_solved
 
     def step(self, product: Rows) -> None:
         """Take one product with a block of directions ``[m, p]``, m at most q, and improve all solutions.
@@ -91,10 +96,10 @@ class ConjugateGradients:
         products = product(directions)
         inverse = _inverse(_inner(directions, products), products.dtype)
         share = inverse @ _inner(directions, self._rests)
-        self.solutions.addmm_(share.mT.to(directions), directions)
+        self.solutions.addmm_(share[:, : len(self.solutions)].mT.to(directions), directions)
         self._rests.addmm_(share.mT.to(directions), products, alpha=-1)
         self.steps += 1
-        if not self._open.any():
+        if self._are_solved:
             self._directions = directions[:0]
             return
         following = self._precondition(self._rests[self._open])
@@ -118,8 +123,14 @@ class ConjugateGradients:
         self._directions, self.steps = state["directions"].to(like), int(state["steps"])
 
     @property
+    def _are_solved(self) -> bool:
+        return not bool((self.residuals > self._tolerance).any())
+
+    @property
     def _open(self) -> Tensor:
-        return self.residuals > self._tolerance
+        """Systems that give directions: those beside the others to the end."""
+        beside = self._norms.new_ones(len(self._rests) - len(self._norms), dtype=torch.bool)
+        return torch.cat([self.residuals > self._tolerance, beside])
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def influence(
             stack.enter_context(extended(module))
         refined = None
         if refiner is not None:
-            refined = RefinedSearch(ASKED, opened, name, k, bite, gradients, refiner)
+            refined = RefinedSearch(ASKED, opened, name, k, bite, gradients, refiner, most)
             stack.enter_context(refined.kept(model, loss))
         for group in _groups(batches, gradients, most):
             done = sum(len(each[0].products) for each in found)

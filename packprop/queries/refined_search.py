@@ -31,6 +31,7 @@ class RefinedSearch:
         bite: Bytes of rows in hand.
         gradients: What has made the groups.
         refiner: What refines them.
+        most: How many vectors fit at once while they are refined.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class RefinedSearch:
         bite: int,
         gradients: QueryGradients,
         refiner: Refiner,
+        most: int,
     ) -> None:
+        self._most = most
         self._asked, self._store, self._quantity, self._k, self._bite = asked, store, quantity, k, bite
         self._gradients, self._refiner = gradients, refiner
         self._keeper = Keeper(asked, None, None)
@@ -87,7 +90,7 @@ class RefinedSearch:
             self._keeper.keep(Work(done, GroupInHand(stamp, iterations.state()), self.readings), now=False)
 
         state = None if known is None else known.state
-        solved = self._refiner(rows, self._gradients.orders, state, keep)
+        solved = self._refiner(rows, self._gradients.orders, state, self._most, keep)
         found = self._store.extremes(
             self._quantity, self._gradients.projected_rows(solved), self._k, memory=self._bite
         )

@@ -5,8 +5,8 @@ Blocks of single parameters leave out what couples parameters, and Kronecker fac
 the blocks. They are a preconditioner here: the inverse that queries end with is that of the GGN itself, or of
 the Hessian, of all parameters together, up to a residual that is told (Koh and Liang 2017, section 3, by
 conjugate gradients; Martens 2010). All queries in hand share each reading of the data, and the space that is
-searched: see NOTE [Blocks of directions] (``packprop/algebra/conjugate_gradients.py``). So a hundred queries
-take fewer readings than one.
+searched: see NOTE [Blocks of directions] (``packprop/algebra/conjugate_gradients.py``). So a hundred queries take
+fewer readings than one; a few are joined by random vectors.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Refinement:
         tolerance: The residual ``|b - A x| / |b|`` of a query at which it is done.
         readings: The most readings of the data for each group of queries. If they are not enough, a warning
             says which residual is left, and the best solutions found are kept.
+        width: The least vectors that are multiplied in a reading: where there are fewer queries, random ones
+            beside them make readings fewer, as far as ``memory`` allows it. More of them take longer each.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         checkpoint: A folder that the work is kept in, made if it is missing: after readings, and for groups of
             queries that are done. A call with the same arguments goes on from there.
@@ -56,6 +58,7 @@ class Refinement:
     matrix: Matrix = "ggn"
     tolerance: float = 1e-3
     readings: int = 20
+    width: int = 32
     batch_size: int | None = None
     checkpoint: str | Path | None = None
     progress: bool = True
@@ -100,6 +103,7 @@ class Refiner:
     ) -> None:
         self.matrix, self.checkpoint = refinement.matrix, refinement.checkpoint
         require_tolerance(asked, refinement.tolerance, "readings", refinement.readings)
+        require_tolerance(asked, refinement.tolerance, "width", refinement.width)
         self._asked, self._refinement, self._damping = asked, refinement, damping
         self._preconditioner, self._device = preconditioner, device
         own = dict(named_parameters(model))
@@ -126,7 +130,7 @@ class Refiner:
         blocks = None if self._preconditioner is None else vars(self._preconditioner)
         return {
             "matrix": [refinement.matrix, self._damping],
-            "tolerance and readings": [refinement.tolerance, refinement.readings],
+            "tolerance, readings and width": [refinement.tolerance, refinement.readings, refinement.width],
             "curvature": describer.of(blocks, "the curvature"),
             "parameters": [*self.parameters],
         }
@@ -153,6 +157,7 @@ class Refiner:
         rows: dict[str, Tensor],
         orders: Mapping[str, EntryOrder | None],
         known: dict[str, Tensor] | None,
+        most: int,
         keep: Callable[[ConjugateGradients], None],
     ) -> dict[str, Tensor]:
         """Products ``[q, *p]`` by parameter, on the processor; nothing is left of ``rows``.
@@ -161,6 +166,7 @@ class Refiner:
             rows: Gradients ``[q, *p]`` by parameter.
             orders: Where parameters keep entries, as far as it is known.
             known: The state that an earlier call has kept of the same group; ``None`` if there is none.
+            most: How many vectors fit at once.
             keep: Called after each reading.
 
         Raises:
@@ -169,7 +175,8 @@ class Refiner:
         right = torch.cat([rows.pop(name).flatten(1).to(self._device, self._dtype) for name in [*rows]], 1)
         precondition = None if self._preconditioner is None else lambda flat: self._preconditioned(flat, orders)
         refinement = self._refinement
-        iterations = ConjugateGradients(right, precondition, refinement.tolerance)
+        beside = max(0, min(refinement.width, most) - len(right))
+        iterations = ConjugateGradients(right, precondition, refinement.tolerance, beside)
         del right
         if known is not None:
             iterations.restore(known)

@@ -165,7 +165,7 @@ def test_work_goes_on_where_it_was_ended(tmp_path: Path, memory: Any, monkeypatc
 
     def found(batches: Batches, folder: str | None, **more: Any) -> packprop.Influence:
         kept = None if folder is None else tmp_path / folder
-        refine = Refinement(batches, tolerance=1e-8, readings=100, checkpoint=kept, progress=False)
+        refine = Refinement(batches, tolerance=1e-8, width=1, checkpoint=kept, progress=False)
         options = {"curvature": result, "memory": memory, "refine": refine, **more}
         return refined(tmp_path / "store", model, loss, data, **options)
 

@@ -5,7 +5,7 @@ linear datamodeling score (Park et al. 2023) is the rank correlation, over the h
 retraining with what influence foretells: minus the sum of the products with the samples of that half. It is a
 mean over queries; its interval (95 %) is a bootstrap over halves and queries. The damping is the factor of the
 penalty. Time is that of everything from the model and its data to the products, memory that of tensors beside
-the model and the data, in a second run.
+the model and the data, in a second run, if the first one took less than a minute.
 
 The other measure is direct: the samples that are foretold to help a query most, 1 % of all, are left out, and
 the model is trained again; how much the query's loss grows, beside leaving out as many at random.
@@ -41,11 +41,12 @@ def measured(
         seconds = time.perf_counter() - begun
         noted = dict(NOTES.get(name, {}))
         live = LiveBytes()
-        with live:
-            METHODS[name](model, problem.loss, data, queries)
+        if seconds < 60:
+            with live:
+                METHODS[name](model, problem.loss, data, queries)
     except Exception as error:
         return None, {"failed": f"{type(error).__name__}: {error}"[:300]}
-    return products, {"seconds": seconds, "peak_bytes": live.peak, **noted}
+    return products, {"seconds": seconds, "peak_bytes": live.peak or None, **noted}
 
 
 def left_out(problem: Problem, start: Any, data: Any, queries: Any, products: Tensor, asked: int) -> float:

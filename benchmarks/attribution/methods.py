@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import packprop
 from benchmarks.attribution.problems import PENALTY, Data
-from packprop import Refinement, operators
-from packprop.extensions import EKFAC, BatchGrad
+from packprop import Refinement
+from packprop.extensions import EKFAC, BatchGrad, SqrtGGNExact
 
 Method = Callable[[nn.Module, nn.Module, Data, Data], Tensor]
 """From model, loss, the data it was trained on, and queries."""
@@ -100,7 +100,13 @@ def gradients(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:
 
 @method("dense GGN")
 def _dense(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
-    operator = operators.of_data(model, loss, data, damping=PENALTY, progress=False)
-    matrix = (operator @ torch.eye(operator.shape[0])).double()
+    """From columns of square roots, a few samples at a time."""
+    size = sum(p.numel() for p in model.parameters())
+    matrix, samples = PENALTY * torch.eye(size, dtype=torch.float64), len(data[0])
+    for start in range(0, samples, 50):
+        some = data[0][start : start + 50], data[1][start : start + 50]
+        roots = packprop.compute(model, loss, some, [SqrtGGNExact()], progress=False)["sqrt_ggn_exact"]
+        flat = torch.cat([roots[name].flatten(2) for name, _ in model.named_parameters()], 2).flatten(0, 1)
+        matrix += (flat.mT @ flat).double() * (len(some[0]) / samples)
     rows = gradients(model, loss, data).double()
     return gradients(model, loss, queries).double() @ torch.linalg.solve(matrix, rows.mT)

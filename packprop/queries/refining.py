@@ -5,8 +5,8 @@ Blocks of single parameters leave out what couples parameters, and Kronecker fac
 the blocks. They are a preconditioner here: the inverse that queries end with is that of the GGN itself, or of
 the Hessian, of all parameters together, up to a residual that is told (Koh and Liang 2017, section 3, by
 conjugate gradients; Martens 2010). All queries in hand share each reading of the data, and the space that is
-searched: see NOTE [Blocks of directions] (``packprop/algebra/conjugate_gradients.py``). So a hundred queries take
-fewer readings than one; a few are joined by random vectors.
+searched: see NOTE [Blocks of directions] (``packprop/algebra/conjugate_gradients.py``). So a hundred queries
+take fewer readings than one; a few are joined by random vectors.
 """
 
 from __future__ import annotations

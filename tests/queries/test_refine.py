@@ -87,6 +87,19 @@ def test_curvature_is_the_preconditioner_and_changes_no_product(tmp_path: Path, 
     assert not torch.allclose(by_row(alone), by_row(plain), rtol=0.1)
 
 
+def test_random_vectors_beside_a_few_queries_save_readings(tmp_path: Path) -> None:
+    model, loss, data = problem("convolution")
+    written(tmp_path / "store", model, loss, data)
+
+    def found(width: int) -> packprop.Influence:
+        refine = Refinement(data, tolerance=1e-6, readings=50, width=width, progress=False)
+        return refined(tmp_path / "store", model, loss, data, refine=refine)
+
+    narrow, wide = found(1), found(20)
+    assert wide.data_readings < narrow.data_readings
+    assert_near(by_row(wide), by_row(narrow), "products", 1e-3)
+
+
 def test_projected_stores(tmp_path: Path) -> None:
     """Queries are refined first, and projected after that."""
     model, loss, data = problem("convolution")
@@ -196,9 +209,7 @@ def test_work_goes_on_where_it_was_ended(tmp_path: Path, memory: Any, monkeypatc
             damping=DAMPING,
             memory=memory,
             k=len(data[0]),
-            refine=Refinement(
-                again, tolerance=1e-8, readings=100, checkpoint=tmp_path / "work", progress=False
-            ),
+            refine=Refinement(again, tolerance=1e-8, width=1, checkpoint=tmp_path / "work", progress=False),
         )
     with pytest.raises(BadInput, match="by its matrix"):
         found(Batches(data), "work", damping=0.02)
@@ -208,7 +219,7 @@ def test_no_convergence_is_told_and_what_was_found_is_kept(tmp_path: Path) -> No
     model, loss, data = problem("convolution")
     written(tmp_path / "store", model, loss, data)
     with pytest.warns(PackpropWarning, match="largest residual is"):
-        found = refined(tmp_path / "store", model, loss, data, refine=Refinement(data, readings=2))
+        found = refined(tmp_path / "store", model, loss, data, refine=Refinement(data, readings=2, width=1))
     assert found.residuals is not None
     assert float(found.residuals.max()) > 1e-3
     assert found.data_readings == 2

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from packprop.memory.planning import plan
     from packprop.monitor import Monitor
     from packprop.queries.influence import influence
+    from packprop.queries.optimizers import optimizer_curvature
     from packprop.queries.refining import Refinement
     from packprop.queries.result import Influence
+    from packprop.queries.self_influence import self_influence
     from packprop.recording.switch import disable, extend, record, restore
     from packprop.reports.compare.comparison import Comparison, compare
     from packprop.reports.coverage import coverage
@@ -81,12 +83,14 @@ _HOMES = {
     "eager_backward": "packprop.eager",
     "extend": "packprop.recording.switch",
     "influence": "packprop.queries.influence",
+    "optimizer_curvature": "packprop.queries.optimizers",
     "plan": "packprop.memory.planning",
     "profile": "packprop.reports.profile.run",
     "record": "packprop.recording.switch",
     "register_loss": "packprop.functions.losses.description",
     "register_use": "packprop.functions.registry",
     "restore": "packprop.recording.switch",
+    "self_influence": "packprop.queries.self_influence",
 }
 # Modules that are asked for as attributes: name -> where they are.
 _MODULES = {
@@ -140,6 +144,7 @@ __all__ = [
     "kronecker",
     "monitor",
     "operators",
+    "optimizer_curvature",
     "plan",
     "products",
     "profile",
@@ -147,6 +152,7 @@ __all__ = [
     "register_loss",
     "register_use",
     "restore",
+    "self_influence",
     "store",
     "testing",
     "types",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from packprop.dataset.sources import Samples
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text
 from packprop.memory.search import budget_of
+from packprop.queries.blocks import blocks_of
 from packprop.queries.checks import (
     gradients_in,
     queries_without_gradient,
@@ -28,29 +29,16 @@ from packprop.queries.checks import (
 )
 from packprop.queries.gradients import QueryGradients
 from packprop.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
-from packprop.queries.refined_search import RefinedSearch
+from packprop.queries.refined_search import Ends, RefinedSearch
 from packprop.queries.refining import Refinement, Refiner
 from packprop.queries.result import Influence
 from packprop.recording.switch import extended
 from packprop.store.reading import BITE, Store
-from packprop.store.search import Found, bytes_of_a_row, require_number
+from packprop.store.search import Found, bytes_of_a_row, require_number, summed_products
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.names import named_parameters
 
 ASKED = "influence(...) was called."
-
-CURVATURES = (
-    "ekfac",
-    "kfac",
-    "kflr",
-    "kfra",
-    "hbp",
-    "diag_ggn_exact",
-    "diag_ggn_mc",
-    "diag_h",
-    "diag_h_mc",
-)
-"""What in a ``Result`` is curvature that has an inverse."""
 
 
 def influence(
@@ -64,6 +52,7 @@ def influence(
     factored: bool = False,
     refine: Data | Refinement | None = None,
     k: int = 10,
+    groups: Tensor | Sequence[int] | None = None,
     quantity: str | None = None,
     memory: int | str | None = "500MiB",
     batch_size: int | None = None,
@@ -100,6 +89,9 @@ def influence(
             group at once. Each step reads the data once: see NOTE [Refined queries]
             (``packprop/queries/refining.py``). ``damping`` is required.
         k: How many samples at each end; fewer if there are no more.
+        groups: The group of each row of the store ``[n]``, from 0 on: its class, document or source. The
+            products of a query are then added up over each group as well, ``Influence.groups`` ``[q, g]``: what
+            leaving the whole group out does, to first order. That reads the store once more.
         quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
             the first by default.
         memory: Bytes that stored rows in hand and gradients of queries may take; ``None``: any number. Where
@@ -147,29 +139,36 @@ def influence(
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
         batches = Batches(ASKED, queries, most, whole=loss is None)
-    found: list[tuple[Found, ...]] = []
+    numbers = _numbers(groups, opened.samples)
+    found: list[Ends] = []
     empty: list[int] = []
     bite = min(BITE // 2, budget // 2)
+
+    def find(rows: dict[str, Tensor]) -> Ends:
+        largest, smallest = opened.extremes(name, rows, k, memory=bite)
+        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, bite)
+        return largest, smallest, sums
+
     with contextlib.ExitStack() as stack:
         for module in gradients.modules:
             stack.enter_context(extended(module))
         refined = None
         if refiner is not None:
-            refined = RefinedSearch(ASKED, opened, name, k, bite, gradients, refiner, most)
+            asks = [k, None if numbers is None else numbers.tolist()]
+            refined = RefinedSearch(ASKED, opened, name, find, asks, gradients, refiner, most)
             stack.enter_context(refined.kept(model, loss))
-        for group in _groups(batches, gradients, most):
+        for rows in _groups(batches, gradients, most):
             done = sum(len(each[0].products) for each in found)
-            empty += [done + place for place in queries_without_gradient(group)]
-            if refined is None:
-                found.append(opened.extremes(name, group, k, memory=bite))
-            else:
-                found.append(refined(group))
+            empty += [done + place for place in queries_without_gradient(rows)]
+            found.append(find(rows) if refined is None else refined(rows))
     if not found:
         raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
     warn_of_empty(ASKED, empty, sum(len(each[0].products) for each in found))
     largest, smallest = (
-        Found(*(torch.cat(parts) for parts in zip(*side, strict=True))) for side in zip(*found, strict=True)
+        Found(*(torch.cat(parts) for parts in zip(*side, strict=True)))
+        for side in zip(*(ends[:2] for ends in found), strict=True)
     )
+    sums = [ends[2] for ends in found if ends[2] is not None]
     return Influence(
         largest,
         smallest,
@@ -181,8 +180,28 @@ def influence(
         readings=len(found),
         refined_by=None if refiner is None else refiner.matrix,
         residuals=None if refiner is None else torch.cat(refiner.residuals),
+        groups=torch.cat(sums) if sums else None,
         data_readings=0 if refined is None else refined.readings,
     )
+
+
+def _numbers(groups: Tensor | Sequence[int] | None, samples: int) -> Tensor | None:
+    """The groups of rows as whole numbers ``[n]``.
+
+    Raises:
+        BadInput: If they are none, or not as many as rows.
+    """
+    if groups is None:
+        return None
+    found = torch.as_tensor(groups).cpu()
+    if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
+        raise BadInput(
+            ASKED,
+            f"groups of shape {list(found.shape)} and {found.dtype}",
+            f"the store has {samples} rows, and each needs the number of its group, from 0 on",
+            "give whole numbers [n] in the order of the store's rows",
+        )
+    return found.long()
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
@@ -283,37 +302,10 @@ def _preconditioner(
                 "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
             )
         return None
-    found = Result.load(curvature) if isinstance(curvature, (str, Path)) else curvature
-    name, blocks = _blocks(found)
+    name, blocks = blocks_of(ASKED, curvature)
     shapes = {
         each: p.shape
         for each, p in named_parameters(model)
         if p.requires_grad and (names is None or each in names)
     }
     return preconditioner_of(ASKED, name, blocks, damping, factored, shapes)
-
-
-def _blocks(curvature: Result | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The one curvature of a result, or blocks by parameter as they are given, and what to call them.
-
-    Raises:
-        BadInput: For a result that holds none, or several.
-    """
-    if not isinstance(curvature, Result):
-        if isinstance(curvature, Mapping):
-            return "the given curvature", curvature
-        raise BadInput(
-            ASKED,
-            f"curvature of type {type(curvature).__name__}",
-            "it is no Result, nor does it hold a block for each parameter",
-            "give what packprop.compute returned, the path of its file, or one of its entries",
-        )
-    known = [name for name in CURVATURES if name in curvature]
-    if len(known) == 1:
-        return known[0], curvature[known[0]]
-    raise BadInput(
-        ASKED,
-        f"the curvature, a Result of {', '.join(curvature) or 'nothing'}",
-        f"{', '.join(known)} are curvature, and one of them must be chosen" if known else "none is curvature",
-        f"give result[{known[0]!r}]" if known else f"compute one of {', '.join(CURVATURES)}",
-    )

@@ -27,11 +27,15 @@ clock = time.monotonic
 
 @dataclass(frozen=True)
 class DoneGroup:
-    """A group of queries that is done: what stands for its gradients, what was found, and its residuals."""
+    """A group of queries that is done: what stands for its gradients, what was found, and its residuals.
+
+    ``groups``: sums over groups of samples, if these were asked for.
+    """
 
     digest: str
     largest: list[Tensor]
     smallest: list[Tensor]
+    groups: Tensor | None
     residuals: Tensor
 
 

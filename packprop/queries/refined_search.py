@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,12 @@ from packprop.store.reading import Store
 from packprop.store.search import Found
 from packprop.tensors.calling import LossFunction
 
+Ends = tuple[Found, Found, Tensor | None]
+"""The samples at both ends, and sums over groups ``[q, g]`` if they were asked for."""
+
+Find = Callable[[dict[str, Tensor]], Ends]
+"""From rows of queries by array to what the store has for them."""
+
 
 class RefinedSearch:
     """For one group of queries after the other, the stored samples at both ends.
@@ -27,8 +33,8 @@ class RefinedSearch:
         asked: What the user asked for, for messages.
         store: The store.
         quantity: Which gradients of it.
-        k: How many samples at each end.
-        bite: Bytes of rows in hand.
+        find: Looks for rows of queries, as the store has them.
+        asks: What it looks for, as JSON has it.
         gradients: What has made the groups.
         refiner: What refines them.
         most: How many vectors fit at once while they are refined.
@@ -39,14 +45,14 @@ class RefinedSearch:
         asked: str,
         store: Store,
         quantity: str,
-        k: int,
-        bite: int,
+        find: Find,
+        asks: list[Any],
         gradients: QueryGradients,
         refiner: Refiner,
         most: int,
     ) -> None:
         self._most = most
-        self._asked, self._store, self._quantity, self._k, self._bite = asked, store, quantity, k, bite
+        self._asked, self._store, self._quantity, self._find, self._asks = asked, store, quantity, find, asks
         self._gradients, self._refiner = gradients, refiner
         self._keeper = Keeper(asked, None, None)
         self._place, self._before = 0, 0
@@ -67,7 +73,7 @@ class RefinedSearch:
             "quantity": self._quantity,
             "samples": self._store.samples,
             "identifiers": digest(self._store.identifiers),
-            "k": self._k,
+            "asked for": self._asks,
         }
         options = {**self._refiner.facts, "store": store}
         identity = identity_of(model, loss, [BatchGrad()], self._refiner.batches, **options)
@@ -76,14 +82,14 @@ class RefinedSearch:
             self._before = self._keeper.work.readings
             yield
 
-    def __call__(self, rows: dict[str, Tensor]) -> tuple[Found, ...]:
-        """The largest and the smallest products of the next group; nothing is left of ``rows``."""
+    def __call__(self, rows: dict[str, Tensor]) -> Ends:
+        """What is found for the next group of queries; nothing is left of ``rows``."""
         place, stamp = self._place, " ".join(map(digest, rows.values()))
         self._place += 1
         known = self._keeper.known(place, stamp)
         if isinstance(known, DoneGroup):
             self._refiner.residuals.append(known.residuals)
-            return Found(*known.largest), Found(*known.smallest)
+            return Found(*known.largest), Found(*known.smallest), known.groups
 
         def keep(iterations: ConjugateGradients) -> None:
             done = self._keeper.work.done
@@ -91,9 +97,7 @@ class RefinedSearch:
 
         state = None if known is None else known.state
         solved = self._refiner(rows, self._gradients.orders, state, self._most, keep)
-        found = self._store.extremes(
-            self._quantity, self._gradients.projected_rows(solved), self._k, memory=self._bite
-        )
-        group = DoneGroup(stamp, [*found[0]], [*found[1]], self._refiner.residuals[-1])
+        largest, smallest, groups = found = self._find(self._gradients.projected_rows(solved))
+        group = DoneGroup(stamp, [*largest], [*smallest], groups, self._refiner.residuals[-1])
         self._keeper.keep(Work([*self._keeper.work.done, group], None, self.readings), now=True)
         return found

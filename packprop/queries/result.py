@@ -35,7 +35,8 @@ class Influence:
         readings: How often the store was read.
         refined_by: ``"ggn"`` or ``"hessian"``, the matrix that queries were refined by, or ``None``.
         residuals: Of each query that was refined ``[q]``: ``|b - A x| / |b|``.
-        data_readings: How often the data were read for that.
+        groups: Products added up over groups of samples ``[q, g]``, if these were asked for.
+        data_readings: How often the data were read for refining.
     """
 
     largest: Found
@@ -48,6 +49,7 @@ class Influence:
     readings: int = 1
     refined_by: str | None = None
     residuals: Tensor | None = None
+    groups: Tensor | None = None
     data_readings: int = 0
 
     def __len__(self) -> int:
@@ -66,6 +68,7 @@ class Influence:
             "refined_by": self.refined_by,
             "residuals": None if self.residuals is None else self.residuals.tolist(),
             "data_readings": self.data_readings,
+            "groups": None if self.groups is None else self.groups.tolist(),
             "queries": [
                 {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
                 for query in range(len(self))

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # What type checkers and editors read; at run time a name is imported when it is first asked for.
-    from packprop import compat, distributed, errors, examples, extensions, monitor, store, testing, types
+    from packprop import (
+        compat,
+        distributed,
+        errors,
+        examples,
+        extensions,
+        monitor,
+        operators,
+        store,
+        testing,
+        types,
+    )
     from packprop.algebra import kronecker
     from packprop.algebra.algorithms import algorithms
     from packprop.clipped import ClippedGradients, clipped_gradients
     from packprop.compiled.step import CompiledStep, compile
     from packprop.context import backpack
-    from packprop.curvature import operators, products
+    from packprop.curvature import products
     from packprop.dataset.compute import compute
     from packprop.dataset.result import Result
     from packprop.eager import eager_backward
@@ -26,7 +37,10 @@ if TYPE_CHECKING:
     from packprop.memory.planning import plan
     from packprop.monitor import Monitor
     from packprop.queries.influence import influence
+    from packprop.queries.optimizers import optimizer_curvature
+    from packprop.queries.refining import Refinement
     from packprop.queries.result import Influence
+    from packprop.queries.self_influence import self_influence
     from packprop.recording.switch import disable, extend, record, restore
     from packprop.reports.compare.comparison import Comparison, compare
     from packprop.reports.coverage import coverage
@@ -53,6 +67,7 @@ _HOMES = {
     "PackpropWarning": "packprop.errors",
     "Plan": "packprop.memory.plan",
     "Profile": "packprop.reports.profile.result",
+    "Refinement": "packprop.queries.refining",
     "Result": "packprop.dataset.result",
     "Store": "packprop.store.reading",
     "StoreWriter": "packprop.store.writing",
@@ -68,12 +83,14 @@ _HOMES = {
     "eager_backward": "packprop.eager",
     "extend": "packprop.recording.switch",
     "influence": "packprop.queries.influence",
+    "optimizer_curvature": "packprop.queries.optimizers",
     "plan": "packprop.memory.planning",
     "profile": "packprop.reports.profile.run",
     "record": "packprop.recording.switch",
     "register_loss": "packprop.functions.losses.description",
     "register_use": "packprop.functions.registry",
     "restore": "packprop.recording.switch",
+    "self_influence": "packprop.queries.self_influence",
 }
 # Modules that are asked for as attributes: name -> where they are.
 _MODULES = {
@@ -84,7 +101,7 @@ _MODULES = {
     "extensions": "packprop.extensions",
     "kronecker": "packprop.algebra.kronecker",
     "monitor": "packprop.monitor",
-    "operators": "packprop.curvature.operators",
+    "operators": "packprop.operators",
     "products": "packprop.curvature.products",
     "store": "packprop.store",
     "testing": "packprop.testing",
@@ -103,6 +120,7 @@ __all__ = [
     "PackpropWarning",
     "Plan",
     "Profile",
+    "Refinement",
     "Result",
     "Store",
     "StoreWriter",
@@ -126,6 +144,7 @@ __all__ = [
     "kronecker",
     "monitor",
     "operators",
+    "optimizer_curvature",
     "plan",
     "products",
     "profile",
@@ -133,6 +152,7 @@ __all__ = [
     "register_loss",
     "register_use",
     "restore",
+    "self_influence",
     "store",
     "testing",
     "types",

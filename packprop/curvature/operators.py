@@ -58,6 +58,11 @@ class Operator:
         return accumulation_dtype(highest)
 
     @property
+    def readings(self) -> int:
+        """How often the data of an operator of a data set were read to their end; 0 for other operators."""
+        return int(getattr(self.product, "readings", 0))
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.parameters[0].device

@@ -110,7 +110,7 @@ class BatchPass:
         loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
-            reduction, divisor = _loss_terms(graph)
+            reduction, divisor = loss_terms(graph)
             terms = float(divisor)
 
             def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
@@ -128,14 +128,14 @@ class BatchPass:
         with self._put_together(graph):
             settle_loss_inputs(graph, self.parts)
             check_graph(graph)
-            with _quiet_without(float(_loss_terms(graph)[1])):
+            with _quiet_without(float(loss_terms(graph)[1])):
                 self._backward(graph, _dropped)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
         """Run the pass, and merge nothing."""
         loss, graph = self._recorded(inputs, targets)
         self._settle(graph)
-        reduction, terms = _loss_terms(graph)
+        reduction, terms = loss_terms(graph)
         rows: dict[str, tuple[torch.dtype, dict[Part, list[Any]]]] = {}
 
         def done(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
@@ -253,7 +253,7 @@ def _quiet_without(terms: float) -> Iterator[None]:
         yield
 
 
-def _loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
+def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
     """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
     calls = [loss.call for loss in graph.losses]
     if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:

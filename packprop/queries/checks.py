@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+import warnings
+from collections.abc import Mapping, Sequence
 
-from packprop.errors import BadInput
+import torch
+from torch import Tensor, nn
+
+from packprop.errors import BadInput, PackpropWarning
 from packprop.extensions import BatchGrad, Projected
 from packprop.store.describing import described_model
 from packprop.store.reading import Store
@@ -61,3 +65,30 @@ def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
             why,
             "give the model that the store was written with, as it was then",
         )
+
+
+def queries_without_gradient(rows: Mapping[str, Tensor]) -> list[int]:
+    """Places of the queries whose rows ``[q, ...]`` are zero in all arrays."""
+    found = torch.stack([each.reshape(len(each), -1).any(1) for each in rows.values()]).any(0)
+    return (~found).nonzero()[:, 0].tolist()
+
+
+def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
+    """Warn of queries without gradient: their products are zero, and the order of samples says nothing.
+
+    Raises:
+        BadInput: If all are such.
+    """
+    if not empty:
+        return
+    why = "the gradient of their loss is zero in every parameter that samples of the store depend on"
+    if len(empty) == queries:
+        instead = "give targets that count in the loss, and a loss that depends on the trained parameters"
+        raise BadInput(asked, "all queries", why, instead)
+    shown = ", ".join(map(str, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
+    warnings.warn(
+        f"influence(...): of queries {shown} {why}: their products are zero, and the order of samples says "
+        "nothing.",
+        PackpropWarning,
+        stacklevel=3,
+    )

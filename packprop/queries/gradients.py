@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packprop.algebra.monoid import KEEP
+from packprop.algebra.order import EntryOrder
 from packprop.algebra.projecting import projected
 from packprop.algebra.projections import Projection
 from packprop.algebra.structures import Dense, entry_order_of
@@ -49,6 +50,10 @@ class QueryGradients:
         arrays: Stored rows by parameter; of all together by ``""``.
         preconditioner: What gradients are multiplied by, if by anything.
         device: Where batches are moved to.
+        raw: Whether gradients are left as they are until ``projected_rows``: they are refined before that.
+
+    Attributes:
+        orders: Where parameters keep their entries, of those that were met.
     """
 
     def __init__(
@@ -59,14 +64,16 @@ class QueryGradients:
         arrays: Mapping[str, StoredArray],
         preconditioner: Preconditioner | None,
         device: torch.device | str,
+        raw: bool = False,
     ) -> None:
+        self._raw, self.orders = raw, dict[str, EntryOrder | None]()
         self._asked, self._arrays, self._preconditioner, self._device = asked, arrays, preconditioner, device
         self._shapes = {name: p.shape for name, p in named_parameters(model) if p.requires_grad}
         self._dtypes = {name: p.dtype for name, p in named_parameters(model) if p.requires_grad}
         options = arrays[""].header.projection if "" in arrays else None
         self._projection = None if options is None else Projection(**options)
         self._extension: Extension = BatchGrad()
-        if self._projection is not None and preconditioner is None:
+        if self._projection is not None and preconditioner is None and not raw:
             dimension, kind = self._projection.dimension, self._projection.kind
             self._extension = Projected(BatchGrad(), dimension, kind=kind, seed=self._projection.seed)
         self._extensions: list[Extension] = [self._extension]
@@ -127,17 +134,46 @@ class QueryGradients:
             del results
             order = by_extension[self._extensions[1]][0] if len(self._extensions) > 1 else None
             by_extension.clear()
+            self.orders[name] = order
             self._require_finite(name, gradients)
             self._put(rows, name, gradients, order)
-        for name, array in self._arrays.items():  # the batch does not use the parameter
+        for name, shape in self._expected.items():  # the batch does not use the parameter
             if name not in rows:
-                rows[name] = torch.zeros(found.samples, *array.shape[1:], dtype=array.dtype)
-        return found.samples, rows
+                dtype = self._dtypes[name] if self._raw else self._arrays[name].dtype
+                rows[name] = torch.zeros(found.samples, *shape, dtype=dtype)
+        return found.samples, {name: rows[name] for name in self._expected}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters whose gradients count: where rows are not projected, those of the store."""
+        return [name for name in self._shapes if self._projection is not None or name in self._arrays]
+
+    @property
+    def _expected(self) -> dict[str, torch.Size]:
+        """Shapes of the rows of a query, by parameter or array."""
+        if self._raw:
+            return {name: self._shapes[name] for name in self.names}
+        return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
+
+    def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rows of queries by parameter as the store has them: projected, if its rows are."""
+        if self._projection is None:
+            return rows
+        total: Tensor | None = None
+        for name in [*rows]:
+            piece = rows.pop(name)
+            part = projected(Dense(piece[None]), self._projection, name, piece.shape[1:])
+            total = part if total is None else total + part
+        assert total is not None
+        return {"": total}
 
     def _put(self, rows: dict[str, Tensor], name: str, gradients: Tensor, order: Any) -> None:
         """Put what becomes of a parameter's gradients among the rows of a batch."""
         if self._projection is None and name not in self._arrays:
             return  # no sample of the store depends on it: rows are zero there
+        if self._raw:
+            rows[name] = gradients.to(accumulation_dtype(gradients.dtype)).cpu()
+            return
         if self._preconditioner is not None:
             wide = gradients.to(accumulation_dtype(gradients.dtype))
             gradients = self._preconditioner(self._asked, name, wide, order)

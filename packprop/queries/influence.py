@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,32 @@ from torch import Tensor, nn
 
 from packprop.dataset.batches import BATCH_SIZE, Batches, Data
 from packprop.dataset.given import require_model_and_loss
+from packprop.dataset.products import ROOM
 from packprop.dataset.result import Result
 from packprop.dataset.sharded import require_whole_parameters
 from packprop.dataset.sources import Samples
 from packprop.errors import BadInput, PackpropError
 from packprop.memory.bytes import byte_text
 from packprop.memory.search import budget_of
-from packprop.queries.checks import gradients_in, require_same_model
+from packprop.queries.blocks import blocks_of
+from packprop.queries.checks import (
+    gradients_in,
+    queries_without_gradient,
+    require_same_model,
+    warn_of_empty,
+)
 from packprop.queries.gradients import QueryGradients
-from packprop.queries.preconditioning import Preconditioner, preconditioner_of
+from packprop.queries.preconditioning import Preconditioner, preconditioner_of, require_damping
+from packprop.queries.refined_search import Ends, RefinedSearch
+from packprop.queries.refining import Refinement, Refiner
 from packprop.queries.result import Influence
 from packprop.recording.switch import extended
 from packprop.store.reading import BITE, Store
-from packprop.store.search import Found, bytes_of_a_row, require_number
+from packprop.store.search import Found, bytes_of_a_row, require_number, summed_products
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.names import named_parameters
 
 ASKED = "influence(...) was called."
-
-CURVATURES = (
-    "ekfac",
-    "kfac",
-    "kflr",
-    "kfra",
-    "hbp",
-    "diag_ggn_exact",
-    "diag_ggn_mc",
-    "diag_h",
-    "diag_h_mc",
-)
-"""What in a ``Result`` is curvature that has an inverse."""
 
 
 def influence(
@@ -54,7 +50,9 @@ def influence(
     curvature: Result | Mapping[str, Any] | str | Path | None = None,
     damping: float | None = None,
     factored: bool = False,
+    refine: Data | Refinement | None = None,
     k: int = 10,
+    groups: Tensor | Sequence[int] | None = None,
     quantity: str | None = None,
     memory: int | str | None = "500MiB",
     batch_size: int | None = None,
@@ -85,7 +83,15 @@ def influence(
         damping: What is added to each block, in units of the curvature; required with ``curvature``. Inverses
             are exact: see NOTE [Which inverse] (``packprop/queries/preconditioning.py``).
         factored: Two factors share the damping instead, as in Martens and Grosse (2015), 6.3.
+        refine: The data that the model was trained on, or a ``packprop.Refinement`` with them and with options.
+            Queries are multiplied by the inverse of the damped GGN of all parameters together then, by
+            conjugate gradients, with ``curvature`` as the preconditioner, if it is given; all queries of a
+            group at once. Each step reads the data once: see NOTE [Refined queries]
+            (``packprop/queries/refining.py``). ``damping`` is required.
         k: How many samples at each end; fewer if there are no more.
+        groups: The group of each row of the store ``[n]``, from 0 on: its class, document or source. The
+            products of a query are then added up over each group as well, ``Influence.groups`` ``[q, g]``: what
+            leaving the whole group out does, to first order. That reads the store once more.
         quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
             the first by default.
         memory: Bytes that stored rows in hand and gradients of queries may take; ``None``: any number. Where
@@ -97,8 +103,9 @@ def influence(
 
     Raises:
         BadInput: For a store without gradients or of another model, curvature that lacks a parameter, does not
-            fit or is not positive, damping that is missing, a budget that is too small.
-        PackpropError: For gradients that are not finite.
+            fit or is not positive, damping that is missing, a budget that is too small, queries without any
+            gradient, data to refine by that can be read once, a checkpoint of something else.
+        PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, k)
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
@@ -115,26 +122,53 @@ def influence(
     arrays = opened.arrays(name)
     require_same_model(ASKED, opened, model)
     _require_real(arrays)
-    preconditioner = _preconditioner(curvature, damping, factored, model, None if "" in arrays else [*arrays])
+    preconditioner = _preconditioner(
+        curvature, damping, factored, model, None if "" in arrays else [*arrays], refine is not None
+    )
     place = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place)
+    gradients = QueryGradients(ASKED, model, loss, arrays, preconditioner, place, raw=refine is not None)
     budget = budget_of(memory) or sys.maxsize
-    most = _most_queries(gradients, arrays, budget)
+    refiner = None
+    if refine is not None:
+        assert damping is not None
+        asked = refine if isinstance(refine, Refinement) else Refinement(refine)
+        room = min(budget // 4, ROOM)
+        names = gradients.names
+        refiner = Refiner(ASKED, model, loss, asked, names, preconditioner, damping, room, place)
+    most = _most_queries(gradients, arrays, budget, refiner)
     batches = Batches(ASKED, queries, batch_size, whole=loss is None)
     if batch_size is None and isinstance(batches.source, Samples) and most < BATCH_SIZE:
         batches = Batches(ASKED, queries, most, whole=loss is None)
-    found: list[tuple[Found, ...]] = []
+    numbers = _numbers(groups, opened.samples)
+    found: list[Ends] = []
+    empty: list[int] = []
+    bite = min(BITE // 2, budget // 2)
+
+    def find(rows: dict[str, Tensor]) -> Ends:
+        largest, smallest = opened.extremes(name, rows, k, memory=bite)
+        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, bite)
+        return largest, smallest, sums
+
     with contextlib.ExitStack() as stack:
         for module in gradients.modules:
             stack.enter_context(extended(module))
-        for group in _groups(batches, gradients, most):
-            bite = min(BITE // 2, budget // 2)
-            found.append(opened.extremes(name, group, k, memory=bite))
+        refined = None
+        if refiner is not None:
+            asks = [k, None if numbers is None else numbers.tolist()]
+            refined = RefinedSearch(ASKED, opened, name, find, asks, gradients, refiner, most)
+            stack.enter_context(refined.kept(model, loss))
+        for rows in _groups(batches, gradients, most):
+            done = sum(len(each[0].products) for each in found)
+            empty += [done + place for place in queries_without_gradient(rows)]
+            found.append(find(rows) if refined is None else refined(rows))
     if not found:
         raise BadInput(ASKED, "queries", "no samples were in any batch", "give at least one query")
+    warn_of_empty(ASKED, empty, sum(len(each[0].products) for each in found))
     largest, smallest = (
-        Found(*(torch.cat(parts) for parts in zip(*side, strict=True))) for side in zip(*found, strict=True)
+        Found(*(torch.cat(parts) for parts in zip(*side, strict=True)))
+        for side in zip(*(ends[:2] for ends in found), strict=True)
     )
+    sums = [ends[2] for ends in found if ends[2] is not None]
     return Influence(
         largest,
         smallest,
@@ -142,9 +176,32 @@ def influence(
         terms=opened.terms,
         quantity=name,
         curvature=None if preconditioner is None else preconditioner.name,
-        damping=None if preconditioner is None else preconditioner.damping,
+        damping=damping,
         readings=len(found),
+        refined_by=None if refiner is None else refiner.matrix,
+        residuals=None if refiner is None else torch.cat(refiner.residuals),
+        groups=torch.cat(sums) if sums else None,
+        data_readings=0 if refined is None else refined.readings,
     )
+
+
+def _numbers(groups: Tensor | Sequence[int] | None, samples: int) -> Tensor | None:
+    """The groups of rows as whole numbers ``[n]``.
+
+    Raises:
+        BadInput: If they are none, or not as many as rows.
+    """
+    if groups is None:
+        return None
+    found = torch.as_tensor(groups).cpu()
+    if found.shape != (samples,) or found.is_floating_point() or (samples and int(found.min()) < 0):
+        raise BadInput(
+            ASKED,
+            f"groups of shape {list(found.shape)} and {found.dtype}",
+            f"the store has {samples} rows, and each needs the number of its group, from 0 on",
+            "give whole numbers [n] in the order of the store's rows",
+        )
+    return found.long()
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
@@ -172,10 +229,13 @@ def _joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
 
 
-def _most_queries(gradients: QueryGradients, arrays: Mapping[str, Any], budget: int) -> int:
+def _most_queries(
+    gradients: QueryGradients, arrays: Mapping[str, Any], budget: int, refiner: Refiner | None
+) -> int:
     """How many queries fit into a quarter of the budget, while they are made into another quarter.
 
-    The second quarter is for joining them. The other half is for rows of the store.
+    The second quarter is for joining them. The other half is for rows of the store. Queries that are refined
+    have three quarters before rows are read; the last one is for vectors in a batch of data.
 
     Raises:
         BadInput: If it is none, or no row fits.
@@ -194,7 +254,15 @@ def _most_queries(gradients: QueryGradients, arrays: Mapping[str, Any], budget: 
             f"while it is made it takes {byte_text(query)}, which is more than a quarter of it",
             f"give at least {byte_text(4 * query)}",
         )
-    return budget // 4 // query
+    if refiner is None:
+        return budget // 4 // query
+    if refiner.query_bytes > budget // 4 * 3:
+        raise _too_small(
+            "one query that is refined",
+            f"it takes {byte_text(refiner.query_bytes)}, which is more than three quarters of it",
+            f"give at least {byte_text(-(-refiner.query_bytes // 3) * 4)}",
+        )
+    return min(budget // 4 // query, budget // 4 * 3 // refiner.query_bytes)
 
 
 def _too_small(where: str, why: str, instead: str) -> PackpropError:
@@ -218,9 +286,14 @@ def _preconditioner(
     factored: bool,
     model: nn.Module,
     names: list[str] | None,
+    refined: bool,
 ) -> Preconditioner | None:
     """What gradients are preconditioned with, if with anything."""
+    if refined:
+        require_damping(ASKED, damping, "the matrix of the data")
     if curvature is None:
+        if refined and not factored:
+            return None
         if damping is not None or factored:
             raise BadInput(
                 ASKED,
@@ -229,37 +302,10 @@ def _preconditioner(
                 "give curvature=..., such as packprop.compute(..., [EKFAC()]), or leave it out",
             )
         return None
-    found = Result.load(curvature) if isinstance(curvature, (str, Path)) else curvature
-    name, blocks = _blocks(found)
+    name, blocks = blocks_of(ASKED, curvature)
     shapes = {
         each: p.shape
         for each, p in named_parameters(model)
         if p.requires_grad and (names is None or each in names)
     }
     return preconditioner_of(ASKED, name, blocks, damping, factored, shapes)
-
-
-def _blocks(curvature: Result | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The one curvature of a result, or blocks by parameter as they are given, and what to call them.
-
-    Raises:
-        BadInput: For a result that holds none, or several.
-    """
-    if not isinstance(curvature, Result):
-        if isinstance(curvature, Mapping):
-            return "the given curvature", curvature
-        raise BadInput(
-            ASKED,
-            f"curvature of type {type(curvature).__name__}",
-            "it is no Result, nor does it hold a block for each parameter",
-            "give what packprop.compute returned, the path of its file, or one of its entries",
-        )
-    known = [name for name in CURVATURES if name in curvature]
-    if len(known) == 1:
-        return known[0], curvature[known[0]]
-    raise BadInput(
-        ASKED,
-        f"the curvature, a Result of {', '.join(curvature) or 'nothing'}",
-        f"{', '.join(known)} are curvature, and one of them must be chosen" if known else "none is curvature",
-        f"give result[{known[0]!r}]" if known else f"compute one of {', '.join(CURVATURES)}",
-    )

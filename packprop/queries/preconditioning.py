@@ -101,14 +101,7 @@ def preconditioner_of(
         BadInput: For damping that is missing or negative, a parameter without a block, or a block that does not
             fit it, is not finite, or is not positive.
     """
-    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
-        raise BadInput(
-            asked,
-            f"damping={damping!r}",
-            f"what is added to {name} before it is inverted is no number of at least 0",
-            "give one in units of the curvature: 1e-3 of its largest eigenvalues, or the factor of an L2 "
-            "penalty; 0 for none",
-        )
+    added = require_damping(asked, damping, name)
     missing = [parameter for parameter in shapes if parameter not in blocks]
     if missing:
         raise BadInput(
@@ -121,10 +114,27 @@ def preconditioner_of(
     for parameter, shape in shapes.items():
         with naming(parameter):
             block = blocks[parameter]
-            inverses[parameter] = _inverse(asked, name, parameter, block, shape, float(damping), factored)
+            inverses[parameter] = _inverse(asked, name, parameter, block, shape, added, factored)
     lists = [parameter for parameter in shapes if not isinstance(blocks[parameter], (Tensor, Eigen))]
     as_factors = frozenset(parameter for parameter in lists if len(blocks[parameter]) == 2)
-    return Preconditioner(name, float(damping), inverses, as_factors)
+    return Preconditioner(name, added, inverses, as_factors)
+
+
+def require_damping(asked: str, damping: float | None, name: str) -> float:
+    """Damping, if it is a number of at least 0.
+
+    Raises:
+        BadInput: With what it is.
+    """
+    if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
+        raise BadInput(
+            asked,
+            f"damping={damping!r}",
+            f"what is added to {name} before it is inverted is no number of at least 0",
+            "give one in units of the curvature: 1e-3 of its largest eigenvalues, or the factor of an L2 "
+            "penalty; 0 for none",
+        )
+    return float(damping)
 
 
 def _inverse(

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from packprop.store.search import Found
 from packprop.tensors.plain_text import plain_text
@@ -32,6 +33,10 @@ class Influence:
         curvature: What gradients of queries were preconditioned with; ``None`` if with nothing.
         damping: What was added to it.
         readings: How often the store was read.
+        refined_by: ``"ggn"`` or ``"hessian"``, the matrix that queries were refined by, or ``None``.
+        residuals: Of each query that was refined ``[q]``: ``|b - A x| / |b|``.
+        groups: Products added up over groups of samples ``[q, g]``, if these were asked for.
+        data_readings: How often the data were read for refining.
     """
 
     largest: Found
@@ -42,6 +47,10 @@ class Influence:
     curvature: str | None = None
     damping: float | None = None
     readings: int = 1
+    refined_by: str | None = None
+    residuals: Tensor | None = None
+    groups: Tensor | None = None
+    data_readings: int = 0
 
     def __len__(self) -> int:
         """How many queries there were."""
@@ -56,6 +65,10 @@ class Influence:
             "curvature": self.curvature,
             "damping": self.damping,
             "readings": self.readings,
+            "refined_by": self.refined_by,
+            "residuals": None if self.residuals is None else self.residuals.tolist(),
+            "data_readings": self.data_readings,
+            "groups": None if self.groups is None else self.groups.tolist(),
             "queries": [
                 {"largest": _rows(self.largest, query), "smallest": _rows(self.smallest, query)}
                 for query in range(len(self))
@@ -77,7 +90,12 @@ class Influence:
         yield Text(
             f"inner products with {self.quantity} of {self.samples:,} samples, of losses that are summed"
         )
-        if self.curvature is not None:
+        if self.residuals is not None:
+            yield Text(
+                f"gradients of queries times (A + {self.damping:g} I)^-1, A: the {self.refined_by} of the "
+                f"data, by {self.data_readings} readings; largest residual {float(self.residuals.max()):.2g}"
+            )
+        elif self.curvature is not None:
             yield Text(f"gradients of queries times (F + {self.damping:g} I)^-1, F: {self.curvature}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,43 @@ def extreme_products(
         PackpropError: For products that are not finite.
     """
     require_number(asked, k)
+    flat, width = _flat(asked, arrays, queries)
+    count = len(next(iter(flat.values())))
+    step = max(1, memory // bytes_of_a_row(arrays, count))
+    best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
+    for start, products in _bites(asked, arrays, flat, step):
+        best = [_better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
+    return best
+
+
+def summed_products(
+    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], groups: Tensor, memory: int
+) -> Tensor:
+    """Inner products with queries, added up over the rows of each group: ``[q, g]``, in one reading.
+
+    Args:
+        asked: What the user asked for, for messages.
+        arrays: Stored rows.
+        queries: As many for each array.
+        groups: The number of each row's group ``[n]``.
+        memory: Bytes of rows in hand.
+
+    Raises:
+        BadInput: For queries of another shape than the rows.
+        PackpropError: For products that are not finite.
+    """
+    flat, _ = _flat(asked, arrays, queries)
+    count = len(next(iter(flat.values())))
+    sums = torch.zeros(count, int(groups.max()) + 1, dtype=torch.float64)
+    for start, products in _bites(asked, arrays, flat, max(1, memory // bytes_of_a_row(arrays, count))):
+        sums.index_add_(1, groups[start : start + products.shape[1]], products.double())
+    return sums
+
+
+def _flat(
+    asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], torch.dtype]:
+    """Queries ``[q, p]`` by array, in the precision of their products, and that of sums."""
     counts = {len(query) if query.dim() else 0 for query in queries.values()}
     for name, array in arrays.items():
         if tuple(queries[name].shape[1:]) != tuple(array.shape[1:]) or len(counts) != 1:
@@ -53,26 +90,30 @@ def extreme_products(
                 "give queries [q, ...], as many for each parameter",
             )
     widths = {name: accumulation_dtype(array.dtype) for name, array in arrays.items()}
-    width, count = next(iter(widths.values())), counts.pop()
+    count = counts.pop()
     sizes = {name: array.shape[1:].numel() for name, array in arrays.items()}  # rows may have no axes
     flat = {
         name: queries[name].detach().to("cpu", widths[name]).reshape(count, size)
         for name, size in sizes.items()
     }
-    step = max(1, memory // bytes_of_a_row(arrays, count))
-    best = [(torch.empty(count, 0, dtype=torch.int64), torch.empty(count, 0, dtype=width)) for _ in largest]
+    return flat, next(iter(widths.values()))
+
+
+def _bites(
+    asked: str, arrays: Mapping[str, Any], flat: Mapping[str, Tensor], step: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Where a bite of rows begins, and its products ``[q, n]``."""
     for start in range(0, len(next(iter(arrays.values()))), step):
         products: Tensor | None = None
         for name, array in arrays.items():
-            block = array.lent(start, start + step).to(widths[name])
-            block = block.reshape(len(block), sizes[name])
+            block = array.lent(start, start + step).to(flat[name].dtype)
+            block = block.reshape(len(block), flat[name].shape[1])
             part = flat[name] @ block.mT
             del block
             products = part if products is None else products.add_(part)
         assert products is not None
         _require_finite(asked, products, start)
-        best = [_better(known, products, start, k, side) for known, side in zip(best, largest, strict=True)]
-    return best
+        yield start, products
 
 
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:

@@ -37,7 +37,7 @@ FLOORS = (
     ("context",),
     ("clipped", "compiled", "store"),
     ("dataset",),
-    ("eager", "examples", "queries"),
+    ("eager", "examples", "operators", "queries"),
     ("reports",),
     ("monitor",),
     ("integrations",),

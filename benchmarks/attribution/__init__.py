@@ -1,0 +1,1 @@
+"""How well influence foretells retraining, beside other libraries: ``python -m benchmarks.attribution``."""

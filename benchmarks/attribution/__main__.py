@@ -1,0 +1,117 @@
+"""``python -m benchmarks.attribution``: how well influence foretells retraining; ``results/attribution.json``.
+
+Small models are trained with an L2 penalty, and again on random halves of their data from the same start. The
+linear datamodeling score (Park et al. 2023) is the rank correlation, over the halves, of a query's loss after
+retraining with what influence foretells: minus the sum of the products with the samples of that half. It is a
+mean over queries; its interval (95 %) is a bootstrap over halves and queries. The damping is the factor of the
+penalty. Time is that of everything from the model and its data to the products, memory that of tensors beside
+the model and the data, in a second run, if the first one took less than a minute.
+
+The other measure is direct: the samples that are foretold to help a query most, 1 % of all, are left out, and
+the model is trained again; how much the query's loss grows, beside leaving out as many at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import benchmarks.attribution.peers
+from benchmarks.attribution.methods import METHODS, NOTES
+from benchmarks.attribution.problems import PROBLEMS, Problem, bootstrapped, losses, subsets, trained
+from benchmarks.run import environment, write_results
+from packprop.memory import LiveBytes
+
+assert benchmarks.attribution.peers
+
+
+def measured(
+    name: str, problem: Problem, model: Any, data: Any, queries: Any
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """Products of a method; its seconds, and bytes at the peak; or what it says where it fails."""
+    try:
+        begun = time.perf_counter()
+        products = METHODS[name](model, problem.loss, data, queries)
+        seconds = time.perf_counter() - begun
+        noted = dict(NOTES.get(name, {}))
+        live = LiveBytes()
+        if seconds < 60:
+            with live:
+                METHODS[name](model, problem.loss, data, queries)
+    except Exception as error:
+        return None, {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return products, {"seconds": seconds, "peak_bytes": live.peak or None, **noted}
+
+
+def left_out(problem: Problem, start: Any, data: Any, queries: Any, products: Tensor, asked: int) -> float:
+    """How much the losses of some queries grow, each without the samples that are foretold to help it most."""
+    count, grown = len(data[0]) // 100, []
+    for query in range(asked):
+        chosen = torch.ones(len(data[0]), dtype=torch.bool)
+        chosen[products[query].topk(count).indices] = False
+        after = trained(problem, start, data, chosen)
+        one = queries[0][query : query + 1], queries[1][query : query + 1]
+        grown.append(float(losses(problem, after, one)))
+    return sum(grown) / len(grown)
+
+
+def of_problem(problem: Problem, seed: int, halves: int, asked: int) -> dict[str, Any]:
+    """All methods on one model."""
+    torch.manual_seed(seed)
+    data, queries = problem.data(problem.trained, problem.queries)
+    start = problem.model()
+    chosen = subsets(halves, problem.trained)
+    actual = torch.stack([losses(problem, trained(problem, start, data, each), queries) for each in chosen], 1)
+    model = trained(problem, start, data, torch.ones(problem.trained, dtype=torch.bool))
+    found, described = {}, {}
+    for name in METHODS:
+        products, described[name] = measured(name, problem, model, data, queries)
+        print(" ", name, json.dumps(described[name]), flush=True)
+        if products is not None:
+            found[name] = products
+    foretold = [-(products @ chosen.double().mT) for products in found.values()]
+    scores = bootstrapped(foretold, actual.double())
+    whole = float(losses(problem, model, queries)[:asked].mean())
+    for (name, products), (mean, low, high) in zip(found.items(), scores, strict=True):
+        described[name] |= {"score": mean, "interval": [low, high]}
+        if asked:
+            described[name]["growth"] = left_out(problem, start, data, queries, products, asked) - whole
+        print(f"  {name:28} {mean:.3f} [{low:.3f}, {high:.3f}] {described[name].get('growth')}", flush=True)
+    if asked:
+        at_random = left_out(problem, start, data, queries, torch.rand(asked, problem.trained), asked) - whole
+        described["at random"] = {"growth": at_random}
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"seed": seed, "parameters": parameters, "loss of queries": whole, "methods": described}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attribution", description=__doc__)
+    parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], help="which (default all)")
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="models of each, with halves of their own (default 2)"
+    )
+    parser.add_argument("--halves", type=int, default=100, help="halves to train on again (default 100)")
+    parser.add_argument(
+        "--asked", type=int, default=20, help="queries whose best samples are left out (default 20)"
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for name in options.problems:
+        for seed in range(options.seeds):
+            print(name, seed, flush=True)
+            records.setdefault(name, []).append(of_problem(PROBLEMS[name], seed, options.halves, options.asked))
+    described = environment(1, options.seeds, processes=1)
+    write_results("attribution", described, halves=options.halves, asked=options.asked, problems=records)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

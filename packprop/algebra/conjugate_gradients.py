@@ -1,0 +1,177 @@
+"""Conjugate gradients for many right-hand sides at once, each product of which is one block of vectors.
+
+# NOTE [Blocks of directions]
+All systems share the matrix, so a step looks for every solution in the space that the directions of all of
+them span (block conjugate gradients: O'Leary 1980). A product with ``m`` directions is what a step costs, and
+a reading of the data makes one product of a block in any case. Directions of similar systems become nearly
+dependent, which breaks the plain recurrence. They are made orthonormal here, and those that are nothing but
+rounding are left out (Ji and Li 2017, "A breakdown-free block conjugate gradient method"). Systems that have
+converged give no directions any more, so that blocks become smaller.
+
+A few systems search a narrow space, and take many steps. Random right-hand sides beside them widen it: they are
+not solved for their own sake, and no solution of theirs is kept.
+
+What a step solves is the system seen from its directions, ``P A P^T``: its eigenvalues are between those of A.
+A negative one beyond rounding proves that A is not positive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Rows = Callable[[Tensor], Tensor]
+"""From vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
+
+BITE = 2**20
+"""Entries of a row that are taken to double precision at once."""
+
+
+class NotPositive(ArithmeticError):
+    """The matrix has a negative eigenvalue.
+
+    Args:
+        value: A value of ``v^T A v / |v|^2`` that is negative: the least eigenvalue is at most that.
+        largest: The largest such value that was seen.
+    """
+
+    def __init__(self, value: float, largest: float) -> None:
+        super().__init__(f"{value:.3g} beside {largest:.3g}")
+        self.value, self.largest = value, largest
+
+
+class ConjugateGradients:
+    """Solutions ``[q, p]`` of ``A x = b`` for many b, one step at a time; see NOTE [Blocks of directions].
+
+    The error of each solution, in the norm that A gives, does not grow from step to step.
+
+    Args:
+        right: The right-hand sides b ``[q, p]``.
+        precondition: Products with something like the inverse of A, symmetric and positive; ``None`` for none.
+        tolerance: A system has converged where ``|b - A x|`` is at most this much of ``|b|``.
+        beside: How many random right-hand sides widen the space that is searched.
+
+    Attributes:
+        solutions: What is found so far ``[q, p]``.
+        steps: How many products with blocks were taken.
+    """
+
+    def __init__(self, right: Tensor, precondition: Rows | None, tolerance: float, beside: int = 0) -> None:
+        self._norms = _norms(right)
+        drawn = torch.randn(beside, right.shape[1], generator=torch.Generator().manual_seed(0))
+        self._rests = torch.cat([right, drawn.to(right)])
+        self._precondition = precondition or torch.clone
+        self._tolerance = tolerance
+        self.solutions = torch.zeros_like(right)
+        self.steps = 0
+        self._directions: Tensor | None = None
+
+    @property
+    def residuals(self) -> Tensor:
+        """``|b - A x| / |b|`` for each system ``[q]``, in double precision; 0 where b is zero."""
+        shares = _norms(self._rests[: len(self._norms)]) / self._norms
+        found: Tensor = torch.where(self._norms > 0, shares, 0.0)
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all systems have converged, or no direction is left that is more than rounding."""
+        if self._directions is not None and not len(self._directions):
+            return True
+        return self._are_solved
+
+    def step(self, product: Rows) -> None:
+        """Take one product with a block of directions ``[m, p]``, m at most q, and improve all solutions.
+
+        Raises:
+            NotPositive: If A is found to have a negative eigenvalue; nothing is changed then.
+        """
+        if self._directions is None:
+            self._directions = _orthonormal(self._precondition(self._rests[self._open]))
+        directions = self._directions
+        if not len(directions):
+            return
+        products = product(directions)
+        inverse = _inverse(_inner(directions, products), products.dtype)
+        share = inverse @ _inner(directions, self._rests)
+        self.solutions.addmm_(share[:, : len(self.solutions)].mT.to(directions), directions)
+        self._rests.addmm_(share.mT.to(directions), products, alpha=-1)
+        self.steps += 1
+        if self._are_solved:
+            self._directions = directions[:0]
+            return
+        following = self._precondition(self._rests[self._open])
+        for _ in range(2):  # making small directions longer brings back some of those before
+            back = inverse @ _inner(products, following)
+            following.addmm_(back.mT.to(directions), directions, alpha=-1)
+            following = _orthonormal(following)
+        self._directions = following
+
+    def state(self) -> dict[str, Tensor]:
+        """What ``restore`` goes on from."""
+        assert self._directions is not None
+        tensors = {"norms": self._norms, "rests": self._rests, "solutions": self.solutions}
+        return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state of the same systems."""
+        like = self.solutions
+        self._norms = state["norms"].to(like.device)
+        self._rests, self.solutions = state["rests"].to(like), state["solutions"].to(like)
+        self._directions, self.steps = state["directions"].to(like), int(state["steps"])
+
+    @property
+    def _are_solved(self) -> bool:
+        return not bool((self.residuals > self._tolerance).any())
+
+    @property
+    def _open(self) -> Tensor:
+        """Systems that give directions: those beside the others to the end."""
+        beside = self._norms.new_ones(len(self._rests) - len(self._norms), dtype=torch.bool)
+        return torch.cat([self.residuals > self._tolerance, beside])
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Lengths of rows, in double precision."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products of rows ``[m, n]``, added up in double precision."""
+    found = left.new_zeros(len(left), len(right), dtype=torch.float64)
+    for first, second in zip(left.split(BITE, 1), right.split(BITE, 1), strict=True):
+        found += first.double() @ second.double().mT
+    return found
+
+
+def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of a positive matrix whose entries are as exact as ``dtype``; of its zeros, zero.
+
+    Raises:
+        NotPositive: If an eigenvalue is negative, beyond rounding.
+    """
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    largest = float(values.abs().max())
+    rounding = 10 * len(values) ** 0.5 * torch.finfo(dtype).eps * largest
+    if float(values[0]) < -rounding:
+        raise NotPositive(float(values[0]), float(values[-1]))
+    kept = values > rounding
+    inverse: Tensor = (vectors[:, kept] / values[kept]) @ vectors[:, kept].mT
+    return inverse
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Orthonormal rows that span what some rows span, but for what is nothing but their rounding."""
+    norms = _norms(rows)
+    rows = rows[norms > 0] / norms[norms > 0].to(rows)[:, None]
+    least = torch.finfo(rows.dtype).eps
+    for cut in (len(rows) * max(least**2 * 100, torch.finfo(torch.float64).eps * 10), 0.0):
+        if not len(rows):
+            break
+        values, vectors = torch.linalg.eigh(_inner(rows, rows))
+        kept = values > cut
+        rows = (vectors[:, kept] / values[kept].sqrt()).mT.to(rows) @ rows
+    return rows

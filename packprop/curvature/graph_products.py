@@ -1,0 +1,70 @@
+"""Products with the matrix of all parameters together, of a recorded graph whose losses are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.curvature.columns import Columns
+from packprop.curvature.generic_loss import loss_hessian_products
+from packprop.curvature.linear import ASKED, INSTEAD, Vectors, linearize, vjps, with_zeros
+from packprop.curvature.not_finite import faulty_jacobian, faulty_node, warn_unless_finite
+from packprop.curvature.products import Product, hessian_product
+from packprop.curvature.second_order import differentiating_twice, named, require_second_derivatives
+from packprop.curvature.seeds import columns
+from packprop.graph.graph import Graph
+from packprop.types import EXACT
+
+Matrix = Literal["ggn", "hessian"]
+
+
+def graph_product(graph: Graph, matrix: Matrix, parameters: Sequence[Tensor]) -> Product:
+    """From vectors ``[v, *p]`` for each parameter to products with the GGN, or the Hessian, of a recorded loss.
+
+    The GGN is that of everything before the loss function, as for the extensions: what happens between the
+    model's output and the loss function belongs to the model.
+
+    Args:
+        graph: With its samples located; kept alive by the product.
+        matrix: Which one.
+        parameters: Leaves; those that the graph does not reach have products of zero.
+
+    Raises:
+        PackpropError: If something in the graph is not twice differentiable, or a loss has no GGN; products
+            raise it, too.
+    """
+    if matrix == "hessian":
+        return hessian_product("A product with the Hessian of a data set", graph.roots[0], parameters)[0]
+    _refuse_losses_without(graph)
+    edges: list[GradientEdge] = [loss.entrance.edge for loss in graph.losses]
+    hessians: list[Callable[[Tensor], Tensor]] = [loss_hessian_products(graph, loss) for loss in graph.losses]
+    require_second_derivatives(graph.roots, parameters, named(graph), ASKED, linear=True)
+    with differentiating_twice("the loss of a batch", ASKED, INSTEAD), graph.hooks.quiet():
+        jacobian = linearize(edges, parameters)
+    looked_at: list[bool] = []
+
+    def product(vectors: Vectors) -> list[Tensor]:
+        with differentiating_twice("the loss of a batch", ASKED, INSTEAD), graph.hooks.quiet():
+            at_losses = jacobian(vectors)
+            curved = [hessian(each) for hessian, each in zip(hessians, at_losses, strict=True)]
+            products = with_zeros(vjps(edges, parameters, curved), parameters, len(vectors[0]))
+            if not looked_at:  # once is enough, and waits for the device
+                looked_at.append(True)
+                warn_unless_finite("A product with the GGN of a batch", products, vectors, search, graph)
+            return products
+
+    def search() -> Node | None:
+        own = faulty_node(graph.roots, graph.root_gradients(), edges, edges)
+        return own or faulty_jacobian(edges, parameters)
+
+    return product
+
+
+def _refuse_losses_without(graph: Graph) -> list[Columns]:
+    """Refuse losses that have no GGN: columns of its root are made where they are needed, which is nowhere."""
+    with torch.no_grad():
+        return columns(graph, EXACT, create_graph=False)

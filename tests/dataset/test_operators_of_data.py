@@ -1,0 +1,188 @@
+"""Operators over a data set against the dense matrix of one batch that holds all samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import packprop
+from packprop import operators
+from packprop.errors import BadInput, PackpropError, PackpropWarning
+from packprop.memory import LiveBytes
+from tests.dataset.matrices import PROBLEMS, classes, convolution, dense, problem
+from tests.references.running import assert_near
+
+
+def whole(operator: operators.Operator) -> Tensor:
+    return operator @ torch.eye(operator.shape[0], dtype=operator.dtype)
+
+
+@pytest.mark.parametrize("matrix", ["ggn", "hessian"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_products_are_those_of_the_dense_matrix(name: str, matrix: Any) -> None:
+    model, loss, data = problem(name)
+    expected = dense(matrix, model, loss, data)
+    operator = operators.of_data(model, loss, data, matrix, batch_size=4, progress=False)
+    assert_near(whole(operator), expected, "matrix", 1e-9)
+    vector = torch.randn(len(expected), dtype=torch.float64)
+    assert_near(operator @ vector, expected @ vector, "product", 1e-9)
+    assert_near(torch.tensor(operator.to_scipy() @ vector.numpy()), expected @ vector, "array", 1e-9)
+    assert operator.readings == 3
+    assert not any(packprop.recording.switch.is_extended(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["weights", "experts"])
+def test_functions_of_products(name: str) -> None:
+    """Traces, eigenvalues, densities and damped solutions; tests/curvature has more of them."""
+    model, loss, data = problem(name)
+    expected = dense("ggn", model, loss, data)
+    operator = operators.of_data(model, loss, data, damping=0.05, batch_size=4, progress=False)
+    damped = expected + 0.05 * torch.eye(len(expected), dtype=torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    found = operators.trace(operator, draws=400, generator=draw)
+    assert abs(found.value - float(damped.trace())) < 4 * found.standard_error
+    assert operator.readings == 1
+    largest = operators.eigenvalues(operator, 2, tolerance=1e-3, generator=draw)
+    assert_near(largest.values, torch.linalg.eigvalsh(damped).flip(0)[:2], "eigenvalues", 1e-3)
+    density = operators.spectral_density(operator, steps=5, draws=3, generator=draw)
+    mean = (density.points * density.weights).sum(1).mean()
+    assert abs(float(mean) * len(damped) - float(damped.trace())) < 0.5 * float(damped.trace())
+    right = torch.randn(len(damped), 3, dtype=torch.float64)
+    solution = operators.solve(operator, right, tolerance=1e-9)
+    assert_near(solution.solutions, torch.linalg.solve(damped, right), "solutions", 1e-6)
+
+
+def test_readings_draw_alike() -> None:
+    """Dropout, a shuffled loader, and generators that the data hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double().train()
+
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + random.random(), y
+
+    loader = DataLoader(Noisy(*classes(4)), batch_size=3, shuffle=True)
+    operator = operators.of_data(model, nn.CrossEntropyLoss(), loader, progress=False)
+    vector, before = torch.randn(operator.shape[0], dtype=torch.float64), torch.get_rng_state()
+    first = operator @ vector
+    torch.randn(5)
+    assert torch.equal(operator @ vector, first)
+    torch.set_rng_state(before)
+    operator @ vector
+    assert torch.equal(torch.get_rng_state(), before), "what the user draws is not changed"
+    assert_near(whole(operator), whole(operator).mT, "symmetric", 1e-12)
+
+
+def test_a_loss_of_the_model_itself_and_some_parameters() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = convolution().double()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.inner(x), labels)}
+
+    torch.manual_seed(0)
+    model = WithLoss()
+    x, y = classes(1, 4, 4)
+    batches = [{"x": x[:6], "labels": y[:6]}, {"x": x[6:], "labels": y[6:]}]
+    chosen = [model.inner.get_submodule("3").weight]
+    operator = operators.of_data(model, None, batches, parameters=chosen, progress=False)
+    expected = dense("ggn", model.inner, nn.CrossEntropyLoss(), (x, y))[10:64, 10:64]
+    assert_near(whole(operator), expected, "block", 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
+    model, loss, data = problem("convolution")
+    expected = dense("ggn", model, loss, data)
+    low = model.to(dtype)
+    operator = operators.of_data(low, loss, (data[0].to(dtype), data[1]), batch_size=4, progress=False)
+    assert operator.dtype == torch.float32
+    assert_near(whole(operator).double(), expected, "matrix", 1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_a_budget_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 4))
+    data = torch.randn(100, 30), torch.randint(4, (100,))
+    vectors = torch.randn(sum(p.numel() for p in model.parameters()), 40)
+    expected = operators.of_data(model, nn.CrossEntropyLoss(), data, progress=False) @ vectors
+    budget = 2_500_000
+    operator = operators.of_data(
+        model, nn.CrossEntropyLoss(), data, batch_size=50, memory=budget, progress=False
+    )
+    parts = vectors.split([p.numel() for p in model.parameters()])
+    pieces = [part.mT.reshape(40, *p.shape) for part, p in zip(parts, model.parameters(), strict=True)]
+    live = LiveBytes()
+    live.own([*model.parameters(), *pieces], "")
+    with live:
+        found = operator.product(pieces)
+    assert_near(torch.cat([each.flatten(1) for each in found], 1).mT, expected, "products", 1e-4)
+    assert live.peak <= budget
+    with pytest.raises(BadInput, match="give at least"):
+        operators.of_data(model, nn.CrossEntropyLoss(), data, memory=500_000, progress=False) @ vectors
+
+
+def test_no_convergence_and_indefinite_matrices_are_told() -> None:
+    model, loss, data = problem("convolution")
+    operator = operators.of_data(model, loss, data, damping=1e-4, batch_size=4, progress=False)
+    right = torch.randn(operator.shape[0], dtype=torch.float64)
+    with pytest.warns(PackpropWarning, match="largest residual is"):
+        found = operators.solve(operator, right, steps=2)
+    assert found.steps == 2
+    assert float(found.residuals[0]) > 1e-6
+    hessian = operators.of_data(model, loss, data, "hessian", batch_size=4, progress=False)
+    with pytest.raises(PackpropError, match="use the GGN"):
+        operators.solve(hessian, right)
+
+
+class OnceOnly(IterableDataset[Any]):
+    """Batches, as they come."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ()
+
+
+def test_bad_input() -> None:
+    model, loss, data = problem("convolution")
+    first = next(model.parameters())
+    wrong: Any = "fisher"
+    with pytest.raises(BadInput, match="can be read once"):
+        operators.of_data(model, loss, iter([data]))
+    with pytest.raises(BadInput, match="no such matrix"):
+        operators.of_data(model, loss, data, wrong)
+    with pytest.raises(BadInput, match="counted twice"):
+        operators.of_data(model, loss, data, parameters=[first, first])
+    with pytest.raises(BadInput, match="none of the model's"):
+        operators.of_data(model, loss, data, parameters=[nn.Parameter(torch.ones(2))])
+    with pytest.raises(BadInput, match="nothing to be a matrix over"):
+        operators.of_data(model, loss, data, parameters=[])
+    operator = operators.of_data(model, loss, data, progress=False)
+    with pytest.raises(BadInput, match="the operator has"):
+        operators.solve(operator, torch.ones(3))
+    with pytest.raises(BadInput, match="not finite"):
+        operators.solve(operator, torch.full((operator.shape[0],), torch.nan))
+    with pytest.raises(BadInput, match="tolerance"):
+        operators.solve(operator, torch.ones(operator.shape[0]), tolerance=0)
+    with pytest.raises(BadInput, match="draws=0"):
+        operators.trace(operator, 0)
+    with pytest.raises(BadInput, match="which='fisher'"):
+        operators.eigenvalues(operator, which=wrong)
+    with pytest.raises(BadInput, match="width=0"):
+        operators.spectral_density(operator, 2, 1).at(torch.zeros(1), 0)
+    with torch.no_grad():
+        first.mul_(2)
+    with pytest.raises(PackpropError, match="changed in place"):
+        operator @ torch.ones(operator.shape[0])
+    mixing = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().train()
+    with pytest.raises(PackpropError, match="BatchNorm"):
+        operators.of_data(mixing, nn.CrossEntropyLoss(), classes(4), progress=False) @ torch.ones(43)

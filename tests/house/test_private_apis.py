@@ -124,23 +124,25 @@ def test_the_search_finds_private_names() -> None:
     assert private_of_others({"a.py": text}) == found
 
 
-# The design page speaks of the code as it is
+# The pages of the design and of the notes speak of the code as it is
 
 
-DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+DESIGN, NOTES = (
+    (PACKAGE.parent / "docs" / name).read_text(encoding="utf-8") for name in ("design.md", "notes.md")
+)
 
 
-def test_the_design_page_lists_private_names() -> None:
+def test_the_notes_page_lists_private_names() -> None:
     rows = {
         match[1].rpartition(".")[2]: set(re.findall(r"`([\w/]+\.py)`", match[2]))
-        for match in re.finditer(r"^\| `([\w.]+)` \| ([^|]*) \|", DESIGN, re.MULTILINE)
+        for match in re.finditer(r"^\| `([\w.]+)` \| ([^|]*) \|", NOTES, re.MULTILINE)
     }
     assert {name: files for name, files in rows.items() if name in USED} == USED
 
 
-def test_the_design_page_says_where_names_are_documented() -> None:
+def test_the_notes_page_says_where_names_are_documented() -> None:
     """Names with an underscore that PyTorch documents stand in a table of their own, with the page."""
-    parts = DESIGN.partition("Names with an underscore that PyTorch documents")
+    parts = NOTES.partition("Names with an underscore that PyTorch documents")
     for name, (_, page) in DOCUMENTED.items():
         assert re.search(
             rf"^\| `[\w.]*{name}` \|.*\]\({DOCUMENTATION}{re.escape(page)}\)", parts[2], re.MULTILINE
@@ -148,13 +150,13 @@ def test_the_design_page_says_where_names_are_documented() -> None:
     assert not [name for name in PRIVATE if f"{name}`" in parts[2]]
 
 
-def test_the_design_page_lists_notes() -> None:
+def test_the_notes_page_lists_notes() -> None:
     written = {
         (title, path.relative_to(PACKAGE).as_posix())
         for path in PACKAGE.rglob("*.py")
         for title in re.findall(r"# NOTE \[(.+?)\]", path.read_text(encoding="utf-8"))
     }
-    listed = set(re.findall(r"^\| (\w[\w ]+) \| `([\w/]+\.py)` \|", DESIGN, re.MULTILINE))
+    listed = set(re.findall(r"^\| (\w[\w ]+) \| `([\w/]+\.py)` \|", NOTES, re.MULTILINE))
     assert listed == written
 
 
@@ -170,7 +172,7 @@ def test_the_design_page_lists_rooms() -> None:
 def test_files_that_the_pages_name_are_there() -> None:
     """Files that the pages for contributors speak of."""
     root = PACKAGE.parent
-    pages = DESIGN + "".join(
+    pages = DESIGN + NOTES + "".join(
         (root / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "docs/adding.md")
     )
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", pages))

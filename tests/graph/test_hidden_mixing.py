@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import extensions
 from packprop.errors import PackpropError
-from packprop.graph import samples as located
+from packprop.samples import locating as located
 from packprop.samples.hidden_mixing import parts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import GatedMean, check, double

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import packprop
 from packprop import backpack, extend, extensions
 from packprop.errors import PackpropError
-from packprop.graph import samples
+from packprop.samples import locating as samples
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
 

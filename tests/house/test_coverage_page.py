@@ -10,9 +10,11 @@ import pytest
 from tests.cases import BY_NAME
 from tests.house import coverage_page
 from tests.house.coverage_page import CATALOGUE, COMMAND, PAGE, ROOT, Line, cell, cells, table
+from tests.selection import thorough
 from tests.versions import needs_every_case
 
 
+@thorough
 @needs_every_case
 def test_the_page_is_what_the_code_says() -> None:
     """In a process of its own: it collects tests."""

@@ -7,6 +7,7 @@ files) to sentences that name its faults; a house in order has none.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -366,6 +367,12 @@ def build(root: Path, sources: dict[str, str]) -> House:
     return House.read(root / "packprop")
 
 
+@functools.cache
+def read_packprop() -> House:
+    """Read the package, once for all tests."""
+    return House.read(PACKPROP)
+
+
 def test_tests_say_why_they_silence() -> None:
     """Apart from those whose mistakes are what they show, and from this file, where it is in texts."""
     tests = PACKPROP.parent / "tests"
@@ -378,7 +385,7 @@ def test_tests_say_why_they_silence() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_packprop_obeys(rule: Callable[[House], list[str]]) -> None:
-    house = House.read(PACKPROP)
+    house = read_packprop()
     assert {"__init__", "errors"} <= house.files.keys()
     assert rule(house) == []
 
@@ -404,7 +411,7 @@ def test_every_rule_can_fail() -> None:
 def test_no_place_is_listed_twice() -> None:
     listed = [place for floor in FLOORS for place in floor]
     assert len(listed) == len(set(listed))
-    house = House.read(PACKPROP)
+    house = read_packprop()
     assert {name.partition("/")[0] for name in house.files} == set(listed)
     named = [*AUTOGRAD, *AUTOGRAD_WITH_NOTE]
     assert all(any(stands_in(name, [place]) for name in house.files) for place in named)
@@ -412,7 +419,7 @@ def test_no_place_is_listed_twice() -> None:
 
 def test_files_are_rooms_of_one_purpose() -> None:
     """None is longer than 400 lines, and half of them have at most 150."""
-    lengths = {name: file.text.count("\n") for name, file in House.read(PACKPROP).files.items()}
+    lengths = {name: file.text.count("\n") for name, file in read_packprop().files.items()}
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
     assert statistics.median(lengths.values()) <= 150
 

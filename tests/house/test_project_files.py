@@ -35,9 +35,7 @@ def test_badges_say_what_the_project_says(badges: ModuleType) -> None:
 
 def test_a_citation_names_this_version() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    found = re.search(r"^version: (.*)$", citation, re.MULTILINE)
-    assert found is not None
-    assert found[1] == PROJECT["version"]
+    assert re.search(r"^version: (.*)$", citation, re.MULTILINE)[1] == PROJECT["version"]
     assert f"name: {PROJECT['authors'][0]['name']}" in citation
     assert f"license: {PROJECT['license']}" in citation
 

@@ -13,6 +13,7 @@ import pytest
 from packprop import Profile, examples, extensions
 from packprop.examples import load_digits
 from packprop.reports import cli
+from tests.selection import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,6 +37,7 @@ def test_first_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == shown
 
 
+@thorough
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +56,7 @@ def test_the_command(
     assert re.sub(r"\d", "", printed).count("KFAC") == 3
 
 
+@thorough
 def test_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ from tests.references.running import BY_ATTRIBUTE, ROWS, Row, as_tensors, assert
 from tests.selection import often, thorough
 
 
-@often(lambda row: row.attribute in ("variance", "diag_ggn_exact", "kfac"))
+@often(lambda row: row.attribute == "variance")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_budget_is_kept_and_changes_no_number(row: Row) -> None:
     """Budgets from ample down to the smallest that is possible, in steps."""
@@ -230,7 +230,7 @@ ASKED = {
 KEPT_OR_REFUSED = [(*swept, attribute) for swept in SWEPT for attribute in ASKED[swept[0]]]
 
 
-@often(lambda build, data, attribute: (build, attribute) == (layers, "diag_ggn_exact"))
+@thorough
 @pytest.mark.parametrize(("build", "data", "attribute"), KEPT_OR_REFUSED)
 def test_budgets_are_kept_or_refused_with_one_that_is_accepted(build: Any, data: Any, attribute: str) -> None:
     """No budget below the least that was named is accepted, and what is planned without one is not below it."""
@@ -268,6 +268,7 @@ def test_rows_of_the_jacobian_take_no_less_without_a_budget_than_is_named(swept:
     assert measured(model, batch, asked, memory=caught.value.floor) <= 1.001 * caught.value.floor
 
 
+@thorough
 def test_the_least_of_a_pass_counts_what_is_between_model_and_loss() -> None:
     model, (x, y) = packprop.extend(layers()), (torch.randn(24, 60), torch.arange(24) % 5)
 
@@ -284,6 +285,7 @@ def test_the_least_of_a_pass_counts_what_is_between_model_and_loss() -> None:
             run(caught.value.floor - 1)
 
 
+@thorough
 def test_the_least_of_a_data_set_counts_the_results_of_the_batches_before() -> None:
     data = torch.randn(24, 60), torch.arange(24) % 5
 

@@ -295,7 +295,7 @@ class Backpack(OwnMode):
                     backward()
             if joint is not None:
                 joint.hand_over(saver)
-            saver.warn_of_skipped()
+            saver.warn_of_large()
             keep = call.keeps_graph
         finally:
             graph.release(keep)

@@ -37,6 +37,7 @@ from packprop.dataset.stored import stored_results
 from packprop.dataset.stream import BatchStream
 from packprop.distributed.ranks import AllRanks
 from packprop.engine.backward_pass import long_work_of
+from packprop.engine.saving import warn_of_diagonals, without_correlations
 from packprop.errors import BadInput
 from packprop.extensions.arguments import require_own_savefields
 from packprop.memory.planning import chunk_sizes_over_data
@@ -44,6 +45,7 @@ from packprop.memory.search import budget_of
 from packprop.recording.switch import extended
 from packprop.store.writing import StoreWriter
 from packprop.tensors.calling import LossFunction
+from packprop.tensors.names import named_parameters
 from packprop.types import Extension, Extensions, check_extensions
 
 ASKED = "compute(...) was called."
@@ -198,6 +200,13 @@ def compute(
             take_up_shards(stream.step.merged, state, place, group)
         result = run.to_the_end()
         result.replays, result.chunk_sizes = stream.told(), chunk_sizes.first
+        shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
+        for extension in chosen:
+            values = result.tables.get(extension.savefield, {})
+            if named := [
+                k for k, value in values.items() if without_correlations(extension, value, shapes.get(k, ()))
+            ]:
+                warn_of_diagonals(extension, named)
         return result
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packprop.algebra.kronecker import Eigen
 from packprop.algebra.monoid import rescale
 from packprop.errors import BadInput, PackpropWarning
 from packprop.graph.graph import Graph
@@ -38,6 +39,7 @@ class ResultSaver:
         self._graph, self._hook, self._loss_scale = graph, hook, loss_scale
         self._waiting = [] if hook is None else graph.owners()
         self._skipped: dict[Extension, list[str]] = {}
+        self._diagonal: dict[Extension, list[str]] = {}
 
     def take_off(self, extensions: Sequence[Extension], reuse: bool) -> dict[tuple[Extension, int], Tensor]:
         """Take off what an earlier pass has saved; with ``reuse``, return the tensors that may be overwritten.
@@ -74,6 +76,8 @@ class ResultSaver:
             if value is None:
                 self._skipped.setdefault(extension, []).append(self._graph.name(leaf))
                 continue
+            if without_correlations(extension, value, leaf.shape):
+                self._diagonal.setdefault(extension, []).append(self._graph.name(leaf))
             dtype = extension.dtype_of(leaf.dtype)
             if not callable(value):  # products keep the tensors that they read as they are
                 value = map_tensors(functools.partial(_saved, dtype=dtype), value)
@@ -97,8 +101,10 @@ class ResultSaver:
         factor = 1 / scale
         return [rescale(value, factor, degree) for value, degree in zip(values, extension.degrees, strict=True)]
 
-    def warn_of_skipped(self) -> None:
-        """Warn of parameters on which nothing was saved, as an extension's options allow."""
+    def warn_of_large(self) -> None:
+        """Warn of parameters on which nothing, or a diagonal, was saved, as an extension's options allow."""
+        for extension, names in self._diagonal.items():
+            warn_of_diagonals(extension, names)
         for extension, names in self._skipped.items():
             warn_of_skipped(extension, names)
 
@@ -108,6 +114,31 @@ def warn_of_skipped(extension: Extension, names: Sequence[str]) -> None:
     warnings.warn(
         f"{extension.name}: there is no {extension.savefield} for {', '.join(map(repr, names))}, whose factors "
         "would be too large; otherwise='diagonal' keeps their diagonals.",
+        PackpropWarning,
+        stacklevel=2,
+    )
+
+
+def without_correlations(extension: Extension, value: Any, shape: Sequence[int]) -> bool:
+    """Whether a factor was too large, and its diagonal took its place because nothing else was asked for.
+
+    The diagonal of the inputs of a table, which has an entry for each row, is all that there is.
+    """
+    if getattr(extension, "otherwise", "") is not None:
+        return False
+    factors = value.vectors if isinstance(value, Eigen) else value if isinstance(value, list) else []
+    return any(
+        factor.dim() == 1 and (place == 0 or len(shape) != 2 or len(factor) != shape[0])
+        for place, factor in enumerate(factors)
+    )
+
+
+def warn_of_diagonals(extension: Extension, names: Sequence[str]) -> None:
+    """Warn, once, of parameters that have a diagonal in place of a factor that would be too large."""
+    shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    warnings.warn(
+        f"{extension.name}: factors of more than 2^14 rows are kept as their diagonals, of {shown}. "
+        "otherwise='diagonal' says that this is meant; 'skip' leaves them out, 'error' refuses them.",
         PackpropWarning,
         stacklevel=2,
     )

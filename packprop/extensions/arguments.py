@@ -8,7 +8,7 @@ from packprop.errors import BadInput
 from packprop.types import Extension
 
 
-def require_one_of(asked: str, where: str, value: object, choices: tuple[str, ...]) -> None:
+def require_one_of(asked: str, where: str, value: object, choices: tuple[str | None, ...]) -> None:
     """Refuse a value that is not one of the choices.
 
     Raises:

@@ -37,13 +37,13 @@ class KFRA(Extension):
         otherwise: As for ``KFAC``, of input factors. ``B`` is given whole: the recursion needs it so.
     """
 
-    otherwise: Otherwise = "error"
+    otherwise: Otherwise | None = None
     savefield = "kfra"
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
         asked = f"KFRA(otherwise={self.otherwise!r}) was asked for."
-        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
+        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -81,7 +81,7 @@ class HBP(Extension):
     ea_strategy: str = BOTEV_MARTENS
     savefield: str = "hbp"  # type: ignore[misc]  # a choice of each instance here
     generator: torch.Generator | None = None
-    otherwise: Otherwise = "error"
+    otherwise: Otherwise | None = None
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""
@@ -90,7 +90,7 @@ class HBP(Extension):
         require_one_of(asked, "loss_hessian_strategy", self.loss_hessian_strategy, get_args(LossHessian))
         require_one_of(asked, "backprop_strategy", self.backprop_strategy, get_args(Backprop))
         require_one_of(asked, "ea_strategy", self.ea_strategy, (BOTEV_MARTENS, CHEN))
-        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
+        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
         plain = self.curv_type == "ggn" and self.ea_strategy == BOTEV_MARTENS
         if self.backprop_strategy == "sqrt" and not plain:
             raise BadInput(
@@ -117,11 +117,13 @@ class HBP(Extension):
 
 
 def _averaged_rows(
-    seed: Seed, curvature: Curvature, average_jacobians: bool, otherwise: Otherwise
+    seed: Seed, curvature: Curvature, average_jacobians: bool, otherwise: Otherwise | None
 ) -> tuple[Row, ...]:
     """The rows of both factors: the recursion, and moments of inputs."""
     factors = functools.partial(
         averaged_factors, seed=seed, curvature=curvature, average_jacobians=average_jacobians
     )
-    inputs = functools.partial(input_sum if average_jacobians else input_gram, otherwise=otherwise)
+    inputs = functools.partial(
+        input_sum if average_jacobians else input_gram, otherwise=otherwise or "diagonal"
+    )
     return (Row(GRAPH, factors, whole=True), Row(INPUTS, inputs, degree=0))

@@ -65,16 +65,17 @@ class KFAC(Sampled):
         fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: the targets of the data are
             taken, as one column at the scale of a draw (Kunstner et al. 2019 on what is lost); nothing is
             drawn then.
-        otherwise: What becomes of a parameter with a factor of more than 2^14 rows. ``"error"``: the pass is
-            refused. ``"diagonal"``: the diagonal of that factor takes its place, ``[p]``; everything in
-            ``packprop.kronecker`` takes a vector for a diagonal matrix. ``"skip"``: nothing is saved on the
-            parameter, and a warning names it. The input factor of a table with so many rows is given as its
-            diagonal in any case: it has no other entries, unless ``"reduce"`` takes averages.
+        otherwise: What becomes of a parameter with a factor of more than 2^14 rows. By default the diagonal of
+            that factor takes its place, ``[p]``, and a warning names the parameters, once; everything in
+            ``packprop.kronecker`` takes a vector for a diagonal matrix. ``"diagonal"``: the same, without a
+            warning. ``"error"``: the pass is refused. ``"skip"``: nothing is saved on the parameter, and a
+            warning names it. The input factor of a table with so many rows is given as its diagonal in any
+            case: it has no other entries, unless ``"reduce"`` takes averages.
     """
 
     approximation: Approximation = "mixed"
     fisher: Fisher = "sampled"
-    otherwise: Otherwise = "error"
+    otherwise: Otherwise | None = None
     savefield = "kfac"
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class KFAC(Sampled):
         asked = f"KFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Fisher))
-        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
+        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -111,7 +112,7 @@ class KFLR(Extension):
 
     subsampling: Sequence[int] | None = None
     approximation: Approximation = "mixed"
-    otherwise: Otherwise = "error"
+    otherwise: Otherwise | None = None
     cheaper: ClassVar[str] = "KFAC"
     savefield = "kflr"
 
@@ -120,7 +121,7 @@ class KFLR(Extension):
         super().__post_init__()
         asked = f"KFLR(approximation={self.approximation!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
-        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
+        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -158,13 +159,13 @@ class EKFAC(Sampled):
             the eigenvalues are those of the block in any case.
         fisher: ``"sampled"``: targets are drawn from the model. ``"empirical"``: the targets of the data are
             taken. ``"exact"``: every column of the root of the loss's Hessian is taken. Neither draws.
-        otherwise: As for ``KFAC``. With ``"diagonal"`` unit vectors take the place of a large factor's
+        otherwise: As for ``KFAC``. With a diagonal unit vectors take the place of a large factor's
             eigenvectors; the eigenvalues are those of the block in that basis.
     """
 
     approximation: Approximation = "mixed"
     fisher: Columns = "sampled"
-    otherwise: Otherwise = "error"
+    otherwise: Otherwise | None = None
     cheaper: ClassVar[str] = "KFAC"
     savefield = "ekfac"
 
@@ -174,7 +175,7 @@ class EKFAC(Sampled):
         asked = f"EKFAC(approximation={self.approximation!r}, fisher={self.fisher!r}) was asked for."
         require_one_of(asked, "approximation", self.approximation, get_args(Approximation))
         require_one_of(asked, "fisher", self.fisher, get_args(Columns))
-        require_one_of(asked, "otherwise", self.otherwise, get_args(Otherwise))
+        require_one_of(asked, "otherwise", self.otherwise, (*get_args(Otherwise), None))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -193,10 +194,12 @@ class EKFAC(Sampled):
         return Eigen(squares, [left] if right is None else [left, right], order)
 
 
-def factor_rows(seed: Seed, approximation: Approximation, otherwise: Otherwise = "error") -> tuple[Row, ...]:
+def factor_rows(
+    seed: Seed, approximation: Approximation, otherwise: Otherwise | None = None
+) -> tuple[Row, ...]:
     """The rows of both factors: second moments of cotangents, and of inputs."""
-    cotangents = functools.partial(cotangent_gram, approximation=approximation, otherwise=otherwise)
-    inputs = functools.partial(input_gram, approximation=approximation, otherwise=otherwise)
+    options: dict[str, Any] = {"approximation": approximation, "otherwise": otherwise or "diagonal"}
+    cotangents, inputs = functools.partial(cotangent_gram, **options), functools.partial(input_gram, **options)
     return (Row(seed, cotangents), Row(INPUTS, inputs, degree=0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -21,6 +22,11 @@ class _Traced:
 
 
 _traced = _Traced()
+
+
+def is_traced_over() -> bool:
+    """Whether ``torch.jit.trace`` runs a module in order to take it down, so that nothing is recorded."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's own
 
 
 def is_compiled(module: nn.Module) -> bool:

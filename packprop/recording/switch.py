@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_backward_hooks
 from packprop.errors import BadInput, PackpropWarning
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, check_documents, check_sample_axis
-from packprop.recording.compiled import is_compiled, note_compiled, warn_of_compiled
+from packprop.recording.compiled import is_compiled, is_traced_over, note_compiled, warn_of_compiled
 from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current
@@ -137,8 +137,10 @@ def _watch_end(module: nn.Module) -> None:
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if is_compiling():
-        note_compiled()
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if (compiles := is_compiling()) or is_traced_over():
+        if compiles:
+            note_compiled()
         return
     if module._backward_hooks or _global_backward_hooks:
         _watch_end(module)
@@ -156,8 +158,10 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _begin_choosing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``_begin``, for a module that packprop's modes may have to be off for."""
-    if is_compiling():
-        note_compiled()
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
+    if (compiles := is_compiling()) or is_traced_over():
+        if compiles:
+            note_compiled()
         return
     drop_stale_recording()
     if aside.current.absence is not None or not (
@@ -209,11 +213,12 @@ def _are_shapeless(inputs: Any) -> bool:
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    if is_compiling():
+    if is_compiling() or is_traced_over():
         return
     if module._backward_hooks or _global_backward_hooks:
         _mark_hooked(output)
     recorder = current.recorder
+    # torch.jit.script compiles hooks, and cannot compile this one: call packprop.restore(model) before
     if (absence := aside.current.absence) is not None:
         if recorder is not None and absence.from_samples:
             recorder.take_as_data(output)

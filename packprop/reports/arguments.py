@@ -99,7 +99,8 @@ out
 
 PAGE = """\
 Draw the page of a profile that was made before, without computing anything. What was not noted then, such
-as the use of memory, is missing.
+as the use of memory, is missing. Of a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has
+written: the page of a training run, with noise scale, signal to noise, outliers and curvature over steps.
 """
 
 
@@ -255,8 +256,10 @@ def _add_compare(commands: Commands) -> None:
 
 def _add_page(commands: Commands) -> None:
     command = new_command(commands, "page", "the page of a profile that was made before", PAGE, EXIT_STATUS)
-    command.add_argument("folder", metavar="DIR", help="folder of a profile")
-    command.add_argument("--output", metavar="FILE", help="where the page goes (default: DIR/profile.html)")
+    command.add_argument("folder", metavar="DIR", help="folder of a profile, or the file of a monitor")
+    command.add_argument(
+        "--output", metavar="FILE", help="where the page goes (default: DIR/profile.html; of a file: its name)"
+    )
     command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
+import shlex
+import subprocess
 import sys
 import textwrap
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -28,7 +32,8 @@ from packprop.reports.compare import Comparison, compare
 from packprop.reports.devices import device_named
 from packprop.reports.factory import ASKED, call_factory, load_factory
 from packprop.reports.page.libraries import INSTALL, missing
-from packprop.reports.profile.files import PAGE, check_folder
+from packprop.reports.page.training import read_lines, training_page
+from packprop.reports.profile.files import PAGE, check_folder, replace_file
 from packprop.reports.profile.result import Profile
 from packprop.reports.profile.run import profile
 from packprop.reports.profile.table import WIDTH
@@ -44,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments of the command line; by default those of the process.
     """
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    options = parser().parse_args(given)
+    options.given = given
     run: Callable[[argparse.Namespace], int | None]
     run = {"profile": _profile, "compare": _compare, "page": _page, "query": query}[options.command]
     try:
@@ -84,6 +91,12 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
+    if options.folder.endswith(".jsonl"):
+        source = Path(options.folder)
+        target = Path(options.output or source.with_suffix(".html"))
+        replace_file(target, training_page(read_lines(source), source.stem).encode())
+        print(f"open {target} in a browser", file=sys.stderr)
+        return
     found = Profile.load(options.folder)
     path = found.save_page(options.output or Path(options.folder) / PAGE)
     print(f"wrote {path}", file=sys.stderr)
@@ -176,7 +189,29 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
         decode=decode,
         timeline=with_page,
     )
-    return None if rank else result
+    return None if rank else dataclasses.replace(result, settings={**result.settings, **_made(options)})
+
+
+def _made(options: argparse.Namespace) -> dict[str, str]:
+    """When, by what command, of which commit: what a page says of where it comes from."""
+    try:
+        known = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+        commit = known.stdout.strip() if known.returncode == 0 else ""
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    made = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["packprop", *options.given]),
+        "factory": options.factory or "packprop.examples:digits",
+        "commit": commit,
+    }
+    return {name: text for name, text in made.items() if text}
 
 
 def _print(found: Profile | Comparison, stream: TextIO) -> None:

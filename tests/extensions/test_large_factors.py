@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -72,8 +73,35 @@ def test_the_error_names_the_parameter_and_the_option() -> None:
     named = r"parameter '(positions|head\.weight|head\.bias)'.*1[12] rows"
     for make in (kflr, ekfac):
         with pytest.raises(PackpropError, match=named) as caught:
-            blocks(make())
+            blocks(make(otherwise="error"))
         assert "otherwise='diagonal'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("make", [kflr, kfac, ekfac])
+def test_the_default_keeps_diagonals_and_says_so_once(make: Any) -> None:
+    """Of a head, its bias and raw positions; not of a table, whose inputs have no other entries."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        found = blocks(make())
+        blocks(make())  # the same text from the same line: once
+    (text,) = {str(each.message) for each in told if "diagonals" in str(each.message)}
+    named = re.findall(r"'([\w.]+)'", text.partition("otherwise")[0])
+    assert sorted(named) == ["head.bias", "head.weight", "positions"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meant = blocks(make(otherwise="diagonal"))
+    for name, block in meant.items():
+        for one, other in zip(tensors_in(found[name]), tensors_in(block), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("small")
+def test_over_a_data_set_the_default_says_so() -> None:
+    with pytest.warns(
+        PackpropWarning, match=r"kept as their diagonals, of 'head.weight', 'head.bias', 'positions'"
+    ):
+        packprop.compute(Words(), nn.CrossEntropyLoss(), batch(), kfac(), progress=False, batch_size=3)
 
 
 @pytest.mark.parametrize("approximation", ["mixed", "expand", "reduce"])
@@ -219,7 +247,7 @@ def test_large_inputs_of_averaged_factors(name: str, monkeypatch: pytest.MonkeyP
     whole = of_chain(make())
     monkeypatch.setattr(factors, "LARGEST_FACTOR", SIZE)
     with pytest.raises(PackpropError, match=r"parameter '0\.weight'.*12 rows") as caught:
-        of_chain(make())
+        of_chain(make(otherwise="error"))
     assert "otherwise='diagonal'" in str(caught.value)
     found = of_chain(make(otherwise="diagonal"))
     for parameter, block in found.items():

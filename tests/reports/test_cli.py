@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,11 @@ def test_it_says_what_python_says(run: Run, tmp_path: Path) -> None:
     expected = packprop.profile(*factories.good(), seed=3, mc_samples=4, batch_size=7)
     found = Profile.load(tmp_path / "profile")
     assert found.layers == expected.layers
+    made = {name: found.settings.pop(name) for name in ("date", "command", "factory")}
+    assert made["command"] == "packprop profile --no-page factories:good --seed 3 --mc-samples 4 --batch-size 7"
+    assert made["factory"] == "factories:good"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", made["date"])
+    found.settings.pop("commit", None)  # where the folder is under version control
     assert found.settings == expected.settings
     assert found.batches == 5
 

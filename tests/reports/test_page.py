@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from packprop import BadInput, PackpropError, Profile, examples
 from packprop.reports import cli
-from packprop.reports.page import figure, findings, libraries
+from packprop.reports.page import figure, findings, libraries, naming
 from packprop.reports.page.memory import REASONS
+from packprop.reports.profile.table import number_text
+from packprop.reports.profile.uncertainty import signal_to_noise_interval
 from tests.reports.factories import Run
 from tests.reports.pages import Element, read_page
 from tests.reports.profiled import network, quiet
@@ -236,14 +238,14 @@ def test_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     (table,) = page.all("table", id="layers")
     assert len(table.all("tbody")[0].all("tr")) == 8
     assert len({label for rows in charts(page)["signal"]["datasets"].values() for label in map(str, rows)}) > 4
-    labels = figure.short_labels(names)
+    labels = naming.short_labels(names)
     assert len({*labels.values()}) == 8
-    assert max(map(len, labels.values())) <= figure.LONGEST_LABEL
+    assert max(map(len, labels.values())) <= naming.LONGEST_LABEL
 
 
 def test_short_labels_that_would_be_alike_stay_long() -> None:
     names = [f"{first}{'x' * 40}" for first in "ab"]
-    assert figure.short_labels(names) == {names[0]: "…" + "x" * 23, names[1]: names[1]}
+    assert naming.short_labels(names) == {names[0]: "…" + "x" * 27, names[1]: names[1]}
 
 
 # In a notebook, from files, from the command line
@@ -312,3 +314,37 @@ def test_tensors_stay_as_they_are(profile: Profile) -> None:
     for name, tensor in profile.tensors.items():
         assert isinstance(tensor, Tensor)
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_findings_and_contents_lead_to_what_is_there(page: Element) -> None:
+    places = {f"#{element.attributes.get('id')}" for element in page.below()}
+    links = [element.attributes.get("href") for element in page.all("a")]
+    assert len(links) >= 8
+    assert {*links} <= places
+
+
+def test_signal_to_noise_has_an_interval(profile: Profile) -> None:
+    """The bound of the note, computed apart: twice that of the ratio and of the covariance."""
+    norms = profile.tensors["sample_gradient_norm/(total)"].double()
+    ratio, count = profile.total.signal_to_noise, len(norms)
+    assert ratio is not None
+    assert profile.total.gradient_norm is not None
+    noise = float(norms.square().mean()) - profile.total.gradient_norm**2
+    error = ratio * (2 / (count * ratio) ** 0.5 + float(norms.square().std()) / count**0.5 / noise)
+    interval = signal_to_noise_interval(profile.total, norms)
+    assert interval == pytest.approx((max(0.0, ratio - 2 * error), ratio + 2 * error))
+    assert signal_to_noise_interval(profile.total, norms[:1]) is None
+    upper = "∞" if interval[0] == 0 else number_text(1 / interval[0])
+    assert f"between {number_text(1 / interval[1])} and {upper}." in profile.to_html()
+
+
+def test_names_of_many_layers_are_folded_and_whole_on_hover() -> None:
+    names = [f"encoder.layers.{at}.attention.projection" for at in range(12)] + ["classifier"]
+    folded = naming.folded_names(names)
+    assert [folded[name] for name in (names[0], names[11], names[-1])] == [
+        "…0.attention.projection",
+        "…11.attention.projection",
+        "classifier",
+    ]
+    assert naming.folded_names(["a.b", "a.c"]) == {"a.b": "a.b", "a.c": "a.c"}
+    assert len({*naming.short_labels(names).values()}) == len(names)

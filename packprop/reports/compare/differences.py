@@ -6,12 +6,9 @@ gradient, the trace of the GGN) has the standard error ``s / sqrt(N)``, with ``s
 the N samples; draws of a Monte Carlo trace are part of that spread. If both profiles saw the same samples in
 the same order, ``s`` is the deviation of the N differences, else errors add in squares.
 
-The norm of the mean gradient is no mean over samples. By the triangle inequality it is off by at most the
-norm of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the
-covariance of the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative
-error is at most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
-Such bounds of the two profiles are added, because nothing is known of how they go together: what is marked
-differs clearly, what is not may.
+Of the norm of the mean gradient and of signal to noise there are bounds: NOTE [Bounds of signal to noise]
+(``packprop/reports/profile/uncertainty.py``). Those of the two profiles are added, because nothing is known of
+how they go together: what is marked differs clearly, what is not may.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from packprop.reports.profile.layers import Layer
+from packprop.reports.profile.uncertainty import error_bounds, standard_error
 from packprop.reports.profile.values import ProfileValues
 
 QUANTITIES = ("gradient norm", "mean sample norm", "signal to noise", "GGN trace")
@@ -69,7 +67,7 @@ def differences_of(
         (first.tensors.get(f"{kind}/{name}"), second.tensors.get(f"{kind}/{name}"))
         for kind in ("sample_gradient_norm", "sample_ggn_trace")
     )
-    bounds = [_bounds(layer, own) for layer, own in zip(layers, norms, strict=True)]
+    bounds = [error_bounds(layer, own) for layer, own in zip(layers, norms, strict=True)]
     return {
         "gradient norm": _bounded(*(layer.gradient_norm for layer in layers), *(bound[0] for bound in bounds)),
         "mean sample norm": _of_means(*norms, paired),
@@ -83,10 +81,10 @@ def differences_of(
 def _of_means(first: Tensor | None, second: Tensor | None, paired: bool) -> Difference:
     """The difference between two means over samples ``[n]``."""
     means = [None if each is None or not len(each) else float(each.double().mean()) for each in (first, second)]
-    errors = [None if each is None else _standard_error(each) for each in (first, second)]
+    errors = [None if each is None else standard_error(each) for each in (first, second)]
     error = None
     if paired and first is not None and second is not None:
-        error = _standard_error(second.double() - first.double())
+        error = standard_error(second.double() - first.double())
     elif errors[0] is not None and errors[1] is not None:
         error = math.hypot(errors[0], errors[1])
     return Difference(means[0], means[1], errors[0], errors[1], error)
@@ -99,22 +97,3 @@ def _bounded(
     known = first_error is not None and second_error is not None
     error = first_error + second_error if known else None  # type: ignore[operator]  # both are numbers
     return Difference(first, second, first_error, second_error, error)
-
-
-def _standard_error(values: Tensor) -> float | None:
-    """Of the mean of ``[n]``; ``None`` for one sample."""
-    return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def _bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, float | None]:
-    """Bounds on the standard errors of gradient norm and signal to noise."""
-    if norms is None or len(norms) < 2 or layer.gradient_norm is None:
-        return None, None
-    squares = norms.double().square()
-    noise = max(0.0, float(squares.mean()) - layer.gradient_norm**2)
-    of_norm = math.sqrt(noise / len(norms))
-    if not layer.signal_to_noise or not noise:
-        return of_norm, None
-    of_squares = _standard_error(squares) or 0.0
-    relative = 2 / math.sqrt(len(norms) * layer.signal_to_noise) + of_squares / noise
-    return of_norm, layer.signal_to_noise * relative

@@ -17,9 +17,9 @@ from packprop.reports.page.figure import (
     layer_axis,
     log_axis,
     of_how_many,
-    short_labels,
     specification,
 )
+from packprop.reports.page.naming import short_labels
 from packprop.reports.profile.table import number_text
 
 

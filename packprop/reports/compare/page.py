@@ -31,6 +31,11 @@ def comparison_page(compared: ComparisonValues) -> str:
     return template("compare.html").render(
         compared=compared,
         findings=findings_of(compared),
+        shown_figures={},
+        contents=[
+            *((f"title-{each.key}", each.title) for each in figures if each is not None),
+            ("title-layers", "All layers"),
+        ],
         figures=[figure for figure in figures if figure is not None],
         quantities=QUANTITIES,
         cells={name: _cells(found) for name, found in compared.layers.items()},

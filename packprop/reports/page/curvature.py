@@ -18,10 +18,10 @@ from packprop.reports.page.figure import (
     layer_axis,
     log_axis,
     of_how_many,
-    short_labels,
     specification,
 )
 from packprop.reports.page.findings import trace_of
+from packprop.reports.page.naming import short_labels
 from packprop.reports.profile.layers import ROOT, Layer
 from packprop.reports.profile.table import number_text
 from packprop.reports.profile.values import ProfileValues

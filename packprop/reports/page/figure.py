@@ -20,9 +20,6 @@ MOST_LAYERS = 60
 STEP = 22
 """Height of a layer in a figure, in pixels."""
 
-LONGEST_LABEL = 24
-"""Characters of a layer's name in a figure."""
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -108,15 +105,6 @@ def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
     # d3's ~g: without trailing zeros, and with an exponent where that is shorter
     shape = "~g" if ticks and ticks[0] >= 1e-4 and ticks[-1] < 1e6 else ".0e"
     return alt.Scale(type="log", domain=[low, high], nice=False), alt.Axis(values=ticks, format=shape)
-
-
-def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """A short label for each layer, by its name: the end of a long name, which tells it from others."""
-    labels: dict[str, str] = {}
-    for name in names:
-        label = f"…{name[1 - LONGEST_LABEL :]}" if len(name) > LONGEST_LABEL else name
-        labels[name] = name if label in labels.values() else label
-    return labels
 
 
 def largest(names: Sequence[str], sizes: Mapping[str, float]) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from packprop.memory.bytes import byte_text
 from packprop.reports.profile.layers import Layer
 from packprop.reports.profile.table import counted, headline, number_text
+from packprop.reports.profile.uncertainty import signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 TAIL = 0.05
@@ -26,10 +27,12 @@ class Finding:
     Args:
         says: The sentence.
         because: Where it comes from, and how far it goes.
+        figure: The key of the figure that shows it.
     """
 
     says: str
     because: str
+    figure: str = ""
 
 
 def findings_of(values: ProfileValues) -> list[Finding]:
@@ -49,6 +52,17 @@ def noise_scale(values: ProfileValues) -> float | None:
     """The batch size at which noise is as large as signal; ``None`` where it is not known."""
     ratio = values.total.signal_to_noise
     return None if not ratio or not math.isfinite(ratio) else 1 / ratio
+
+
+def scale_interval(values: ProfileValues) -> str | None:
+    """Where the noise scale lies, in words; see NOTE [Bounds of signal to noise]."""
+    norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
+    interval = signal_to_noise_interval(values.total, norms)
+    if interval is None:
+        return None
+    low, high = interval
+    lowest = number_text(1 / high)
+    return f"{lowest} and {number_text(1 / low)}" if low > 0 else f"{lowest} and ∞"
 
 
 def trace_of(layer: Layer) -> float | None:
@@ -74,12 +88,16 @@ def _noise(values: ProfileValues) -> Finding | None:
             "The gradient cannot be told from noise.",
             f"Noise equals signal at a batch of {number_text(scale)}, and there were only "
             f"{counted(values.samples, 'sample')}.",
+            "signal",
         )
     batch = f"{scale:,.0f}" if scale >= 10 else f"{scale:.1f}"
+    between = scale_interval(values)
     return Finding(
         f"At a batch of {batch}, noise is as large as signal.",
         "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
-        "sample (the simple noise scale of McCandlish et al., 2018).",
+        "sample (the simple noise scale of McCandlish et al., 2018)."
+        + (f" From this many samples it is known to lie between {between}." if between else ""),
+        "signal",
     )
 
 
@@ -101,6 +119,7 @@ def _tail(values: ProfileValues) -> Finding | None:
         says,
         f"Share of the {TAIL:.0%} with the largest gradients in the sum of squared norms; the largest norm is "
         f"{number_text(float(norms.max()))}, {most}.",
+        "norms",
     )
 
 
@@ -115,6 +134,7 @@ def _curvature(values: ProfileValues) -> Finding | None:
         f"{top} has {traces[top] / total:.0%} of the curvature.",
         f"Its share of the trace of the GGN, with {layer.parameters / values.total.parameters:.0%} of the "
         "parameters: where steps of one length for all are first too long.",
+        "traces",
     )
 
 
@@ -129,12 +149,14 @@ def _singular(values: ProfileValues) -> Finding | None:
         return Finding(
             "Every Kronecker factor has full rank.",
             f"The worst condition is {number_text(worst[1].condition)}, in {worst[0].name}.",
+            "spectra",
         )
     layer, spectrum = max(singular, key=lambda pair: pair[1].size - (pair[1].rank or 0))
     are = "is" if len(singular) == 1 else "are"
     return Finding(
         f"{len(singular)} of {counted(len(built), 'Kronecker factor')} {are} singular.",
         f"{layer.name} has rank {spectrum.rank} of {spectrum.size}: inverses need damping.",
+        "spectra",
     )
 
 
@@ -152,7 +174,7 @@ def _memory(values: ProfileValues) -> Finding | None:
     else:
         says = f"The pass over {what} took {byte_text(use.peak)}, as planned."
     budget = "there is no budget" if use.budget is None else f"the budget is {byte_text(use.budget)}"
-    return Finding(says, f"The plan said {byte_text(use.planned)}; {budget}.")
+    return Finding(says, f"The plan said {byte_text(use.planned)}; {budget}.", "memory")
 
 
 def sample_share(norms: torch.Tensor, norm: float) -> str:

@@ -20,10 +20,11 @@ from packprop.reports.page.figure import (
     layer_axis,
     log_axis,
     of_how_many,
-    short_labels,
     specification,
 )
+from packprop.reports.page.naming import short_labels
 from packprop.reports.profile.table import number_text
+from packprop.reports.profile.uncertainty import signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -44,28 +45,37 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     if not layers:
         return None
     labels, floor = short_labels([layer.name for layer in layers]), 1 / values.samples
+    bounds = {
+        layer.name: signal_to_noise_interval(layer, values.tensors.get(f"sample_gradient_norm/{layer.name}"))
+        or (sizes[layer.name], sizes[layer.name])
+        for layer in layers
+    }
+    lowest = min([*sizes.values(), floor]) / 1.5
     rows = [
         {
             "label": labels[layer.name],
             "layer": layer.name,
             "ratio": sizes[layer.name],
             "floor": floor,
+            "low": max(lowest, bounds[layer.name][0]),
+            "high": bounds[layer.name][1],
+            "between": _between(bounds[layer.name]),
             "batch": number_text(1 / sizes[layer.name]),
         }
         for layer in layers
     ]
-    low, high = min([*sizes.values(), floor]), max([*sizes.values(), floor])
-    scale, axis = log_axis(low / 1.5, high * 1.5)
+    scale, axis = log_axis(lowest, max([*(high for _, high in bounds.values()), floor]) * 1.2)
     base = alt.Chart(data_of(rows)).encode(y=layer_axis([*labels.values()]))
     across = alt.X("ratio:Q", scale=scale, title="signal to noise (logarithmic)", axis=axis)
     tooltip = [
         alt.Tooltip("layer:N"),
         alt.Tooltip("ratio:Q", title="signal to noise", format=".3g"),
+        alt.Tooltip("between:N", title="known to lie"),
         alt.Tooltip("batch:N", title="noise equals signal at a batch of"),
     ]
     chart = alt.layer(
         alt.Chart(data_of([{"floor": floor}])).mark_rule(color=MUTED, strokeDash=[4, 4]).encode(x="floor:Q"),
-        base.mark_rule(color=FIRST, strokeWidth=2, opacity=0.35).encode(x="floor:Q", x2="ratio:Q"),
+        base.mark_rule(color=FIRST, strokeWidth=3, opacity=0.35).encode(x="low:Q", x2="high:Q"),
         base.mark_circle(color=FIRST, size=90, opacity=1).encode(x=across, tooltip=tooltip),
     ).properties(height=STEP * len(layers))
     weakest, strongest = (pick(layers, key=lambda layer: sizes[layer.name]) for pick in (min, max))
@@ -73,15 +83,23 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         "signal",
         "Signal and noise, layer by layer",
         "Squared norm of the mean gradient over the summed variance of the samples' gradients. Further right, "
-        f"the samples agree more. Left of the dashed line, 1/{values.samples:,}, a value cannot be told from "
-        f"zero.{of_how_many(len(layers), len(sizes))}",
+        "the samples agree more. A bar is what these samples leave open, two standard errors to either side at "
+        f"most; left of the dashed line, 1/{values.samples:,}, a value cannot be told from zero."
+        f"{of_how_many(len(layers), len(sizes))}",
         f"Signal to noise of {len(layers)} layers: {number_text(sizes[weakest.name])} in {weakest.name} to "
         f"{number_text(sizes[strongest.name])} in {strongest.name}; one over the number of samples is "
         f"{number_text(floor)}.",
         specification(chart),
-        ["layer", "signal to noise", "noise equals signal at a batch of"],
-        [[layer.name, number_text(sizes[layer.name]), number_text(1 / sizes[layer.name])] for layer in layers],
+        ["layer", "signal to noise", "known to lie", "noise equals signal at a batch of"],
+        [
+            [name, number_text(sizes[name]), _between(bounds[name]), number_text(1 / sizes[name])]
+            for name in (layer.name for layer in layers)
+        ],
     )
+
+
+def _between(bounds: tuple[float, float]) -> str:
+    return f"{number_text(bounds[0])} to {number_text(bounds[1])}"
 
 
 def norm_histogram(values: ProfileValues) -> Figure | None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import base64
 import functools
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from packprop.memory.bytes import byte_text
-from packprop.reports.page.findings import findings_of, noise_scale, sample_share, trace_of
+from packprop.reports.page.findings import findings_of, noise_scale, sample_share, scale_interval, trace_of
 from packprop.reports.page.libraries import require_libraries
+from packprop.reports.page.naming import folded_names
 from packprop.reports.page.templating import template
 from packprop.reports.profile.layers import Layer
 from packprop.reports.profile.outlying import OutlyingSample
 from packprop.reports.profile.table import counted, number_text
 from packprop.reports.profile.values import ProfileValues
+
+if TYPE_CHECKING:
+    from packprop.reports.page.figure import Figure
+
+MADE = ("date", "command", "factory", "commit")
+"""What a page says of where it comes from, as far as it is known."""
 
 Cell = tuple[str, float | str | None]
 """What a cell of the table of layers shows, and what it is sorted by."""
@@ -60,6 +68,8 @@ def page_of(values: ProfileValues) -> str:
     return template("page.html").render(
         **shared_parts(values),
         figures=figures,
+        shown_figures={key: figure.key for key, figure in figures.items() if figure},
+        contents=contents_of(figures, values),
         samples=samples_of(values),
         columns=COLUMNS,
         **table_of(values),
@@ -71,6 +81,13 @@ def page_of(values: ProfileValues) -> str:
     )
 
 
+def contents_of(figures: Mapping[str, Figure | None], values: ProfileValues) -> list[tuple[str, str]]:
+    """What stays in view: the parts of the page, by the places that they are at, in their order."""
+    names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
+    parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
+    return [*parts, ("memory-of-the-pass", "Memory"), ("title-layers", "All layers")]
+
+
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
     """What the page and its short form in a notebook both show."""
     scale = noise_scale(values)
@@ -80,6 +97,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         ("parameters", f"{values.total.parameters:,}"),
         ("gradient norm", number_text(values.total.gradient_norm)),
         ("noise scale", "-" if scale is None else f"{number_text(scale)}"),
+        *([("noise scale between", between)] if (between := scale_interval(values)) else []),
     ]
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))
@@ -88,6 +106,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         "values": values,
         "title": f"{settings['model']} on {counted(values.samples, 'sample')}",
         "facts": "{loss}, {mode} mode, {precision} on {device}".format_map(settings),
+        "made": [(name, settings[name]) for name in MADE if settings.get(name)],
         "findings": findings_of(values),
         "key_numbers": key_numbers,
         "number_text": number_text,
@@ -96,7 +115,9 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
 
 def table_of(values: ProfileValues) -> dict[str, Any]:
     """The table of layers."""
-    return {"rows": [_cells(layer) for layer in values.layers], "total": _cells(values.total)}
+    folded = folded_names([layer.name for layer in values.layers])
+    rows = [_cells(layer, folded) for layer in values.layers]
+    return {"rows": rows, "total": _cells(values.total, {values.total.name: values.total.name})}
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
@@ -172,7 +193,7 @@ def drawing_script() -> str:
     return script.replace("</script", "<\\/script")
 
 
-def _cells(layer: Layer) -> list[Cell]:
+def _cells(layer: Layer, folded: Mapping[str, str]) -> list[Cell]:
     numbers = [
         layer.gradient_norm,
         layer.sample_gradient_norm_median,
@@ -181,7 +202,7 @@ def _cells(layer: Layer) -> list[Cell]:
         trace_of(layer),
     ]
     return [
-        (layer.name, layer.name),
+        (folded[layer.name], layer.name),
         (layer.kind, layer.kind),
         (f"{layer.parameters:,}", layer.parameters),
         *((number_text(number), number) for number in numbers),

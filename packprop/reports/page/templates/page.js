@@ -51,7 +51,7 @@
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     let count = 0;
     for (const row of order) {
-      const text = [...row.cells].slice(0, 2).map((cell) => cell.textContent).join(" ").toLowerCase();
+      const text = [...row.cells].slice(0, 2).map((cell) => cell.dataset.key).join(" ").toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));
       count += row.hidden ? 0 : 1;
     }

@@ -1,0 +1,35 @@
+"""Short names of layers: what many of them have in common is folded away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+LONGEST_LABEL = 28
+"""Characters of a layer's name in a figure."""
+
+
+def folded_names(names: Sequence[str]) -> dict[str, str]:
+    """Each name without the beginning that at least half of them share; whole where all are short.
+
+    >>> [*folded_names(["bert.encoder.layer.0.query.proj", "bert.encoder.layer.1.query.proj", "head"]).values()]
+    ['…0.query.proj', '…1.query.proj', 'head']
+    """
+    if max(map(len, names), default=0) <= LONGEST_LABEL:
+        return {name: name for name in names}
+    starts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        starts.update(".".join([*parts[:count], ""]) for count in range(1, len(parts)))
+    shared = [start for start, often in starts.items() if often >= max(2, len(names) / 2)]
+    start = max(shared, key=len, default="")
+    return {name: f"…{name[len(start) :]}" if start and name.startswith(start) else name for name in names}
+
+
+def short_labels(names: Sequence[str]) -> dict[str, str]:
+    """A short label for each layer by its name: folded, and the end of what is long, which tells it apart."""
+    labels: dict[str, str] = {}
+    for name, folded in folded_names(names).items():
+        label = f"…{folded[1 - LONGEST_LABEL :]}" if len(folded) > LONGEST_LABEL else folded
+        labels[name] = name if label in labels.values() else label
+    return labels

@@ -1,0 +1,91 @@
+"""An extended model is traced and exported as it is; scripting says that it has to be restored."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packprop
+from packprop import extensions
+
+X = torch.randn(5, 1, 8, 8)
+
+
+def network() -> nn.Module:
+    layers = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
+    return packprop.extend(nn.Sequential(*layers))
+
+
+def attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    return packprop.extend(nn.Sequential(nn.Flatten(2), nn.Flatten(1, 1), layer))
+
+
+@pytest.mark.parametrize("make", [network, attention])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_trace_is_that_of_the_plain_model(make: Callable[[], nn.Module], grad: bool) -> None:
+    model = make().eval()
+    x = X if make is network else X.flatten(1, 2)
+    plain = packprop.restore(copy.deepcopy(model))
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        traced, expected = (torch.jit.trace(each, x, check_trace=False) for each in (model, plain))
+    if make is network:  # an encoder layer takes its one kernel only where there are no hooks on it
+        kinds = [sorted(node.kind() for node in each.inlined_graph.nodes()) for each in (traced, expected)]
+        assert kinds[0] == kinds[1]
+    torch.testing.assert_close(traced(x), plain(x))
+
+
+def test_after_a_trace_passes_go_on() -> None:
+    model, loss = network(), packprop.extend(nn.CrossEntropyLoss())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        torch.jit.trace(model, X)
+    with packprop.backpack(extensions.BatchGrad()):
+        loss(model(X), torch.tensor([0, 1, 2, 0, 1])).backward()
+    rows: Tensor = model[3].weight.grad_batch
+    torch.testing.assert_close(rows.sum(0), model[3].weight.grad)
+
+
+def test_scripting_says_restore_and_works_after_it() -> None:
+    model = network()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        with pytest.raises(Exception, match=r"call packprop\.restore\(model\) before"):
+            torch.jit.script(model)
+        scripted = torch.jit.script(packprop.restore(model))
+    torch.testing.assert_close(scripted(X), model(X))
+
+
+def test_torch_export_takes_it() -> None:
+    model = network()
+    exported = torch.export.export(model, (X,)).module()
+    torch.testing.assert_close(exported(X), model(X))
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx_takes_it(dynamo: bool, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    if dynamo:
+        pytest.importorskip("onnxscript")
+    kinds = []
+    for place, model in enumerate((network(), packprop.restore(network()))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(model, (X,), tmp_path / f"{place}.onnx", dynamo=dynamo)
+        kinds.append([node.op_type for node in onnx.load(tmp_path / f"{place}.onnx").graph.node])
+    assert kinds[0] == kinds[1]
+
+
+def test_hooks_are_copied_and_pickled_by_name() -> None:
+    model = network()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        (hook,), (own,) = again[0]._forward_pre_hooks.values(), model[0]._forward_pre_hooks.values()
+        assert hook is own

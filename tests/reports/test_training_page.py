@@ -1,0 +1,102 @@
+"""The page of a training run: the lines of a monitor over steps, from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import packprop
+from packprop import BadInput
+from packprop.monitor import QUANTITIES
+from packprop.reports import cli
+from packprop.reports.page.training import findings_of, outlying_samples, read_lines, training_page
+from tests.reports.pages import read_page
+
+
+def run(path: Path, steps: int = 6) -> None:
+    """A short run in which the sample named `bad` is far off in every step."""
+    torch.manual_seed(0)
+    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = packprop.Monitor(model, every=1, quantities=QUANTITIES, log=str(path))
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    x[3] *= 50
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with monitor.step(identifiers=["bad" if at == 3 else at for at in range(16)]):
+            loss(model(x), y).backward()
+            optimizer.step()
+
+
+def test_every_quantity_is_a_figure_over_the_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run.jsonl")
+    assert cli.main(["page", str(tmp_path / "run.jsonl")]) == 0
+    assert capfd.readouterr().err == f"open {tmp_path / 'run.html'} in a browser\n"
+    lines = read_lines(tmp_path / "run.jsonl")
+    page = read_page((tmp_path / "run.html").read_text(encoding="utf-8"))
+    drawn = {
+        each.attributes["data-chart"]: json.loads(each.text)
+        for each in page.all("script", type="application/json")
+    }
+    expected = {
+        "signal_to_noise",
+        "gradient_norm",
+        "sample_norm_median",
+        "update_ratio",
+        "ggn_trace",
+        "sharpness",
+    }
+    assert expected <= {*drawn} <= {*expected, "critical_batch_size"}
+    for key in expected:
+        (figure,) = (each for each in page.all("figure") if each.all(id=key))
+        cells = [row.all("td")[0].text for row in figure.all("tbody")[0].all("tr")]
+        assert len(cells) == len(lines) == 6
+        (rows,) = drawn[key]["datasets"].values()
+        assert [row["value"] for row in rows] == [line[key] for line in lines]
+    assert "bad" in page.text
+    links = {each.attributes["href"] for each in page.all("a")}
+    assert links <= {f"#{each.attributes.get('id')}" for each in page.below()}
+
+
+def test_outliers_are_counted_over_steps(tmp_path: Path) -> None:
+    lines = [
+        {
+            "step": 1,
+            "outliers": [{"sample": 7, "norm": 2.0}, {"sample": "a", "norm": 9.0}],
+            "gradient_norm": 1.0,
+        },
+        {"step": 5, "outliers": [{"sample": 7, "norm": 3.0}], "gradient_norm": 20.0},
+        {"step": 9, "outliers": None, "gradient_norm": 1.5},
+    ]
+    assert outlying_samples(lines) == [("7", 2, 5, 3.0), ("a", 1, 1, 9.0)]
+    said = [finding.says for finding in findings_of(lines, outlying_samples(lines))]
+    assert said == [
+        "The gradient was 13.3 times its median in step 5.",
+        "1 sample stood out more than once.",
+    ]
+    page = training_page(lines, "a <b>")
+    assert "a &lt;b&gt;" in page
+
+
+def test_a_step_that_was_run_again_counts_once(tmp_path: Path) -> None:
+    """A run that went on from a checkpoint writes some steps a second time."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        '{"step": 2, "gradient_norm": 1}\n{"step": 4, "gradient_norm": 2}\n\n{"step": 2, "gradient_norm": 3}\n'
+    )
+    assert [(line["step"], line["gradient_norm"]) for line in read_lines(path)] == [(2, 3), (4, 2)]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", '{"loss": 3}\n', "[1]\n", "3\n"])
+def test_what_is_no_run_is_refused(text: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadInput, match="The page of a training run was asked for"):
+        read_lines(path)
+    assert cli.main(["page", str(path)]) == 2
+    assert "log='run.jsonl'" in capfd.readouterr().err

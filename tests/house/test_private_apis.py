@@ -172,8 +172,10 @@ def test_the_design_page_lists_rooms() -> None:
 def test_files_that_the_pages_name_are_there() -> None:
     """Files that the pages for contributors speak of."""
     root = PACKAGE.parent
-    pages = DESIGN + NOTES + "".join(
-        (root / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "docs/adding.md")
+    pages = (
+        DESIGN
+        + NOTES
+        + "".join((root / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "docs/adding.md"))
     )
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|json))`", pages))
     assert len(named) > 20

@@ -13,10 +13,10 @@ afterwards, see NOTE [Separation].
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from packprop.errors import PackpropError
@@ -122,11 +122,14 @@ def _layout(
     samples = rows.lead[axis]
     if samples == 1:
         return WHOLE
+    if rows.places is None and axis in (0, len(rows.lead) - 1):
+        parts = math.prod(rows.lead) // samples if samples else 1
+        return Layout(0, samples, parts, major=axis == 0 or parts == 1)
     owners = rows.owners(axis)
     parts = len(owners) // samples if samples else 1
-    if np.array_equal(owners, np.arange(samples).repeat(parts)):
+    if owners == [n for n in range(samples) for _ in range(parts)]:
         return Layout(0, samples, parts)
-    if np.array_equal(owners, np.tile(np.arange(samples), parts)):
+    if owners == [*range(samples)] * parts:
         return Layout(0, samples, parts, major=False)
     if is_dry_run():
         raise PackpropError(
@@ -136,8 +139,8 @@ def _layout(
             "let each chunk hold some positions of all samples (hidden.split(size, dim=1)), or leave the plan "
             "and memory=... out",
         )
-    owners = owners.repeat(shape[0]) if output.loss.one_sample else owners
-    return layout_of_rows(0, torch.from_numpy(owners), samples)
+    owners = owners * shape[0] if output.loss.one_sample else owners
+    return layout_of_rows(0, torch.tensor(owners), samples)
 
 
 def _along(axis: int, samples: int) -> Layout:

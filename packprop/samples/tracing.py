@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
@@ -32,10 +31,6 @@ PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSi
 """Functions that take some entries along an axis."""
 
 
-Numbers = npt.NDArray[np.int64]
-"""Whole numbers that hold data in a dry run, too."""
-
-
 class Rows(NamedTuple):
     """Where the rows of a loss's input come from.
 
@@ -47,14 +42,15 @@ class Rows(NamedTuple):
     """
 
     lead: tuple[int, ...]
-    places: Numbers | None = None
+    places: Sequence[int] | None = None
     merged: bool = False
     whole: tuple[Node, int] | None = None
 
-    def owners(self, axis: int) -> Numbers:
-        """The index of each row along one of the axes ``[k]``."""
-        places = np.arange(math.prod(self.lead)) if self.places is None else self.places
-        return places // math.prod(self.lead[axis + 1 :]) % self.lead[axis]
+    def owners(self, axis: int) -> list[int]:
+        """The index of each row along one of the axes: whole numbers, which hold data in a dry run, too."""
+        places = range(math.prod(self.lead)) if self.places is None else self.places
+        inner, extent = math.prod(self.lead[axis + 1 :]), self.lead[axis]
+        return [place // inner % extent for place in places]
 
 
 def followed(edge: GradientEdge, shape: torch.Size) -> Rows:
@@ -104,7 +100,7 @@ def picked(edge: GradientEdge) -> Rows:
     place = 0
     for axis in range(lead):
         place = place * shape[axis] + index[axis]
-    return Rows(tuple(shape[:lead]), np.array([place]), whole=(edge.node, edge.output_nr))
+    return Rows(tuple(shape[:lead]), [place], whole=(edge.node, edge.output_nr))
 
 
 def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
@@ -152,12 +148,13 @@ def _part(
         return rows
     if len(rows.lead) != count or math.prod(before[:count]) == 0:
         return None
-    taken = np.arange(before[axis])[_slice(edge, before[axis])]
+    taken = range(before[axis])[_slice(edge, before[axis])]
     if len(taken) != rows.lead[axis]:
         return None
     lead = (*rows.lead[:axis], before[axis], *rows.lead[axis + 1 :])
-    places = np.arange(math.prod(lead)).reshape(lead).take(taken, axis).flatten()
-    places = places if rows.places is None else places[rows.places]
+    outer, inner = math.prod(lead[:axis]), math.prod(lead[axis + 1 :])
+    places = [(o * lead[axis] + t) * inner + i for o in range(outer) for t in taken for i in range(inner)]
+    places = places if rows.places is None else [places[place] for place in rows.places]
     return rows._replace(lead=lead, places=places, whole=(above.node, above.output_nr))
 
 
@@ -173,8 +170,8 @@ def _chosen(rows: Rows, node: Node, above: GradientEdge, before: torch.Size) -> 
         lead, places = tuple(before[:1]), index.remainder(before[0])
     else:
         return None
-    own: Numbers = places.numpy()
-    own = own if rows.places is None else own[rows.places]
+    own: list[int] = places.tolist()
+    own = own if rows.places is None else [own[place] for place in rows.places]
     return Rows(lead, own, len(lead) > 1, (above.node, above.output_nr))
 
 

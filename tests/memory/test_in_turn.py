@@ -51,10 +51,10 @@ def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> N
     asked = [extensions.BatchDiagGGNExact()]
     batch = torch.randn(32, 64), torch.randint(64, (32,))
     results = 8 * 32 * 65 * 64 * 4
-    least = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, 2 * results, freed=True)
-    tight = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2, freed=True)
+    least = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, memory=2 * results, freed=True)
+    tight = packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, memory=results // 2, freed=True)
     with pytest.raises(BudgetTooSmall):
-        packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, results // 2)
+        packprop.plan(wide_layers(), nn.CrossEntropyLoss(), batch, asked, memory=results // 2)
     assert least.chunk_sizes.parameters is None
     assert tight.chunk_sizes.parameters is not None
     peaks, sums = zip(*(freed_step(memory) for memory in (None, tight)), strict=True)

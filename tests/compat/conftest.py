@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import packprop
 from packprop import compat
 from packprop.compat import calls
+from packprop.recording.marks import EXTENDED
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +19,15 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def _left_extended() -> Iterator[None]:
+    """Extend again what other files have extended: BackPACK's ``CTX.remove_hooks()`` takes it off all modules."""
+    extended = list(EXTENDED)
+    yield
+    for module in extended:
+        packprop.extend(module)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def _double() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _left_extended() -> Iterator[None]:
-    """Extend again what other files have extended: BackPACK's ``CTX.remove_hooks()`` takes it off all modules."""
+    """Extend again what other files have extended: BackPACK's ``CTX.remove_hooks()`` restores all modules."""
     extended = list(EXTENDED)
     yield
     for module in extended:

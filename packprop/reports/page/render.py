@@ -97,7 +97,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
         ("parameters", f"{values.total.parameters:,}"),
         ("gradient norm", number_text(values.total.gradient_norm)),
         ("noise scale", "-" if scale is None else f"{number_text(scale)}"),
-        *([("noise scale between", between)] if (between := scale_interval(values)) else []),
+        *([("noise scale, range", between.replace(" and ", " to "))] if (between := scale_interval(values)) else []),
     ]
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))

@@ -227,7 +227,7 @@ class Monitor:
         *,
         norm: Tensor | float | None = None,
     ) -> Spike | None:
-        """Look into a step if its loss, or norm, is out of its recent range; see NOTE [Spikes].
+        """Look into a step if its loss, or norm, is out of its recent range (``packprop/monitor/spikes.py``).
 
         Call it in every step, before the optimizer's: ``again`` runs the forward pass of the same batch once
         more, with the parameters as they are. A step within the range costs a comparison, and waits for the

@@ -1,6 +1,5 @@
 """Steps whose loss or gradient leaves its recent range, looked at by sample, then by token.
 
-# NOTE [Spikes]
 Losses of steps scatter around a level that changes slowly. A step is a spike if its loss, or norm, is above
 the median of the last ``RECENT`` steps by more than ``reach`` times their median absolute deviation (scaled to
 the standard deviation of normal values), or not finite. Spikes do not enter the range. Deviations below a

@@ -22,6 +22,13 @@ def _seeded() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def _new_objects_only() -> None:
+    """Hide what is there from ``gc.get_objects``: a test that counts objects then counts its own."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what only `make test-all` runs, before anything is selected by marks."""
     mark_thorough(item)

@@ -26,8 +26,7 @@ def living_tensors() -> int:
 
 
 @pytest.fixture
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
+def _no_garbage_collection(_new_objects_only: None) -> Iterator[None]:
     gc.disable()
     try:
         yield

@@ -17,6 +17,7 @@ from packprop.memory.plan import BudgetTooSmall
 from tests.cases.models.wrapping import Checkpointed
 from tests.memory.steps import step
 from tests.references.running import assert_all_near
+from tests.selection import thorough
 
 
 def wide_layers() -> nn.Module:
@@ -46,6 +47,7 @@ def freed_step(memory: Any) -> tuple[int, list[Tensor]]:
     return counted.peak, sums
 
 
+@thorough
 def test_parameters_in_turn_keep_results_that_a_hook_frees_from_piling_up() -> None:
     """In one sweep the results of all layers wait for the last column; swept layer by layer they do not."""
     asked = [extensions.BatchDiagGGNExact()]

@@ -18,8 +18,10 @@ from packprop import extensions
 from packprop.errors import BadInput
 from packprop.memory.live import LiveBytes
 from packprop.testing import check_model
+from tests.selection import often
 
 TIMES = 10
+pytestmark = pytest.mark.usefixtures("_new_objects_only")
 LOSS = nn.CrossEntropyLoss()
 parametrizations = nn.utils.parametrizations
 
@@ -116,6 +118,9 @@ ENTRIES = [
 ]
 
 
+OFTEN = (planned, passed_within_a_budget, compiled, computed)
+
+
 def things_alive() -> Counter[str]:
     """How many tensors (also those without data) and modules there are."""
     gc.collect()
@@ -125,6 +130,7 @@ def things_alive() -> Counter[str]:
         return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds))
 
 
+@often(lambda entry, change: change is parametrizations.weight_norm and entry in OFTEN)
 @pytest.mark.parametrize(
     ("entry", "change"),
     [
@@ -150,6 +156,7 @@ def test_nothing_is_kept_alive(
     assert not [reference() for reference in kept if reference() is not None]
 
 
+@often(lambda entry: entry in OFTEN)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_a_model_in_use_gathers_nothing(entry: Callable[[nn.Module], None]) -> None:
     """The same model, again and again: what there is after two calls is what there is after twelve."""

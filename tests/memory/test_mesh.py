@@ -17,6 +17,7 @@ from packprop.errors import BadInput
 from packprop.tensors.nesting import tensors_in
 from tests.distributed.processes import in_processes, needs_groups
 from tests.memory.allocated import most_allocated
+from tests.selection import thorough
 
 WIDTH, WORDS, LENGTH, DEPTH = 128, 1000, 48, 4
 
@@ -79,6 +80,7 @@ def peak_of_a_step(rank: int, name: str) -> int:
     return before + most_allocated(step)
 
 
+@thorough
 @needs_groups
 @pytest.mark.parametrize("name", ["SumGradSquared", "BatchL2Grad", "DiagGGNMC"])
 def test_a_plan_beside_two_processes(name: str) -> None:

@@ -15,6 +15,7 @@ from packprop.graph import pull
 from packprop.memory import dry_run
 from packprop.memory.live import LiveBytes
 from packprop.tensors import repeated
+from tests.selection import often
 
 
 class Attention(nn.Module):
@@ -52,6 +53,7 @@ class Folded(nn.Module):
         return out
 
 
+@often(lambda make, asked: (make, asked) == (Attention, extensions.DiagHessian))
 @pytest.mark.parametrize("make", [Attention, Gated])
 @pytest.mark.parametrize("asked", [extensions.DiagHessian, extensions.BatchDiagHessian])
 def test_columns_of_the_hessian_repeat_themselves(
@@ -134,6 +136,7 @@ def planned_operations(
     return plan.peak, sum(len(live.history) for live in counts)
 
 
+@often(lambda asked: asked is extensions.DiagHessian)
 @pytest.mark.parametrize("asked", [extensions.BatchDiagHessian, extensions.DiagHessian])
 def test_a_plan_runs_as_many_operations_for_many_columns_as_for_few(
     asked: Any, monkeypatch: pytest.MonkeyPatch

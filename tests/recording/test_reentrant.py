@@ -19,6 +19,7 @@ from packprop.errors import PackpropError
 from packprop.recording.marks import RecordedUse
 from tests.recording.saving import WAYS, Net, Wrap, assert_equal, plain
 from tests.references.running import ROWS, generator
+from tests.selection import often
 
 
 def test_an_input_that_is_data() -> None:
@@ -136,6 +137,8 @@ def test_the_node_gets_its_own_backward_pass_back() -> None:
     assert_equal({n: p.grad for n, p in model.named_parameters()}, found)
 
 
+@pytest.mark.usefixtures("_new_objects_only")
+@often(lambda way: way == "reentrant")
 @pytest.mark.parametrize("way", ["checkpoint", "nested", "reentrant", "reentrant twice", "save_on_cpu"])
 def test_a_training_loop_does_not_grow(way: str) -> None:
     """The garbage collector is off, so reference cycles in what a pass leaves behind would be seen."""

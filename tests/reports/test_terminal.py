@@ -20,6 +20,7 @@ import packprop
 from packprop import Profile
 from packprop.dataset.progress import Meter
 from tests.reports.factories import FACTORIES, Run
+from tests.selection import thorough
 
 SLOW = """
 import time
@@ -135,6 +136,7 @@ class Terminal:
         return status
 
 
+@thorough
 def test_an_interrupt_leaves_a_run_to_go_on_from_and_a_whole_terminal(run: Run, tmp_path: Path) -> None:
     """Ctrl-C in the middle of a run; the same command goes on, to the result of a run that was left alone."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -42,6 +42,7 @@ writer.close()
 """
 
 
+@thorough
 def test_a_kill_loses_the_open_chunk_at_most(tmp_path: Path) -> None:
     """Killed at random points, and gone on with; some of the rows come for the first time midway.
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import packprop
-from benchmarks.attribution.problems import PENALTY, Data
+from benchmarks.attribution.problems import Data
 from packprop import Refinement
 from packprop.extensions import EKFAC, BatchGrad, SqrtGGNExact
 
-Method = Callable[[nn.Module, nn.Module, Data, Data], Tensor]
-"""From model, loss, the data it was trained on, and queries."""
+Method = Callable[[nn.Module, nn.Module, Data, Data, float], Tensor]
+"""From model, loss, the data it was trained on, queries, and damping."""
 
 METHODS: dict[str, Method] = {}
 """By name, packprop's own first; what is not installed is left out."""
@@ -64,16 +64,16 @@ def searched(
 
 
 @method("inner products")
-def _inner_products(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+def _inner_products(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
     with stored(model, loss, data) as (store, _):
         return searched("inner products", store, model, loss, queries)
 
 
 def _by_ekfac(name: str, refine: dict[str, Any] | None, **options: Any) -> None:
-    def found(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+    def found(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
         with stored(model, loss, data, EKFAC(**options)) as (store, result):
             more = {} if refine is None else {"refine": Refinement(data, progress=False, **refine)}
-            return searched(name, store, model, loss, queries, curvature=result, damping=PENALTY, **more)
+            return searched(name, store, model, loss, queries, curvature=result, damping=damping, **more)
 
     METHODS[name] = found
 
@@ -84,11 +84,11 @@ _by_ekfac("EKFAC, refined", {"tolerance": 1e-2})
 
 
 @method("refined, no preconditioner")
-def _refined(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+def _refined(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
     with stored(model, loss, data) as (store, _):
         refine = Refinement(data, tolerance=1e-2, progress=False)
         name = "refined, no preconditioner"
-        return searched(name, store, model, loss, queries, damping=PENALTY, refine=refine)
+        return searched(name, store, model, loss, queries, damping=damping, refine=refine)
 
 
 def gradients(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:
@@ -99,10 +99,10 @@ def gradients(model: nn.Module, loss: nn.Module, data: Data) -> Tensor:
 
 
 @method("dense GGN")
-def _dense(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+def _dense(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
     """From columns of square roots, a few samples at a time."""
     size = sum(p.numel() for p in model.parameters())
-    matrix, samples = PENALTY * torch.eye(size, dtype=torch.float64), len(data[0])
+    matrix, samples = damping * torch.eye(size, dtype=torch.float64), len(data[0])
     for start in range(0, samples, 50):
         some = data[0][start : start + 50], data[1][start : start + 50]
         roots = packprop.compute(model, loss, some, [SqrtGGNExact()], progress=False)["sqrt_ggn_exact"]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.attribution.methods import gradients, method
-from benchmarks.attribution.problems import PENALTY, Data
+from benchmarks.attribution.problems import Data
 
 
 def _is_there(name: str) -> bool:
@@ -24,7 +25,7 @@ def _of_terms(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="sum")
 
 
-def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -54,7 +55,7 @@ def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data
             "ekfac",
             query_dataset=asked,
             train_dataset=train,
-            score_args=ScoreArguments(damping_factor=PENALTY * (terms / len(data[0]))),
+            score_args=ScoreArguments(damping_factor=damping * (terms / len(data[0]))),
             per_device_query_batch_size=len(queries[0]),
             per_device_train_batch_size=128,
         )
@@ -62,7 +63,7 @@ def _by_kronfluence(model: nn.Module, loss: nn.Module, data: Data, queries: Data
     return found.double()
 
 
-def _by_dattri_cg(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
+def _by_dattri_cg(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
     from dattri.algorithm.influence_function import IFAttributorCG
     from dattri.task import AttributionTask
 
@@ -73,21 +74,21 @@ def _by_dattri_cg(model: nn.Module, loss: nn.Module, data: Data, queries: Data) 
         return loss(torch.func.functional_call(model, parameters, (x,)), y)
 
     task = AttributionTask(of_some, model, model.state_dict())
-    attributor = IFAttributorCG(task, max_iter=10, regularization=PENALTY)
+    attributor = IFAttributorCG(task, max_iter=10, regularization=damping)
     whole = DataLoader(TensorDataset(*data), batch_size=len(data[0]))
     attributor.cache(whole)
     asked = DataLoader(TensorDataset(*queries), batch_size=len(queries[0]))
-    with torch.no_grad():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         return attributor.attribute(whole, asked).mT.double()
 
 
-def _by_curvlinops(model: nn.Module, loss: nn.Module, data: Data, queries: Data) -> Tensor:
-    from curvlinops import EKFACLinearOperator
+def _by_curvlinops(model: nn.Module, loss: nn.Module, data: Data, queries: Data, damping: float) -> Tensor:
+    from curvlinops import EKFACLinearOperator, KFACInverseLinearOperator
 
-    parameters = dict(model.named_parameters())
+    parameters = [*model.parameters()]
     batches = [(data[0][i : i + 128], data[1][i : i + 128]) for i in range(0, len(data[0]), 128)]
     operator = EKFACLinearOperator(model, nn.CrossEntropyLoss(), parameters, batches, fisher_type="type-2")
-    inverse = operator.inverse(damping=PENALTY)
+    inverse = KFACInverseLinearOperator(operator, damping=damping, use_exact_damping=True)
     rows, asked = gradients(model, loss, data), gradients(model, loss, queries)
     return (asked @ (inverse @ rows.mT)).double()
 

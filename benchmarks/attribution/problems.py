@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from packprop.examples import load_digits
 
-PENALTY = 1e-3
-"""The factor of the L2 penalty, which is the damping of every method."""
-
 WORDS, LENGTH, SOURCES = 12, 12, 6
 """Of the synthetic text: words, those in a sequence, and chains that sequences come from."""
 
@@ -105,6 +102,7 @@ class Problem:
         queries: How many other samples are asked for.
         steps: Steps of training.
         rate: The learning rate in the beginning.
+        penalty: The factor of the L2 penalty, which is the damping of every method.
     """
 
     model: Callable[[], nn.Module]
@@ -114,12 +112,13 @@ class Problem:
     queries: int
     steps: int
     rate: float = 2e-2
+    penalty: float = 1e-3
 
 
 PROBLEMS = {
     "digits, perceptron": Problem(perceptron, of_digits, nn.CrossEntropyLoss(), 500, 100, 400),
     "digits, convolutions": Problem(convolutions, of_digits, nn.CrossEntropyLoss(), 500, 100, 400),
-    "text, decoder": Problem(LanguageModel, of_text, ByToken(), 300, 60, 400, 1e-2),
+    "text, decoder": Problem(LanguageModel, of_text, ByToken(), 300, 60, 400, 1e-2, 1e-2),
 }
 
 
@@ -133,7 +132,7 @@ def trained(problem: Problem, start: nn.Module, data: Data, chosen: Tensor) -> n
     for _ in range(problem.steps):
         optimizer.zero_grad()
         penalty = torch.stack([p.square().sum() for p in parameters]).sum()
-        (problem.loss(model(x), y) + PENALTY / 2 * penalty).backward()
+        (problem.loss(model(x), y) + problem.penalty / 2 * penalty).backward()
         optimizer.step()
         schedule.step()
     return model.eval()

@@ -110,7 +110,7 @@ class Result(Mapping[Any, dict[str, Any]]):
             "Result.norms() was called.",
             f"values {', '.join(self.tables) or 'of no extension'}",
             "norms of single samples are not among them",
-            "compute(model, loss, data, packprop.extensions.BatchL2Grad())",
+            "ask for them: compute(model, loss, data, BatchL2Grad())",
         )
 
     @property

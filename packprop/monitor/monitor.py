@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from packprop.monitor.logs import Values, logs_of
 from packprop.monitor.measurements import TOTAL, LayerValues, StepValues, norm_quantiles, outliers
 from packprop.monitor.noise import GradientNoise, Interval, smoothed_scale
 from packprop.monitor.passes import MonitoredPass
+from packprop.monitor.spikes import Decode, Spike, SpikeWatch
 from packprop.monitor.step import UNWATCHED, MonitoredStep, Step
 from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.tensors.sharding import is_distributed
@@ -83,6 +84,10 @@ class Monitor:
             ``packprop.distributed.AllRanks(...)``. With values of all ranks the first of them logs.
         per: ``"sample"``. Tokens of one sequence are no independent draws, as the noise scale needs them.
         seed: Of the Monte Carlo draws, which are not taken from PyTorch's own generators.
+        on_spike: Called with a ``packprop.monitor.Spike`` for each step that ``check`` finds out of its recent
+            range: ``print``, for example.
+        decode: From an identifier (or a place in the batch) to the text of a sample, or of each of its tokens.
+        reach: How many deviations above the recent median a loss or a norm is out of its range.
 
     Raises:
         BadInput: For anything else than the above, or a model without trainable parameters, or with
@@ -112,6 +117,9 @@ class Monitor:
         ranks: str | AllRanks = "own",
         per: str = "sample",
         seed: int = 0,
+        on_spike: Callable[[Spike], object] | None = None,
+        decode: Decode | None = None,
+        reach: float = 6.0,
     ) -> None:
         quantities = [quantities] if isinstance(quantities, str) else quantities
         _check(model, quantities, confidence, per)
@@ -138,6 +146,7 @@ class Monitor:
         self._noise: dict[str, deque[GradientNoise]] = {}
         self._next, self._current = 0, UNWATCHED
         self._warned = False
+        self._spikes = SpikeWatch(on_spike, decode, reach)
         self.last: Values | None = None
         """The values of the last step that was monitored."""
 
@@ -210,17 +219,46 @@ class Monitor:
         self._current = step
         return step
 
+    def check(
+        self,
+        loss: Tensor | float,
+        again: Callable[[], Tensor],
+        identifiers: Iterable[Any] | None = None,
+        *,
+        norm: Tensor | float | None = None,
+    ) -> Spike | None:
+        """Look into a step if its loss, or norm, is out of its recent range (``packprop/monitor/spikes.py``).
+
+        Call it in every step, before the optimizer's: ``again`` runs the forward pass of the same batch once
+        more, with the parameters as they are. A step within the range costs a comparison, and waits for the
+        loss where that is on a GPU.
+
+        Args:
+            loss: The loss of the step.
+            again: Computes that loss again: ``lambda: loss_function(model(x), y)``.
+            identifiers: What the samples of the batch are called; else their places.
+            norm: The norm of the gradient, such as ``clip_grad_norm_`` returns.
+
+        Returns:
+            What was found, which ``on_spike`` was called with; ``None`` for a step within its range.
+
+        Raises:
+            PackpropError: For a step out of its range whose samples are mixed, as for ``backpack``.
+        """
+        return self._spikes.check(self._model, max(self._next - 1, 0), loss, norm, again, identifiers)
+
     def state_dict(self) -> dict[str, Any]:
         """What a run that goes on needs: the number of the next step, and the window of earlier ones."""
         window = {
             layer: [[each.noise, each.signal, each.samples] for each in steps]
             for layer, steps in self._noise.items()
         }
-        return {"next": self._next, "window": window}
+        return {"next": self._next, "window": window, "ranges": self._spikes.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._next = state["next"]
+        self._spikes.take_up(state.get("ranges", {}))
         self._noise = {
             layer: deque((GradientNoise(a, b, None, n) for a, b, n in steps), self._window)
             for layer, steps in state["window"].items()

@@ -326,9 +326,10 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
     Args:
         inputs: Tensors that hold samples and do not enter as arguments of an extended module.
         sample_axis: As in ``extend``, for modules and losses inside that declare nothing themselves.
-        documents: The document of each position of what the losses inside are given, whole numbers from 0 on,
-            ``[n, t]`` or ``[n * t]``: the samples are documents that are packed into rows, and there is a row
-            of results for each number. In each pass it is looked whether documents are kept apart.
+        documents: The number of the document, or of any other group, of each position of what the losses inside
+            take, whole numbers from 0 on, ``[n, t]`` or ``[n * t]``. Groups are the samples, and there is a row
+            of results for each number: documents that are packed into rows, graphs of different sizes, pairs.
+            Each pass checks that they are kept apart.
 
     Raises:
         BadInput: If ``sample_axis`` or ``documents`` is no declaration.

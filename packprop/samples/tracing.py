@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.nodes import ENTRYWISE, RESHAPES, name_of_node, names_of_nodes, saved_option
@@ -27,7 +28,7 @@ PICKS = names_of_nodes("Select Unbind")
 """Functions that take one entry along an axis."""
 
 
-PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index")
+PARTS = names_of_nodes("Slice Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Index IndexSelect")
 """Functions that take some entries along an axis."""
 
 
@@ -142,10 +143,12 @@ def _part(
     """The rows in the tensor that some entries along an axis were taken of."""
     node = edge.node
     if name_of_node(node) == "Index":
-        return _chosen(rows, node, above, before)
+        return _chosen(rows, saved_option(node, "indices"), above, before)
     axis, count = _axis(node, before), _axes_of(rows, shape)
     if axis >= count:
         return rows
+    if name_of_node(node) == "IndexSelect":
+        return _chosen(rows, [saved_option(node, "index")], above, before) if axis == 0 else None
     if len(rows.lead) != count or math.prod(before[:count]) == 0:
         return None
     taken = range(before[axis])[_slice(edge, before[axis])]
@@ -158,9 +161,10 @@ def _part(
     return rows._replace(lead=lead, places=places, whole=(above.node, above.output_nr))
 
 
-def _chosen(rows: Rows, node: Node, above: GradientEdge, before: torch.Size) -> Rows | None:
+def _chosen(
+    rows: Rows, indices: Sequence[Tensor | None], above: GradientEdge, before: torch.Size
+) -> Rows | None:
     """The rows in the tensor that an index or a mask of its leading axes took them of."""
-    indices = saved_option(node, "indices")
     if indices[0] is None or any(each is not None for each in indices[1:]) or rows.merged or is_dry_run():
         return None
     index = indices[0].cpu()

@@ -169,12 +169,26 @@ def test_some_rows_are_taken(kept: slice | list[int]) -> None:
     check(model, torch.randn(6, D).double(), samples, leading())
 
 
-def test_rows_that_a_mask_takes_of_sequences() -> None:
-    """``logits[mask]``: what was padded is left out, and rows belong to the sequences they were taken of."""
-    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    model = model_of(lambda m, x: m.head(hidden(m, x))[mask])
-    owners = torch.arange(N)[:, None].expand(N, T)[mask]
-    check(model, torch.randn(N, T, D).double(), N, lambda terms: owners.view(-1, 1))
+TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda out, mask: out[mask],
+    "flat mask": lambda out, mask: out.flatten(0, 1)[mask.flatten()],
+    "index": lambda out, mask: out.flatten(0, 1)[mask.flatten().nonzero()[:, 0]],
+    "selected": lambda out, mask: out.flatten(0, 1).index_select(0, mask.flatten().nonzero()[:, 0]),
+}
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_rows_that_a_mask_takes_of_sequences(way: str) -> None:
+    """``logits[mask]``: rows belong to the sequences that they were taken of; the next mask is another one."""
+    model = model_of(lambda m, x: TAKEN[way](m.head(hidden(m, x)), m.mask))
+    for mask in (
+        [[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]],
+        [[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]],
+        [[0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
+    ):
+        model.mask = torch.tensor(mask, dtype=torch.bool)
+        owners = torch.arange(N)[:, None].expand(N, T)[model.mask]
+        check(model, torch.randn(N, T, D).double(), N, lambda terms, own=owners: own.view(-1, 1))
 
 
 def test_a_batch_in_chunks_of_calls() -> None:

@@ -6,8 +6,8 @@ gradient, the trace of the GGN) has the standard error ``s / sqrt(N)``, with ``s
 the N samples; draws of a Monte Carlo trace are part of that spread. If both profiles saw the same samples in
 the same order, ``s`` is the deviation of the N differences, else errors add in squares.
 
-Of the norm of the mean gradient and of signal to noise there are bounds: NOTE [Bounds of signal to noise]
-(``packprop/reports/profile/uncertainty.py``). Those of the two profiles are added, because nothing is known of
+Of the norm of the mean gradient and of signal to noise there are bounds: see
+``packprop/reports/profile/uncertainty.py``. Those of the two profiles are added, because nothing is known of
 how they go together: what is marked differs clearly, what is not may.
 """
 

@@ -55,7 +55,7 @@ def noise_scale(values: ProfileValues) -> float | None:
 
 
 def scale_interval(values: ProfileValues) -> str | None:
-    """Where the noise scale lies, in words; see NOTE [Bounds of signal to noise]."""
+    """Where the noise scale lies, in words; bounds are those of ``reports/profile/uncertainty.py``."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:

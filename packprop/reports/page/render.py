@@ -90,14 +90,14 @@ def contents_of(figures: Mapping[str, Figure | None], values: ProfileValues) -> 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
     """What the page and its short form in a notebook both show."""
-    scale = noise_scale(values)
+    scale, between = noise_scale(values), scale_interval(values)
     key_numbers = [
         ("loss", number_text(values.loss)),
         ("samples", f"{values.samples:,}"),
         ("parameters", f"{values.total.parameters:,}"),
         ("gradient norm", number_text(values.total.gradient_norm)),
         ("noise scale", "-" if scale is None else f"{number_text(scale)}"),
-        *([("noise scale between", between)] if (between := scale_interval(values)) else []),
+        *([("noise scale, range", between.replace(" and ", " to "))] if between else []),
     ]
     if values.memory is not None:
         key_numbers.append(("peak memory", byte_text(values.memory.peak)))

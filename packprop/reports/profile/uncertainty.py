@@ -1,6 +1,5 @@
 """How far values of a profile are known: bounds from the spread between samples.
 
-# NOTE [Bounds of signal to noise]
 The norm of the mean gradient is no mean over samples. By the triangle inequality it is off by at most the
 norm of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the
 covariance of the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative
@@ -25,7 +24,7 @@ def standard_error(values: Tensor) -> float | None:
 
 
 def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, float | None]:
-    """Bounds on the standard errors of gradient norm and signal to noise, as in the NOTE above."""
+    """Bounds on the standard errors of gradient norm and signal to noise, as said above."""
     if norms is None or len(norms) < 2 or layer.gradient_norm is None:
         return None, None
     squares = norms.double().square()

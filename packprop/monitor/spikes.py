@@ -1,0 +1,259 @@
+"""Steps whose loss or gradient leaves its recent range, looked at by sample, then by token.
+
+Losses of steps scatter around a level that changes slowly. A step is a spike if its loss, or norm, is above
+the median of the last ``RECENT`` steps by more than ``reach`` times their median absolute deviation (scaled to
+the standard deviation of normal values), or not finite. Spikes do not enter the range. Deviations below a
+thousandth of the median count as that much: values that are nearly equal make no range.
+
+An idle step costs a comparison of numbers. What is looked at is run again: forward and backward with norms of
+samples, and once more with norms of the tokens of the sample that stands out most. ``.grad`` and the random
+state are what they were, and so are values that other passes have left on parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packprop.context import backpack
+from packprop.errors import BadInput, PackpropError
+from packprop.extensions.first_order import BatchL2Grad
+from packprop.recording.switch import extended, record
+from packprop.tensors.random import random_numbers_from, random_states
+
+ASKED = "packprop.Monitor(on_spike=...) was made."
+
+RECENT = 50
+"""Steps that the recent range is made of."""
+
+FEWEST = 10
+"""Steps before which there is no range."""
+
+SHOWN = 5
+"""How many samples, and tokens, are told."""
+
+NORMAL = 1.4826
+"""From the median absolute deviation of normal values to their standard deviation."""
+
+
+@dataclass(frozen=True)
+class SpikeToken:
+    """A token of the sample that stands out most.
+
+    Args:
+        place: Its place in the sample.
+        norm: Norm of the gradient of its term of the loss.
+        text: What it is, if ``decode`` gave a text for each token.
+    """
+
+    place: int
+    norm: float
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class SpikeSample:
+    """A sample of a step that left its range.
+
+    Args:
+        sample: Its identifier, or its place in the batch.
+        norm: Norm of the gradient of its part of the loss.
+        times: How many times the median of the batch that is.
+        text: What it is, if ``decode`` says so.
+        tokens: Its tokens with the largest gradients, of the first sample alone.
+    """
+
+    sample: Any
+    norm: float
+    times: float | None
+    text: str | None = None
+    tokens: tuple[SpikeToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss, or norm, left its recent range; prints.
+
+    Args:
+        step: The number of the step.
+        what: ``"loss"`` or ``"norm"``.
+        value: How large it was.
+        usual: The median of recent steps.
+        samples: Those of the step with the largest gradients, largest first.
+    """
+
+    step: int
+    what: str
+    value: float
+    usual: float
+    samples: tuple[SpikeSample, ...]
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: {self.what} {self.value:.4g}, where {self.usual:.4g} is usual"]
+        for each in self.samples:
+            times = "" if each.times is None else f", {each.times:.3g} times the median"
+            lines.append(f"  {each.sample}: gradient {each.norm:.3g}{times}")
+            if each.text is not None:
+                lines.append(f"    {each.text!r}")
+            lines += [
+                f"    token {token.place}: gradient {token.norm:.3g}"
+                + (f", {token.text!r}" if token.text else "")
+                for token in each.tokens
+            ]
+        return "\n".join(lines)
+
+
+class Range:
+    """What values of recent steps were like.
+
+    Args:
+        reach: How many deviations above the median a value leaves the range.
+    """
+
+    def __init__(self, reach: float) -> None:
+        self._reach = reach
+        self.values: deque[float] = deque(maxlen=RECENT)
+
+    def left_by(self, value: float) -> float | None:
+        """The median of the range, if the value leaves it; the value is taken up otherwise."""
+        if len(self.values) >= FEWEST or (self.values and not math.isfinite(value)):
+            middle = median(self.values)
+            deviation = max(NORMAL * median(abs(each - middle) for each in self.values), 1e-3 * abs(middle))
+            if not value <= middle + self._reach * deviation:
+                return middle
+        if math.isfinite(value):
+            self.values.append(value)
+        return None
+
+
+Decode = Callable[[Any], "str | Sequence[str]"]
+"""From an identifier (or a place in the batch) to a text, or to the text of each token."""
+
+
+class SpikeWatch:
+    """What a monitor knows of recent steps, and does about those that are out of range.
+
+    Args:
+        on_spike: Called with each spike.
+        decode: From identifiers to texts.
+        reach: How many deviations above the median a step is out of range.
+
+    Raises:
+        BadInput: For a handler that cannot be called, or a reach that is no positive number.
+    """
+
+    def __init__(self, on_spike: Callable[[Spike], object] | None, decode: Decode | None, reach: float) -> None:
+        for name, value in {"on_spike": on_spike, "decode": decode}.items():
+            if value is not None and not callable(value):
+                raise BadInput(
+                    ASKED, f"{name}={value!r}", "it cannot be called", "give a function: on_spike=print"
+                )
+        if isinstance(reach, bool) or not isinstance(reach, (int, float)) or not reach > 0:
+            raise BadInput(ASKED, f"reach={reach!r}", "it is a number of deviations", "give 6.0, for example")
+        self._on_spike, self._decode = on_spike, decode
+        self._ranges = {"loss": Range(reach), "norm": Range(reach)}
+
+    def check(
+        self,
+        model: nn.Module,
+        step: int,
+        loss: Tensor | float,
+        norm: Tensor | float | None,
+        again: Callable[[], Tensor],
+        identifiers: Iterable[Any] | None,
+    ) -> Spike | None:
+        """Look into a step that is out of range; ``None`` for others."""
+        told = {"loss": loss} | ({} if norm is None else {"norm": norm})
+        values = {
+            what: float(each.detach()) if isinstance(each, Tensor) else float(each)
+            for what, each in told.items()
+        }
+        left = {what: self._ranges[what].left_by(value) for what, value in values.items()}
+        for what, usual in left.items():
+            if usual is None:
+                continue
+            given = identifiers.tolist() if isinstance(identifiers, Tensor) else [*(identifiers or ())]
+            spike = Spike(step, what, values[what], usual, samples_of(model, again, given, self._decode))
+            if self._on_spike is not None:
+                self._on_spike(spike)
+            return spike
+        return None
+
+    def state(self) -> dict[str, list[float]]:
+        """The ranges, as numbers."""
+        return {what: [*each.values] for what, each in self._ranges.items()}
+
+    def take_up(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from ``state``."""
+        for what, values in state.items():
+            self._ranges[what].values.extend(values)
+
+
+class _Norms(BatchL2Grad):
+    savefield = "_spike"
+
+
+def samples_of(
+    model: nn.Module, again: Callable[[], Tensor], identifiers: Sequence[Any], decode: Decode | None
+) -> tuple[SpikeSample, ...]:
+    """The samples of a batch with the largest gradients, and tokens of the first; the batch is run again."""
+    norms = _norms(model, again, _Norms()).nan_to_num(nan=math.inf)
+    if identifiers and len(identifiers) != len(norms):
+        raise BadInput(
+            "monitor.check(identifiers=...) was called.",
+            f"{len(identifiers)} identifiers",
+            f"the batch has {len(norms)} samples",
+            "give one for each sample of the batch, in their order",
+        )
+    middle = float(norms.median())
+    places = norms.argsort(descending=True)[:SHOWN].tolist()
+    found = []
+    for rank, place in enumerate(places):
+        name = identifiers[place] if identifiers else place
+        told = None if decode is None else decode(name)
+        pieces = None if told is None or isinstance(told, str) else list(told)
+        text = told if isinstance(told, str) or told is None else "".join(told)
+        tokens = _tokens(model, again, place, pieces) if rank == 0 else ()
+        norm = float(norms[place])
+        found.append(SpikeSample(name, norm, norm / middle if middle else None, text, tokens))
+    return tuple(found)
+
+
+def _tokens(
+    model: nn.Module, again: Callable[[], Tensor], place: int, pieces: list[str] | None
+) -> tuple[SpikeToken, ...]:
+    """The tokens of one sample with the largest gradients; none where the loss has no tokens."""
+    try:
+        norms = _norms(model, again, _Norms(subsampling=[place], per="token"))[0].nan_to_num(nan=math.inf)
+    except PackpropError:  # a loss whose terms are not those of tokens
+        return ()
+    if len(norms) < 2:
+        return ()
+    largest = norms.argsort(descending=True)[:SHOWN].tolist()
+    texts = pieces if pieces is not None and len(pieces) == len(norms) else None
+    return tuple(SpikeToken(at, float(norms[at]), None if texts is None else texts[at]) for at in largest)
+
+
+def _norms(model: nn.Module, again: Callable[[], Tensor], extension: BatchL2Grad) -> Tensor:
+    """Norms over all parameters, from a pass that leaves nothing behind."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        drawn = random_numbers_from(random_states())
+        with drawn, torch.enable_grad(), extended(model), backpack(extension), record():
+            again().backward()
+        squares = [found for p in parameters if (found := vars(p).get(extension.savefield)) is not None]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+            vars(parameter).pop(extension.savefield, None)
+    return torch.stack([each.double().cpu() for each in squares]).sum(0).sqrt()

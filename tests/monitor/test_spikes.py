@@ -1,0 +1,158 @@
+"""A step whose loss leaves its range is looked at by sample and token; nothing is changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import packprop
+from packprop import BadInput
+from packprop.examples import SmallTransformer, token_cross_entropy
+from packprop.monitor import Spike
+from packprop.monitor.spikes import FEWEST, Range
+
+
+def test_the_range() -> None:
+    known = Range(reach=6.0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        assert known.left_by(2.0 + 0.1 * float(torch.randn((), generator=generator))) is None
+    assert known.left_by(2.3) is None
+    for far in (3.0, math.inf, math.nan):
+        assert known.left_by(far) == pytest.approx(2.0, abs=0.1)
+    assert known.left_by(1.0) is None  # falling is no spike
+    assert not any(value > 2.9 for value in known.values)
+
+
+def test_the_first_steps_make_no_spike() -> None:
+    known = Range(reach=6.0)
+    assert [known.left_by(value) for value in (5.0, 1.0, 9.0)] == [None] * 3
+    assert known.left_by(math.nan) == 5.0
+    assert FEWEST > 3
+
+
+def stream(steps: int, planted: set[int]) -> list[tuple[Tensor, Tensor, int]]:
+    """Windows of a regular text, in batches of 8; in some steps one sample is noise: tokens, targets, which."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(steps):
+        starts = torch.randint(6, (8, 1), generator=generator)
+        text = (starts + torch.arange(17)) % 6
+        bad = int(torch.randint(8, (), generator=generator))
+        if step in planted:
+            text[bad] = torch.randint(6, 20, (17,), generator=generator)
+        found.append((text[:, :-1], text[:, 1:], bad))
+    return found
+
+
+def test_planted_documents_are_found() -> None:
+    """Recall at 1 of documents of noise in a stream of text: all ten come first in their steps."""
+    torch.manual_seed(0)
+    model = SmallTransformer(20, width=16, heads=2, length=16).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    planted = {*range(60, 120, 6)}
+    spikes: list[Spike] = []
+    decoded: list[Any] = []
+
+    def decode(identifier: Any) -> list[str]:
+        decoded.append(identifier)
+        step, place = identifier
+        return [f"<{token}>" for token in batches[step][1][place].tolist()]
+
+    batches = stream(120, planted)
+    monitor = packprop.Monitor(model, every=10_000, log=None, on_spike=spikes.append, decode=decode)
+    for step, (tokens, targets, _) in enumerate(batches):
+
+        def run(tokens: Tensor = tokens, targets: Tensor = targets) -> Tensor:
+            return token_cross_entropy(model(tokens), targets)
+
+        optimizer.zero_grad()
+        with monitor.step(number=step):
+            loss = run()
+            loss.backward()
+        state = torch.get_rng_state()
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        monitor.check(loss, run, identifiers=[(step, place) for place in range(8)])
+        assert torch.equal(torch.get_rng_state(), state)
+        after = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, before, after))
+        if step not in planted:  # noise is looked at, not learned
+            optimizer.step()
+    assert {spike.step for spike in spikes} == planted
+    first = [spike.samples[0] for spike in spikes]
+    assert [each.sample for each in first] == [(step, batches[step][2]) for step in sorted(planted)]
+    for spike in spikes:
+        top = spike.samples[0]
+        assert top.times is not None
+        assert top.times > 3
+        assert len(top.tokens) == 5
+        assert all(token.text is not None and token.text in str(spike) for token in top.tokens)
+        assert not any(each.tokens for each in spike.samples[1:])
+    assert not any(name.startswith("_spike") for p in model.parameters() for name in vars(p))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_classifier_has_samples_and_no_tokens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    monitor = packprop.Monitor(model, log=None)
+    for _ in range(12):
+        assert monitor.check(1.0, lambda: F.cross_entropy(model(x), y)) is None
+    x[5] *= 100
+    y[5] = model.eval()(x[5]).argmin()
+    spike = monitor.check(F.cross_entropy(model(x), y), lambda: F.cross_entropy(model(x), y))
+    assert spike is not None
+    assert (spike.what, spike.samples[0].sample, spike.samples[0].tokens) == ("loss", 5, ())
+    assert all(p.grad is None for p in model.parameters())
+    assert "5: gradient" in str(spike)
+
+
+def test_norms_have_a_range_of_their_own() -> None:
+    model = nn.Linear(2, 1)
+    x = torch.randn(4, 2)
+    monitor = packprop.Monitor(model, log=None)
+    for _ in range(12):
+        assert monitor.check(1.0, lambda: model(x).square().mean(), norm=torch.tensor(2.0)) is None
+    spike = monitor.check(1.0, lambda: model(x).square().mean(), norm=50.0)
+    assert spike is not None
+    assert (spike.what, spike.value, spike.usual) == ("norm", 50.0, 2.0)
+    again = packprop.Monitor(model, log=None)
+    again.load_state_dict(monitor.state_dict())
+    assert again.check(9.0, lambda: model(x).square().mean()) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"on_spike": "print"}, "cannot be called"),
+        ({"decode": 3}, "cannot be called"),
+        ({"reach": 0}, "deviations"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        packprop.Monitor(nn.Linear(2, 1), log=None, **options)
+
+
+def test_identifiers_are_as_many_as_samples() -> None:
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    monitor = packprop.Monitor(model, log=None)
+    for _ in range(12):
+        monitor.check(1.0, lambda: model(x).square().mean())
+    with pytest.raises(BadInput, match="the batch has 4 samples"):
+        monitor.check(9.0, lambda: model(x).square().mean(), identifiers=[1, 2])
+
+
+def test_an_idle_step_runs_nothing() -> None:
+    def never() -> Tensor:
+        raise AssertionError
+
+    monitor = packprop.Monitor(nn.Linear(2, 1), log=None, on_spike=print)
+    for value in range(30):
+        assert monitor.check(1.0 + 0.01 * (value % 3), never) is None

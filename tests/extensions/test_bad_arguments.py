@@ -95,4 +95,4 @@ def test_a_kronecker_factor_that_no_memory_holds() -> None:
     model = packprop.extend(nn.Sequential(layer, nn.Flatten()))
     out = model(torch.tensor([[0, 1], [2, 3]]))
     loss = packprop.extend(nn.MSELoss())(out, torch.zeros_like(out))
-    check(refused(loss, extensions.KFAC(), model=model), "20000", "gib")
+    check(refused(loss, extensions.KFAC(otherwise="error"), model=model), "20000", "gib")

@@ -111,6 +111,8 @@ def main() -> int:
         known = {
             record["change"]: record for record in json.loads(RESULTS.read_text(encoding="utf-8"))["changes"]
         }
+    named = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(named, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     tree = copied(ROOT / "build" / "mutations")
     if not (known or asked.trust) and (broken := first_failure(tree, (), asked.jobs)):
         raise SystemExit(f"{broken} fails without any change")
@@ -118,9 +120,8 @@ def main() -> int:
         if str(change) not in known:
             known[str(change)] = {"change": str(change), **examined(tree, change, asked.jobs)}
             records = [known[str(each)] for each in changes if str(each) in known]
-            RESULTS.write_text(
-                json.dumps({"seed": asked.seed, "changes": records}, indent=1) + "\n", encoding="utf-8"
-            )
+            content = {"seed": asked.seed, "commit": commit, "changes": records}
+            RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"{change}\n    {known[str(change)]['found_by'] or 'NOT FOUND'}", flush=True)
     lost = [change for change in changes if not known[str(change)]["found_by"]]
     print(f"{len(changes) - len(lost)} of {len(changes)} found")

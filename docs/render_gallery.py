@@ -34,6 +34,7 @@ PAGES = (
     "eager_penalties",
     "compiled_steps",
     "influence",
+    "planted_sources",
     "fisher_diagonal",
     "private_training",
     "mislabelled",

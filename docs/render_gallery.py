@@ -37,6 +37,7 @@ PAGES = (
     "eager_penalties",
     "compiled_steps",
     "influence",
+    "planted_sources",
     "fisher_diagonal",
     "private_training",
     "mislabelled",

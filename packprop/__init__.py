@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         examples,
         extensions,
         monitor,
-        operators,
         store,
         testing,
         types,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from packprop.compiled.step import CompiledStep, compile
     from packprop.context import backpack
     from packprop.curvature import products
+    from packprop.dataset import operators
     from packprop.dataset.compute import compute
     from packprop.dataset.result import Result
     from packprop.eager import eager_backward
@@ -101,7 +101,7 @@ _MODULES = {
     "extensions": "packprop.extensions",
     "kronecker": "packprop.algebra.kronecker",
     "monitor": "packprop.monitor",
-    "operators": "packprop.operators",
+    "operators": "packprop.dataset.operators",
     "products": "packprop.curvature.products",
     "store": "packprop.store",
     "testing": "packprop.testing",

@@ -1,6 +1,5 @@
 """Conjugate gradients for many right-hand sides at once, each product of which is one block of vectors.
 
-# NOTE [Blocks of directions]
 All systems share the matrix, so a step looks for every solution in the space that the directions of all of
 them span (block conjugate gradients: O'Leary 1980). A product with ``m`` directions is what a step costs, and
 a reading of the data makes one product of a block in any case. Directions of similar systems become nearly
@@ -43,7 +42,7 @@ class NotPositive(ArithmeticError):
 
 
 class ConjugateGradients:
-    """Solutions ``[q, p]`` of ``A x = b`` for many b, one step at a time; see NOTE [Blocks of directions].
+    """Solutions ``[q, p]`` of ``A x = b`` for many b, one step at a time.
 
     The error of each solution, in the norm that A gives, does not grow from step to step.
 

@@ -86,8 +86,7 @@ def influence(
         refine: The data that the model was trained on, or a ``packprop.Refinement`` with them and with options.
             Queries are multiplied by the inverse of the damped GGN of all parameters together then, by
             conjugate gradients, with ``curvature`` as the preconditioner, if it is given; all queries of a
-            group at once. Each step reads the data once: see NOTE [Refined queries]
-            (``packprop/queries/refining.py``). ``damping`` is required.
+            group at once. Each step reads the data once. ``damping`` is required.
         k: How many samples at each end; fewer if there are no more.
         groups: The group of each row of the store ``[n]``, from 0 on: its class, document or source. The
             products of a query are then added up over each group as well, ``Influence.groups`` ``[q, g]``: what

@@ -1,12 +1,11 @@
 """Gradients of queries times the inverse of the damped matrix of a whole data set, by conjugate gradients.
 
-# NOTE [Refined queries]
 Blocks of single parameters leave out what couples parameters, and Kronecker factors are no more than near to
 the blocks. They are a preconditioner here: the inverse that queries end with is that of the GGN itself, or of
 the Hessian, of all parameters together, up to a residual that is told (Koh and Liang 2017, section 3, by
 conjugate gradients; Martens 2010). All queries in hand share each reading of the data, and the space that is
-searched: see NOTE [Blocks of directions] (``packprop/algebra/conjugate_gradients.py``). So a hundred queries
-take fewer readings than one; a few are joined by random vectors.
+searched (``packprop/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than
+one; a few are joined by random vectors.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SETS = 8
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """How ``influence`` refines what curvature makes of queries; see NOTE [Refined queries].
+    """How ``influence`` refines what curvature makes of queries.
 
     Args:
         data: The data whose curvature it is, those that the model was trained on: of any form that ``compute``

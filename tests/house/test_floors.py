@@ -38,7 +38,7 @@ FLOORS = (
     ("context",),
     ("clipped", "compiled", "store"),
     ("dataset",),
-    ("eager", "examples", "operators", "queries"),
+    ("eager", "examples", "queries"),
     ("reports",),
     ("monitor",),
     ("integrations",),

@@ -14,10 +14,11 @@ afterwards, see NOTE [Separation].
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import Node
 
 from packprop.errors import PackpropError
 from packprop.graph.graph import WHOLE, Graph
@@ -43,11 +44,9 @@ def locate_rows(graph: Graph, outputs: Sequence[ModelOutput]) -> tuple[int, list
         return layouts[0].samples, [layouts]
     axis = declared_axis(graph)
     found = [_rows_of(output) if output.decides else None for output in outputs]
-    wholes = Counter(rows.whole for rows in found if rows is not None and rows.whole is not None)
+    in_turn = _taken_in_turn(found)
     layouts_found = [
-        _layout(
-            graph, output, rows, axis, rows is not None and rows.whole is not None and wholes[rows.whole] > 1
-        )
+        _layout(graph, output, rows, axis, rows is not None and rows.whole in in_turn)
         if output.decides
         else None
         for output, rows in zip(outputs, found, strict=True)
@@ -96,6 +95,15 @@ def _rows_of(output: ModelOutput) -> Rows | None:
         if output.loss.one_sample or not output.shape
         else followed(output.edge, output.shape)
     )
+
+
+def _taken_in_turn(found: Sequence[Rows | None]) -> set[tuple[Node, int]]:
+    """The tensors that several losses take different parts of."""
+    taken: dict[tuple[Node, int], set[tuple[int, ...]]] = defaultdict(set)
+    for rows in found:
+        if rows is not None and rows.whole is not None and rows.places is not None:
+            taken[rows.whole].add(tuple(rows.places))
+    return {whole for whole, places in taken.items() if len(places) > 1}
 
 
 def _layout(

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.nodes import ENTRYWISE, RESHAPES, name_of_node, names_of_nodes, saved_option
+from packprop.functions.nodes import (
+    ENTRYWISE,
+    NORMALISATIONS,
+    RESHAPES,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
 from packprop.graph.traversal import made_by
 from packprop.tensors.dry import is_dry_run
 
@@ -61,21 +68,28 @@ def followed(edge: GradientEdge, shape: torch.Size) -> Rows:
         edge: Where the tensor came from.
         shape: Its shape.
     """
-    rows = Rows((shape[0],))
+    return _followed(Rows((shape[0],)), edge, shape)
+
+
+def _followed(rows: Rows, edge: GradientEdge, shape: torch.Size) -> Rows:
+    """Where rows of a tensor come from, as far as the graph shows it."""
+    given = shape
     while True:
         name = name_of_node(edge.node)
         above = _input_with_rows(edge.node, name, shape)
         if above is None:
             return rows
         before = _shape_of(above)
-        if name in RESHAPES:
-            further = _unflattened(rows, before, shape, keeps_axes=name in ("Squeeze", "Unsqueeze"))
+        if name in RESHAPES and rows == Rows((1,)) and shape == (1, *before):
+            return picked(above)
+        if name in RESHAPES and not _is_folded_norm(above, shape):
+            further = _unflattened(rows, before, shape, name in ("Squeeze", "Unsqueeze"), given)
         elif name in PARTS:
             further = _part(rows, edge, above, before, shape)
         elif name in PICKS:
             further = rows if _axis(edge.node, before) >= _axes_of(rows, shape) else None
         else:
-            further = rows
+            further = None if name in RESHAPES else rows
         if further is None:
             return rows
         rows, edge, shape = further, above, before
@@ -83,6 +97,14 @@ def followed(edge: GradientEdge, shape: torch.Size) -> Rows:
 
 def picked(edge: GradientEdge) -> Rows:
     """Where a tensor without an axis of rows comes from: one entry of another tensor, or of nothing known."""
+    while (name := name_of_node(edge.node)) not in PICKS:
+        shape = _shape_of(edge)
+        above = _input_with_rows(edge.node, name, shape) if name in SAME | RESHAPES else None
+        if above is not None and _shape_of(above) == (1, *shape):
+            return followed(above, _shape_of(above))
+        if above is None or _shape_of(above) != shape:
+            return Rows((1,))
+        edge = above
     picks = []
     while name_of_node(edge.node) in PICKS:
         node, number = edge.node.next_functions[0]
@@ -96,12 +118,13 @@ def picked(edge: GradientEdge) -> Rows:
     for axis, place in reversed(picks):  # the first to be applied was met last
         index[axes.pop(axis)] = place
     lead = len(index)
-    if not picks or sorted(index) != list(range(lead)):
+    if sorted(index) != list(range(lead)):
         return Rows((1,))
     place = 0
     for axis in range(lead):
         place = place * shape[axis] + index[axis]
-    return Rows(tuple(shape[:lead]), [place], whole=(edge.node, edge.output_nr))
+    rows = Rows(tuple(shape[:lead]), [place], whole=(edge.node, edge.output_nr))
+    return _followed(rows, edge, shape)
 
 
 def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge | None:
@@ -115,19 +138,39 @@ def _input_with_rows(node: Node, name: str, shape: torch.Size) -> GradientEdge |
     return inputs[0] if name in RESHAPES | PARTS | PICKS else None
 
 
-def _unflattened(rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool) -> Rows | None:
-    """The rows in front of a reshape; ``None`` where the leading axes are not whole there."""
+def _unflattened(
+    rows: Rows, before: torch.Size, shape: torch.Size, keeps_axes: bool, given: torch.Size
+) -> Rows | None:
+    """The rows in front of a reshape; ``None`` where the leading axes are not whole there.
+
+    Args:
+        rows: Those behind it.
+        before: The shape in front of it.
+        shape: The shape behind it.
+        keeps_axes: Whether it merges nothing: an axis of one is added, or taken away.
+        given: The shape of the tensor that was followed: axes that it has itself were not merged in it.
+    """
     count = _axes_of(rows, shape)
+    if keeps_axes:
+        axes = _leading(before, math.prod(shape[:count]))
+        return None if axes is None or axes > count else rows
     same = len(before) - (len(shape) - count)
     if same > 0 and before[same:] == shape[count:]:
-        axes: int | None = same
+        axes = same
     else:
         axes = _leading(before, math.prod(shape[:count]))
     if axes is None:
         return _cut(rows, before, shape)
-    if rows.merged or keeps_axes or axes < 2 or axes <= count:
+    is_in_given = len(before) == len(given) and before[:axes] == given[:axes]
+    if rows.merged or axes < 2 or axes <= count or is_in_given:
         return rows
     return rows._replace(lead=tuple(before[:axes]), merged=True)
+
+
+def _is_folded_norm(above: GradientEdge, shape: torch.Size) -> bool:
+    """Whether it is an instance norm, which PyTorch takes of ``[1, n c, t]``, that is unfolded to a shape."""
+    before = _shape_of(above)
+    return name_of_node(above.node) in NORMALISATIONS and before[0] == 1 and len(before) == len(shape)
 
 
 def _cut(rows: Rows, before: torch.Size, shape: torch.Size) -> Rows | None:

@@ -191,6 +191,89 @@ def test_rows_that_a_mask_takes_of_sequences(way: str) -> None:
         check(model, torch.randn(N, T, D).double(), N, lambda terms, own=owners: own.view(-1, 1))
 
 
+ROWS_IN_TURN: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "row": lambda out, y, n: F.cross_entropy(out[n], y[n]),
+    "row with an axis": lambda out, y, n: F.cross_entropy(out[n][None], y[n : n + 1]),
+    "row that is viewed": lambda out, y, n: F.cross_entropy(out[n].view(1, -1), y[n : n + 1]),
+    "slice without its axis": lambda out, y, n: F.cross_entropy(out[n : n + 1].squeeze(0), y[n]),
+    "row that is scaled": lambda out, y, n: F.cross_entropy(out[n] / 0.5, y[n]),
+    "logarithms of a row": lambda out, y, n: F.nll_loss(out[n].log_softmax(-1), y[n]),
+    "row of a chunk": lambda out, y, n: F.cross_entropy(out.chunk(2)[n // 3][n % 3], y[n]),
+    "row of a slice": lambda out, y, n: F.cross_entropy(out[n:][0], y[n]),
+    "part of a chunk": lambda out, y, n: F.cross_entropy(out.chunk(2)[n // 3][n % 3 :][:1], y[n : n + 1]),
+}
+
+
+def gradients_of(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor], **options: Any) -> list[Tensor]:
+    """Gradients of samples, for each parameter."""
+    packprop.extend(model, **options)
+    with packprop.record(), packprop.backpack(extensions.BatchGrad()):
+        loss(model(x)).backward()
+    return [parameter.grad_batch for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("way", ROWS_IN_TURN)
+def test_losses_of_single_rows_in_a_loop(way: str) -> None:
+    """They take the samples of the tensor that the rows are of, however each is taken."""
+    model, x, y = model_of(lambda m, x: m.head(m.first(x).tanh())), torch.randn(6, D).double(), torch.arange(6) % C
+    found = gradients_of(model, x, lambda out: sum(ROWS_IN_TURN[way](out, y, n) for n in range(6)))
+    with packprop.disable():
+        rows = [ROWS_IN_TURN[way](model(x), y, n) for n in range(6)]
+    own = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for n, row in enumerate(rows):
+        for parameter, gradients in zip(torch.autograd.grad(row, own), found, strict=True):
+            assert len(gradients) == 6
+            assert_near(gradients[n], parameter, way)
+
+
+def test_flattened_rows_in_a_loop_are_positions() -> None:
+    """As a slice of one row of them is."""
+    x = torch.randn(N, T, D).double()
+    loops: list[Callable[[Tensor], Tensor]] = [
+        lambda out: sum(F.cross_entropy(out[k], torch.tensor(0)) for k in range(N * T)),
+        lambda out: sum(F.cross_entropy(out[k : k + 1], torch.tensor([0])) for k in range(N * T)),
+        classes_of_all,
+    ]
+    found = [gradients_of(model_of(FLATTENED["flatten"]), x, loop) for loop in loops]
+    for gradients in zip(*found, strict=True):
+        assert len(gradients[0]) == N
+        assert_near(gradients[0], gradients[2], "rows")
+        assert_near(gradients[1], gradients[2], "slices")
+
+
+def classes_of_all(out: Tensor) -> Tensor:
+    return F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long), reduction="sum")
+
+
+def test_two_losses_of_the_same_rows() -> None:
+    """They are no parts in turn: samples are the rows that both take, as one of them alone says."""
+    model, x = model_of(lambda m, x: m.head(m.first(x))), torch.randn(6, D).double()
+    one = gradients_of(model, x, lambda out: classes_of_all(out[:3]))
+    two = gradients_of(model, x, lambda out: classes_of_all(out[:3]) + classes_of_all(out[:3]))
+    for alone, both in zip(one, two, strict=True):
+        assert len(alone) == 3
+        assert_near(both, 2 * alone, "same rows")
+
+
+def test_one_step_that_is_squeezed() -> None:
+    """A linear layer flattens ``[1, n, d]`` inside of itself: that says nothing of the samples."""
+    x = torch.randn(1, N, D).double()
+    check(model_of(lambda m, x: m.head(m.first(x).tanh()).squeeze(0)), x, N, leading())
+    check(model_of(lambda m, x: m.head(m.first(x).tanh().squeeze(0))), x, N, leading())
+    check(model_of(lambda m, x: m.head(m.first(x).tanh()).squeeze(1)), x.transpose(0, 1), N, leading())
+
+
+@pytest.mark.parametrize("axis", [1, -2])
+def test_one_sample_on_the_declared_axis(axis: int) -> None:
+    model = model_of(lambda m, x: m.head(m.first(x).tanh()))
+    check(model, torch.randn(T, 1, D).double(), 1, lambda terms: torch.zeros(1, dtype=torch.long), sample_axis=axis)
+
+
+def test_an_instance_norm_of_one_channel() -> None:
+    model = Apply(lambda m, x: m.b(m.a(x)), a=nn.Conv1d(D, 1, 1), b=nn.InstanceNorm1d(1, affine=True)).double()
+    check(model, torch.randn(N, D, T).double(), N, leading())
+
+
 def test_a_batch_in_chunks_of_calls() -> None:
     for size in (1, 2, 4):
         model = model_of(lambda m, x, size=size: torch.cat([m.head(m.first(x)) for x in x.split(size)]))

@@ -1,8 +1,9 @@
 """# Where did it learn that?
 
-A model does something odd, and part of its training data taught it. Here such parts are planted, in text
-and in digits, so that there is a right answer. Inner products of gradients look for them, then EKFAC,
-then the curvature of the whole data set; and training again without a part says what it really did.
+A model does something odd, and part of its training data taught it. Here such parts
+are planted, in text and in digits, so that there is a right answer. Inner products of
+gradients look for them, then EKFAC, then the curvature of the whole data set; and
+training again without a part says what it really did.
 """
 
 # %%
@@ -26,7 +27,9 @@ PENALTY = 1e-2
 scratch = tempfile.TemporaryDirectory()
 
 
-def trained(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int = 300) -> nn.Module:
+def trained(
+    model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int = 300
+) -> nn.Module:
     """The model, from a start that is always the same, with an L2 penalty."""
     torch.manual_seed(1)
     for module in model.modules():
@@ -46,9 +49,10 @@ def trained(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int 
 # %% [markdown]
 # ## Text from five sources
 #
-# Each source is a Markov chain with habits of its own. A small causal model learns from all of them;
-# asked for are sequences that it has not seen, all from the last source. The penalty matters: with a
-# tenth of it every method finds fewer sequences of the source, and the refined one the fewest.
+# Each source is a Markov chain with habits of its own. A small causal model learns from
+# all of them; asked for are sequences that it has not seen, all from the last source.
+# The penalty matters: with a tenth of it every method finds fewer sequences of the
+# source, and the refined one the fewest.
 
 # %%
 WORDS, LENGTH, SOURCES, EACH = 10, 8, 5, 40
@@ -69,7 +73,10 @@ class Language(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.recurrence = nn.Embedding(WORDS, 8), nn.GRU(8, 16, batch_first=True)
+        self.words, self.recurrence = (
+            nn.Embedding(WORDS, 8),
+            nn.GRU(8, 16, batch_first=True),
+        )
         self.head = nn.Linear(16, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -89,13 +96,15 @@ text, queries = written(source), written(torch.full((12,), SOURCES - 1))
 language = trained(Language(), ByWord(), *text)
 
 # %% [markdown]
-# One reading of the data writes a gradient for each sequence, and computes EKFAC. The refined products
-# read the data a few times more: each step of conjugate gradients multiplies all queries at once by the
-# curvature of all parameters together.
+# One reading of the data writes a gradient for each sequence, and computes EKFAC. The
+# refined products read the data a few times more: each step of conjugate gradients
+# multiplies all queries at once by the curvature of all parameters together.
 
 # %%
 store = Path(scratch.name) / "text"
-result = packprop.compute(language, ByWord(), text, [BatchGrad(), EKFAC()], store=store, progress=False)
+result = packprop.compute(
+    language, ByWord(), text, [BatchGrad(), EKFAC()], store=store, progress=False
+)
 exactly = packprop.Refinement(text, tolerance=1e-2, progress=False)
 METHODS: dict[str, dict[str, object]] = {
     "inner products": {},
@@ -103,17 +112,26 @@ METHODS: dict[str, dict[str, object]] = {
     "refined": {"refine": exactly, "damping": PENALTY},
 }
 found = {
-    name: packprop.influence(store, language, ByWord(), queries, k=EACH, groups=source, **options)
+    name: packprop.influence(
+        store, language, ByWord(), queries, k=EACH, groups=source, **options
+    )
     for name, options in METHODS.items()
 }
-hits = {name: (source[each.largest.rows] == SOURCES - 1).double().mean() for name, each in found.items()}
+hits = {
+    name: (source[each.largest.rows] == SOURCES - 1).double().mean()
+    for name, each in found.items()
+}
 for name, share in hits.items():
-    print(f"{name:14} {share:.0%} of the {EACH} that help a query most are from its source")
+    print(
+        f"{name:14} {share:.0%} of the {EACH} that help a query most"
+        " are from its source"
+    )
 print(f"refined by {found['refined'].data_readings} readings of the data")
 
 # %% [markdown]
-# `groups=source` adds the products up over each source: to first order, what leaving it out does to the
-# loss. Leaving a fifth of the data out is not a small step; here is what it really does.
+# `groups=source` adds the products up over each source: to first order, what leaving it
+# out does to the loss. Leaving a fifth of the data out is not a small step; here is
+# what it really does.
 
 # %%
 with torch.no_grad():
@@ -124,24 +142,31 @@ for each in range(SOURCES):
     again = trained(Language(), ByWord(), text[0][kept], text[1][kept])
     with torch.no_grad():
         growth.append(float(ByWord()(again(queries[0]), queries[1]) - before))
-foretold = {name: each.groups.mean(0) for name, each in found.items() if each.groups is not None}
+foretold = {
+    name: each.groups.mean(0) for name, each in found.items() if each.groups is not None
+}
 figure, axes = plt.subplots(1, 4, figsize=(10, 2.6), sharex=True)
-for axis, (title, bars) in zip(axes, [*foretold.items(), ("trained again", torch.tensor(growth))], strict=True):
+for axis, (title, bars) in zip(
+    axes, [*foretold.items(), ("trained again", torch.tensor(growth))], strict=True
+):
     axis.bar(range(SOURCES), bars / bars.abs().max())
     axis.set_title(title)
     axis.set_xlabel("source")
 axes[0].set_ylabel("growth of the loss, scaled")
 figure.suptitle("What the loss of the last source's sequences owes to each source")
 for name, sums in foretold.items():
-    agreement = torch.corrcoef(torch.stack([sums.double(), torch.tensor(growth).double()]))[0, 1]
+    agreement = torch.corrcoef(
+        torch.stack([sums.double(), torch.tensor(growth).double()])
+    )[0, 1]
     print(f"{name:14} correlation with training again: {agreement:.2f}")
 assert max(growth) == growth[-1], "the source itself matters most"
 
 # %% [markdown]
 # ## Digits with a mark
 #
-# In a few training digits the corner is bright, and they are called eights, whatever they are. The
-# model learns that, too: a digit with a bright corner is an eight. Which digits taught it?
+# In a few training digits the corner is bright, and they are called eights, whatever
+# they are. The model learns that, too: a digit with a bright corner is an eight. Which
+# digits taught it?
 
 # %%
 TRAINED, PLANTED = 400, 20
@@ -167,25 +192,35 @@ def called_eight(model: nn.Module) -> Tensor:
 
 digits = trained(network(), loss, x, y)
 store = Path(scratch.name) / "digits"
-result = packprop.compute(digits, loss, (x, y), [BatchGrad(), EKFAC()], store=store, progress=False)
+result = packprop.compute(
+    digits, loss, (x, y), [BatchGrad(), EKFAC()], store=store, progress=False
+)
 METHODS["EKFAC"]["curvature"] = result
-METHODS["refined"]["refine"] = packprop.Refinement((x, y), tolerance=1e-2, progress=False)
+METHODS["refined"]["refine"] = packprop.Refinement(
+    (x, y), tolerance=1e-2, progress=False
+)
 print(f"with the mark, {called_eight(digits):.0%} of other digits are called eights")
 share = {}
 for name, options in METHODS.items():
     each = packprop.influence(store, digits, loss, asked, k=TRAINED, **options)
     total = torch.zeros(TRAINED).double()
-    total.index_add_(0, each.largest.rows.flatten(), each.largest.products.flatten().double())
+    total.index_add_(
+        0, each.largest.rows.flatten(), each.largest.products.flatten().double()
+    )
     best = total.topk(PLANTED).indices
     share[name] = torch.isin(best, planted).double().mean()
     kept = torch.ones(TRAINED, dtype=torch.bool)
     kept[best] = False
     rest = called_eight(trained(network(), loss, x[kept], y[kept]))
-    print(f"{name:14} {share[name]:.0%} of the planted digits found; without those found {rest:.0%} are eights")
+    print(
+        f"{name:14} {share[name]:.0%} of the planted digits found;"
+        f" without those found {rest:.0%} are eights"
+    )
 
 # %% [markdown]
-# Products of a query add up over queries, here over all marked digits. What is found is left out, and the
-# model is trained again: how many marked digits are still called eights says whether it was them.
+# Products of a query add up over queries, here over all marked digits. What is found is
+# left out, and the model is trained again: how many marked digits are still called
+# eights says whether it was them.
 
 # %%
 figure, axis = plt.subplots(figsize=(4, 2.6))

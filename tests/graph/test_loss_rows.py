@@ -215,7 +215,11 @@ def gradients_of(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor], **o
 @pytest.mark.parametrize("way", ROWS_IN_TURN)
 def test_losses_of_single_rows_in_a_loop(way: str) -> None:
     """They take the samples of the tensor that the rows are of, however each is taken."""
-    model, x, y = model_of(lambda m, x: m.head(m.first(x).tanh())), torch.randn(6, D).double(), torch.arange(6) % C
+    model, x, y = (
+        model_of(lambda m, x: m.head(m.first(x).tanh())),
+        torch.randn(6, D).double(),
+        torch.arange(6) % C,
+    )
     found = gradients_of(model, x, lambda out: sum(ROWS_IN_TURN[way](out, y, n) for n in range(6)))
     with packprop.disable():
         rows = [ROWS_IN_TURN[way](model(x), y, n) for n in range(6)]
@@ -266,7 +270,13 @@ def test_one_step_that_is_squeezed() -> None:
 @pytest.mark.parametrize("axis", [1, -2])
 def test_one_sample_on_the_declared_axis(axis: int) -> None:
     model = model_of(lambda m, x: m.head(m.first(x).tanh()))
-    check(model, torch.randn(T, 1, D).double(), 1, lambda terms: torch.zeros(1, dtype=torch.long), sample_axis=axis)
+    check(
+        model,
+        torch.randn(T, 1, D).double(),
+        1,
+        lambda terms: torch.zeros(1, dtype=torch.long),
+        sample_axis=axis,
+    )
 
 
 def test_an_instance_norm_of_one_channel() -> None:

@@ -122,7 +122,7 @@ def test_a_matrix_that_would_not_fit_is_refused() -> None:
     value = loss(model(torch.ones(2, 1)), torch.tensor([0, 1]))
     with (
         pytest.raises(PackpropError, match=r"'(weight|bias)'.* 20000 rows"),
-        packprop.backpack(extensions.EKFAC()),
+        packprop.backpack(extensions.EKFAC(otherwise="error")),
     ):
         value.backward()
 

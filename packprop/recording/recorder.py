@@ -95,6 +95,8 @@ class Recorder(OwnMode):
         super().__init__()
         self.sample_axis = sample_axis
         self.documents: Tensor | None = None
+        self.has_loss = False
+        """Whether a loss was recorded since somebody asked."""
         self._provenance, self._expansions = Provenance(), Expansions()
         self.begin(module)
         self.owner = owner
@@ -127,6 +129,11 @@ class Recorder(OwnMode):
     def _is_of_samples(self, value: Any) -> bool:
         """Whether a tensor in there depends on the samples."""
         return any(tensor in self._provenance.from_samples for tensor in tensors_in(value))
+
+    def note_loss(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Leave a loss on the node that it made, with the documents that were declared."""
+        self.has_loss = True
+        record_loss(function, args, kwargs, out, self.documents)
 
     def take_as_data(self, outputs: Any) -> None:
         """Take what a module that is not recorded returned: it depends on the samples."""
@@ -215,7 +222,7 @@ class Recorder(OwnMode):
             return out
         if isinstance(out, (Tensor, tuple, list, dict)):
             if func in LOSSES:
-                record_loss(func, args, kwargs, out, self.documents)
+                self.note_loss(func, args, kwargs, out)
             if samples:
                 self._provenance.from_samples.add_all(out)
                 if unusual or self._provenance.reordered.references:
@@ -326,7 +333,7 @@ class Recorder(OwnMode):
         reordered = func in REORDERINGS or bool(self._provenance.reordered.references)
         reordered = reordered and self._provenance.note_order(func, args, kwargs, samples, out)
         if func in LOSSES:
-            record_loss(func, args, kwargs, out, self.documents)
+            self.note_loss(func, args, kwargs, out)
         if func in MIXERS and MIXERS[func](*args, **kwargs):
             mark_mixing(self.forward, out)
         if in_place and any(args[0] is parameter for parameter in parameters):

@@ -18,7 +18,6 @@ from packprop.errors import BadInput, PackpropWarning
 from packprop.recording import aside
 from packprop.recording.axes import AXIS, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, is_traced_over, note_compiled, warn_of_compiled
-from packprop.recording.leaving import record_loss
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
 from packprop.recording.recorder import Recorder, current
 from packprop.recording.regions import current_replay, region_under
@@ -258,7 +257,7 @@ def _record_own_loss(recorder: Recorder, module: nn.Module, args: Any, kwargs: A
     if not isinstance(loss_input, Tensor) or loss_input.grad_fn is None or _has_loss(out, loss_input):
         return
     if next(module.parameters(), None) is None:
-        record_loss(_UnrecordedLoss(module), args, kwargs, out, recorder.documents)
+        recorder.note_loss(_UnrecordedLoss(module), args, kwargs, out)
 
 
 class _UnrecordedLoss:
@@ -332,7 +331,8 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
             Each pass checks that they are kept apart.
 
     Raises:
-        BadInput: If ``sample_axis`` or ``documents`` is no declaration.
+        BadInput: If ``sample_axis`` or ``documents`` is no declaration; at the end, if ``documents`` were
+            declared and no loss was called inside.
     """
     drop_stale_recording()
     if sample_axis is not None:
@@ -352,17 +352,38 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
         outer.sample_axis = outer.sample_axis if sample_axis is None else sample_axis
         outer.documents = outer.documents if documents is None else documents
         outer.feed(inputs, {})
+        had_loss, outer.has_loss = outer.has_loss, False
         try:
             yield
+            require_loss(outer, documents)
         finally:
             outer.sample_axis, outer.documents = before
+            outer.has_loss |= had_loss
         return
     recorder = _start(None, None, (inputs, {}), sample_axis)
     recorder.documents = documents
     try:
         yield
+        require_loss(recorder, documents)
     finally:
         _stop(recorder)
+
+
+def require_loss(recorder: Recorder, documents: Tensor | None) -> None:
+    """Refuse documents that no loss was told of: arithmetic on the model's output does not know them.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if documents is None or recorder.has_loss or current.disabled or not torch.is_grad_enabled():
+        return
+    raise BadInput(
+        "record(documents=...) was left.",
+        f"documents of shape {list(documents.shape)}",
+        "no loss was called inside that packprop knows, so nothing says what these are the rows of",
+        "call a loss function of torch inside; or put the arithmetic into a module without parameters that "
+        "takes the model's output and the targets, and extend it: loss = packprop.extend(MyLoss())",
+    )
 
 
 @contextlib.contextmanager

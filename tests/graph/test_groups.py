@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -119,3 +120,15 @@ def test_pairs_in_one_concatenated_pass() -> None:
         return -F.logsigmoid(0.5 * (better - worse)) / 4
 
     check(model, loss, terms)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_arithmetic_knows_no_groups(nested: bool) -> None:
+    """What the error advises is done above, by ``Preference``."""
+    batch, owner = graphs()
+    model = packprop.extend(Messages(False).double())
+    told = pytest.raises(packprop.BadInput, match=r"no loss was called inside[^$]*packprop\.extend\(MyLoss")
+    with packprop.record() if nested else nullcontext(), told, packprop.record(documents=owner):
+        model(batch).square().sum()
+    with torch.no_grad(), packprop.record(documents=owner):
+        model(batch).square().sum()

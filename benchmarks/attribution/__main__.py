@@ -26,7 +26,7 @@ from torch import Tensor
 import benchmarks.attribution.peers
 from benchmarks.attribution.methods import METHODS, NOTES
 from benchmarks.attribution.problems import PROBLEMS, Problem, bootstrapped, losses, subsets, trained
-from benchmarks.run import environment, write_results
+from benchmarks.run import RESULTS, environment, write_results
 from packprop.memory import LiveBytes
 
 assert benchmarks.attribution.peers
@@ -116,9 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--asked", type=int, default=10, help="queries whose best samples are left out (default 10)"
     )
+    parser.add_argument("--add", action="store_true", help="keep what the results have of other problems")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     records: dict[str, list[dict[str, Any]]] = {}
+    if options.add:
+        known = json.loads((RESULTS / "attribution.json").read_text(encoding="utf-8"))["problems"]
+        records = {name: each for name, each in known.items() if name not in options.problems}
     for name in options.problems:
         for seed in range(options.seeds):
             print(name, seed, flush=True)

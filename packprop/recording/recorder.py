@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
+from packprop.errors import BadInput
 from packprop.functions.composites import COMPOSITES
 from packprop.functions.entry import Call, Entry, Taken, is_in_place, name_of, plain_options
 from packprop.functions.losses.description import LOSSES
@@ -361,3 +362,20 @@ class Recorder(OwnMode):
 def _name_and_kind(function: Callable[..., Any]) -> tuple[str, bool]:
     """The name of a torch function, and whether it overwrites its first argument."""
     return name_of(function), is_in_place(function)
+
+
+def require_loss(recorder: Recorder, documents: Tensor | None) -> None:
+    """Refuse documents that no loss was told of: arithmetic on the model's output does not know them.
+
+    Raises:
+        BadInput: A ``ValueError``.
+    """
+    if documents is None or recorder.has_loss or current.disabled or not torch.is_grad_enabled():
+        return
+    raise BadInput(
+        "record(documents=...) was left.",
+        f"documents of shape {list(documents.shape)}",
+        "no loss was called inside that packprop knows, so nothing says what these are the rows of",
+        "call a loss function of torch inside; or put the arithmetic into a module without parameters that "
+        "takes the model's output and the targets, and extend it: loss = packprop.extend(MyLoss())",
+    )

@@ -19,7 +19,7 @@ from packprop.recording import aside
 from packprop.recording.axes import AXIS, check_documents, check_sample_axis
 from packprop.recording.compiled import is_compiled, is_traced_over, note_compiled, warn_of_compiled
 from packprop.recording.marks import EXTENDED, HANDLES, HOOKED, LOSS, Handles, marks_of, nodes_above
-from packprop.recording.recorder import Recorder, current
+from packprop.recording.recorder import Recorder, current, require_loss
 from packprop.recording.regions import current_replay, region_under
 from packprop.recording.saved_hooks import hooks_in_force
 from packprop.tensors.nesting import tensors_in
@@ -367,23 +367,6 @@ def record(*inputs: Any, sample_axis: int | None = None, documents: Tensor | Non
         require_loss(recorder, documents)
     finally:
         _stop(recorder)
-
-
-def require_loss(recorder: Recorder, documents: Tensor | None) -> None:
-    """Refuse documents that no loss was told of: arithmetic on the model's output does not know them.
-
-    Raises:
-        BadInput: A ``ValueError``.
-    """
-    if documents is None or recorder.has_loss or current.disabled or not torch.is_grad_enabled():
-        return
-    raise BadInput(
-        "record(documents=...) was left.",
-        f"documents of shape {list(documents.shape)}",
-        "no loss was called inside that packprop knows, so nothing says what these are the rows of",
-        "call a loss function of torch inside; or put the arithmetic into a module without parameters that "
-        "takes the model's output and the targets, and extend it: loss = packprop.extend(MyLoss())",
-    )
 
 
 @contextlib.contextmanager

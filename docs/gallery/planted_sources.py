@@ -21,7 +21,7 @@ import packprop
 from packprop.examples import load_digits
 from packprop.extensions import EKFAC, BatchGrad
 
-plt.style.use(Path(__file__).with_name("gallery.mplstyle"))
+plt.style.use("packprop.examples.gallery")
 torch.manual_seed(0)
 PENALTY = 1e-2
 scratch = tempfile.TemporaryDirectory()

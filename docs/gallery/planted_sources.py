@@ -12,7 +12,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ import packprop
 from packprop.examples import load_digits
 from packprop.extensions import EKFAC, BatchGrad
 
-plt.style.use("packprop.examples.gallery")
 torch.manual_seed(0)
 PENALTY = 1e-2
 scratch = tempfile.TemporaryDirectory()
@@ -145,6 +143,11 @@ for each in range(SOURCES):
 foretold = {
     name: each.groups.mean(0) for name, each in found.items() if each.groups is not None
 }
+
+# %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axes = plt.subplots(1, 4, figsize=(10, 2.6), sharex=True)
 for axis, (title, bars) in zip(
     axes, [*foretold.items(), ("trained again", torch.tensor(growth))], strict=True
@@ -154,6 +157,9 @@ for axis, (title, bars) in zip(
     axis.set_xlabel("source")
 axes[0].set_ylabel("growth of the loss, scaled")
 figure.suptitle("What the loss of the last source's sequences owes to each source")
+plt.show()
+
+# %%
 for name, sums in foretold.items():
     agreement = torch.corrcoef(
         torch.stack([sums.double(), torch.tensor(growth).double()])
@@ -223,9 +229,13 @@ for name, options in METHODS.items():
 # eights says whether it was them.
 
 # %%
+import matplotlib.pyplot as plt
+
+plt.style.use("packprop.examples.gallery")
 figure, axis = plt.subplots(figsize=(4, 2.6))
 axis.bar(list(share), [float(each) for each in share.values()])
 axis.set_title("Planted digits among those that help most")
 axis.set_ylim(0, 1)
 assert share["refined"] >= share["inner products"]
 scratch.cleanup()
+plt.show()

@@ -96,6 +96,11 @@ def _tried(program: Program, quantities: tuple[str, ...]) -> Iterator[Outcome]:
     if truth.invalid or inconsistent:
         yield Outcome("program", "invalid", truth.invalid or "shares do not sum to the loss")
         return
+    if mixing.startswith("model") and truth.inputs_mix:
+        yield Outcome(
+            "program", "invalid", "samples meet in what is made of the inputs alone, which are constants"
+        )
+        return
     plain, changes = run(program, []), ""
     for quantity in quantities:
         outcome, seen = _outcome(program, truth, quantity, plain, mixing)
@@ -313,6 +318,8 @@ def _near(
 ) -> None:
     """Every entry as near to the reference as rounding lets it be."""
     expected = reference(truth)
+    if any(bool(each.isnan().any()) for each in expected.values()):
+        raise NotImplementedError(f"PyTorch's own derivative is not finite: {what}")
     largest = max((t.abs().max().item() for t in expected.values() if t.numel()), default=0.0)
     for name, value in saved.items():
         if value.shape != expected[name].shape:

@@ -8,12 +8,15 @@ differences show.
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -171,6 +174,32 @@ class Truth:
             if _model_mixes(first) or _model_mixes(second):
                 return "model elsewhere"
             return "loss" if any(_loss_mixes(made) for made in (first, second) for _ in range(3)) else ""
+
+    @cached_property
+    def inputs_mix(self) -> bool:
+        """Whether samples meet before any parameter comes in: what is made of inputs alone is a constant."""
+        made = self.made
+        alone = self.program.text.split("        h = x\n")[-1].split("self.")[0].splitlines()[:-1]
+        lines = "\n".join(itertools.takewhile(lambda line: not line.endswith(":"), alone))  # no part of a loop
+
+        def prepared(x: Tensor) -> Tensor:
+            space = {"torch": torch, "F": F, "n": made.reading.samples, "h": x}
+            exec(textwrap.dedent(lines), space)
+            return space["h"]
+
+        axis = made.reading.axis
+        if made.reading.samples == 1:
+            return False
+        changed = made.inputs.clone()
+        changed.narrow(axis, 0, 1).copy_(_others(made).narrow(axis, 0, 1))
+        before, after = prepared(made.inputs), prepared(changed)
+        if before.shape != after.shape:
+            return True
+        moved = (before != after).flatten()
+        rows = before.shape[axis] if axis < before.dim() else 0
+        if rows != made.reading.samples:
+            return bool(moved.any()) and bool(moved.all())
+        return bool((before != after).movedim(axis, 0)[1:].any())
 
     @cached_property
     def reached(self) -> set[str]:

@@ -34,7 +34,6 @@ from packprop.memory.planning import chunk_sizes_of_pass
 from packprop.memory.search import budget_of
 from packprop.recording.aside import OwnMode
 from packprop.recording.compiled import warn_of_compiled
-from packprop.recording.marks import note_hooks
 from packprop.recording.switch import drop_stale_recording
 from packprop.samples.documents import without_plan
 from packprop.samples.locating import check_graph
@@ -179,10 +178,6 @@ class Backpack(OwnMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         call = None
-        if func is Tensor.register_hook and not self._running:
-            out = func(*args, **kwargs)
-            note_hooks(args[0])
-            return out
         if func is Tensor.backward:
             call = BackwardCall.of_tensor(*args, **kwargs)
         elif func is torch.autograd.backward:

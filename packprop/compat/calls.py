@@ -32,7 +32,7 @@ from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.errors import PackpropError
 from packprop.functions.building import SavedTensor
 from packprop.graph.graph import ReachedUse
-from packprop.recording.marks import ForwardCall, RecordedUse, marks_of
+from packprop.recording.marks import ForwardCall, Use, graph_is_kept, marks_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.nesting import tensors_in
 
@@ -63,15 +63,17 @@ def are_calls_kept() -> bool:
 
 
 @dataclass(eq=False)
-class ModuleCall(RecordedUse):
+class ModuleCall(Use):
     """One call of an extended module, hung on the nodes that made its outputs.
 
     Args:
+        held: Whether the tensors are kept although a backward pass frees the graph.
         order: Later calls have larger numbers.
         kind: The class of the module.
         taken: A name that extensions expect a tensor under, but that the module itself uses for something else.
     """
 
+    held: bool = False
     order: int = 0
     kind: type[nn.Module] = nn.Module
     taken: str | None = None
@@ -79,17 +81,15 @@ class ModuleCall(RecordedUse):
     @property
     def module(self) -> nn.Module | None:
         """The module, as long as it lives."""
-        return self.forward.module()
+        return None if self.forward is None else self.forward.module()
 
     def release(self, _: Any = None) -> None:
         """Forget the tensors when a backward pass frees the graph that they belong to."""
-        super().release(_)
-        if self.made is None:
+        if not self.held and not graph_is_kept():
             self.drop()
 
     def drop(self) -> None:
         """Forget the tensors: no pass will need them again."""
-        self.made = None
         module = self.module
         if module is not None and (kept := module.__dict__.get(KEPT)) is not None and kept.call is self:
             forget_call(module)

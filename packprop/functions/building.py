@@ -83,12 +83,14 @@ def select_samples(tensor: Tensor, samples: Samples, skip: int = 0) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def rowwise(build: Callable[..., Structure], name: str, *inputs: Tensor) -> StructureOf:
+def rowwise(
+    build: Callable[..., Structure], name: str, *inputs: Tensor | Callable[[], Tensor]
+) -> StructureOf:
     """``structure_of`` for inputs that hold the samples on the same axis as the output.
 
     ``build`` is given the cotangent ``[v, n, ...]`` and the inputs ``[n, ...]`` of the chosen samples.
     """
-    saved_inputs = [SavedTensor(tensor, name) for tensor in inputs]
+    saved_inputs = [SavedTensor(each, name) if isinstance(each, Tensor) else each for each in inputs]
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]
@@ -165,7 +167,7 @@ def scaled(
             product = product * select_samples(layout.to_front(factor().expand(shape)), samples) ** power
         elif factor != 1.0:
             product = product * factor**power
-        rows = _sum_over_broadcast(product, layout, broadcast_shape, samples)
+        rows = sum_over_broadcast(product, layout, broadcast_shape, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
     linear = linear or not callable(factor) or isinstance(factor, SavedTensor)
@@ -180,7 +182,7 @@ def scaled(
     )
 
 
-def _sum_over_broadcast(
+def sum_over_broadcast(
     product: Tensor, layout: Layout, broadcast_shape: tuple[int, ...], samples: Samples
 ) -> Tensor:
     """Sum ``[v, n, (k), *rest]`` over the axes that a parameter is broadcast over, but for the samples.

@@ -72,7 +72,7 @@ class Entry:
     """How one parameter enters one call.
 
     Args:
-        parameter: A leaf, or a tensor computed from leaves alone.
+        parameter: A leaf, or a tensor computed from leaves alone (by its place in the graph, if it was read there).
         structure: Name of the structure, for tables and messages.
         structure_of: Builds the structure from cotangents at the outputs ``[v, *y]``, their layouts, and a
             choice of samples. A cotangent is ``None`` where only inputs are asked for, or where nothing reaches
@@ -93,7 +93,7 @@ class Entry:
             fallback. ``None`` where a rule says how the parameter enters.
     """
 
-    parameter: Tensor
+    parameter: Any
     structure: str
     structure_of: StructureOf
     refusal: tuple[str, str] | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from packprop.functions.entry import Entry
+from packprop.functions.entry import Cotangents, Entry, Samples
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
-from packprop.recording.inputs import without_inputs
-from packprop.recording.reentrant import Rerun, refused, run_again
-from packprop.recording.regions import differs
+from packprop.recording.marks import InputSource
+from packprop.recording.reentrant import Rerun, differs, refused, run_again
 
 
 def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[ReachedUse]:
@@ -36,8 +37,8 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
     for use in graph.uses:
         recorded = use.recorded
         source = ReentrantInputs(checkpoint, len(checkpoint.uses))
-        entries = without_inputs(recorded.entries or (), source)
-        inside = replace(recorded, made=entries, edges=[], source=source)
+        entries = without_inputs(recorded.entries, source)
+        inside = replace(recorded, entries=entries, edges=[], source=source)
         checkpoint.uses.append(ReachedUse(inside, checkpoint=checkpoint))
     graph.drop_checkpoint_uses()
     return checkpoint.uses
@@ -63,6 +64,25 @@ def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
 
 def _calls(uses: list[ReachedUse]) -> list[tuple[str, list[torch.Size]]]:
     return [(use.recorded.name, use.recorded.shapes) for use in uses]
+
+
+def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]:
+    """The same entries, which fetch their inputs each time that a structure is built."""
+
+    def fetching(number: int, name: str) -> Callable[..., Any]:
+        def structure_of(cotangents: Cotangents, layouts: Any, samples: Samples) -> Any:
+            return getattr(source.fetch()[number], name)(cotangents, layouts, samples)
+
+        return structure_of
+
+    return [
+        replace(
+            entry,
+            structure_of=fetching(number, "structure_of"),
+            squares=None if entry.squares is None else fetching(number, "squares"),
+        )
+        for number, entry in enumerate(entries)
+    ]
 
 
 @dataclass(eq=False)
@@ -97,6 +117,3 @@ class ReentrantInputs:
     def taken(self) -> None:
         """Drop the entries: somebody else holds them now."""
         self.live = None
-
-    def release(self) -> None:
-        """Nothing is kept from one pass to the next."""

@@ -21,7 +21,7 @@ from packprop.graph.site import Site
 from packprop.graph.traversal import made_by
 from packprop.recording.compiled import UNCOMPILED, is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
-from packprop.recording.marks import EXTENDED, ForwardCall, RecordedUse
+from packprop.recording.marks import EXTENDED, ForwardCall
 from packprop.recording.reentrant import refused
 from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
@@ -57,18 +57,18 @@ EXTEND_FIRST = (
 
 def require_alive(graph: Graph) -> None:
     """Raise if an earlier pass has freed the graph."""
-    freed = any(use.recorded.made is None for use in graph.uses)
-    if freed or any(loss.call.released for loss in graph.losses):
-        raise _freed("the first pass freed the graph, and the inputs that were recorded on it")
+    if any(loss.call.released for loss in graph.losses):
+        raise freed("the first pass freed the graph, and what the loss was given")
 
 
 def require_loss_inputs(graph: Graph) -> None:
     """Raise if an earlier pass that was refused has let go of what the losses were given."""
     if any(loss.call.without_input for loss in graph.losses):
-        raise _freed("the first pass, which was refused, freed what the loss was given")
+        raise freed("the first pass, which was refused, freed what the loss was given")
 
 
-def _freed(why: str) -> FreedGraph:
+def freed(why: str) -> FreedGraph:
+    """The error for a graph that an earlier pass has freed."""
     return FreedGraph(
         "A second backward pass through one graph was asked for.",
         "the loss that backward() was called on",
@@ -150,24 +150,9 @@ def require_separable(graph: Graph) -> None:
         )
 
 
-def find_after_loss(graph: Graph, order: list[Node], neighbours: dict[Node, list[Node]]) -> None:
-    """Declare uses between a loss and the root missing: what they add is no loss of a sample.
-
-    Args:
-        graph: Loses these uses; their leaves are added to what is missing.
-        order: Nodes, each after all that lie upstream of it.
-        neighbours: The upstream neighbours of each node.
-    """
-    after: set[Node] = set()
-    losses = {loss.node for loss in graph.losses}
-    for node in order:
-        if any(above in losses or above in after for above in neighbours[node]):
-            after.add(node)
-    for use in list(graph.uses):
-        nodes = [node for node in use.anchors if node in after]
-        if nodes:
-            graph.uses.remove(use)
-            graph.missing += [(site.leaf, nodes[0]) for site in use.sites]
+def is_owned(leaf: Tensor) -> bool:
+    """Whether a leaf belongs to an extended module."""
+    return any(leaf is parameter for module in EXTENDED for parameter in module.parameters())
 
 
 def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequence[Tensor] | None) -> None:
@@ -176,6 +161,7 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
         return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    owned |= {id(leaf) for leaf, _ in consumed if isinstance(leaf, nn.Parameter)}
     owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}
@@ -197,53 +183,6 @@ def reached_without_loss(graph: Graph, starts: list[Node], neighbours: dict[Node
                 seen.add(upstream)
                 stack.append(upstream)
     return seen
-
-
-def adopt_missing(graph: Graph, without_loss: set[Node], uses: dict[RecordedUse, ReachedUse]) -> None:
-    """Treat a node that no torch function made as a use: cotangents are pulled back through it alone.
-
-    Custom autograd functions and assignments make such nodes. The result is exact only where no other path
-    leads from the node to the parameter, so other cases stay missing.
-
-    Args:
-        graph: Gets the uses.
-        without_loss: Nodes that are reached without passing a recorded loss.
-        uses: Gets the uses, too.
-    """
-    if not graph.missing:
-        return
-    times = Counter(id(leaf) for leaf, _ in graph.missing)
-    used = {id(leaf) for leaf in graph.leaves()}
-    kept = []
-    for leaf, node in graph.missing:
-        alone = times[id(leaf)] == 1 and id(leaf) not in used
-        foreign = isinstance(node, BackwardCFunction) and node.name() != EAGER and not is_compiled_region(node)
-        foreign |= is_change_of_view(node)
-        if not (alone and foreign and graph.losses) or node in without_loss:
-            kept.append((leaf, node))
-            continue
-        shapes = _output_shapes(node)
-        entry = Entry(leaf, "Dense", _pulled_through(node, len(shapes), leaf), scratch=Scratch(leaf.numel()))
-        edges = [GradientEdge(above, output) for above, output in node.next_functions if above is not None]
-        recorded = RecordedUse(node.name(), [entry], edges, shapes, ForwardCall(lambda: None))
-        use = ReachedUse(recorded, {index: (node, index) for index in range(len(shapes))})
-        use.sites.append(Site(entry, leaf))
-        uses[recorded] = use
-        graph.uses.append(use)
-    graph.missing = kept
-
-
-def _output_shapes(node: Node) -> list[torch.Size]:
-    return [torch.Size(made.shape) for made in made_by(node)]
-
-
-def _pulled_through(node: Node, outputs: int, leaf: Tensor) -> StructureOf:
-    edges = [GradientEdge(node, index) for index in range(outputs)]
-
-    def structure_of(cotangents: Cotangents, where: Sequence[Layout], samples: Samples) -> Structure:
-        return pulled_samplewise(edges, leaf, cotangents, where, samples)
-
-    return structure_of
 
 
 def require_unsharded(modules: Iterable[nn.Module], hooks: Hooks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from packprop.functions.entry import Entry
 from packprop.functions.losses import Loss
 from packprop.graph.links import Entrance, entrance_of
 from packprop.graph.site import Site
-from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, RecordedUse
+from packprop.recording.marks import EXTENDED, ForwardCall, RecordedLoss, Use
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
 from packprop.tensors.names import named_parameters
@@ -35,7 +35,7 @@ class ReachedUse:
     """A use that the backward pass will reach.
 
     Args:
-        recorded: What was recorded of it in the forward pass.
+        recorded: What was read of it off the graph.
         nodes: For each of its outputs that the pass reaches: index of the output -> node, and which of the
             node's outputs it is.
         sites: Leaves that enter it.
@@ -44,9 +44,10 @@ class ReachedUse:
         checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
         prepare: Has its parameters put together, if they are sharded between processes.
+        read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 
-    recorded: RecordedUse
+    recorded: Use
     nodes: dict[int, tuple[Node, int]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     is_end: bool = False
@@ -54,6 +55,7 @@ class ReachedUse:
     checkpoint: ReentrantCheckpoint | None = None
     through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
+    read: Callable[[], list[Entry]] | None = None
 
     @property
     def anchors(self) -> list[Node]:
@@ -68,22 +70,21 @@ class ReachedUse:
     def entries(self) -> list[Entry]:
         """Entries with their inputs."""
         source = self.recorded.source
-        return list(self.recorded.entries or ()) if source is None else source.fetch()
+        if source is not None:
+            return source.fetch()
+        return self.recorded.entries if self.read is None else self.read()
 
     def take(self) -> list[Site]:
         """The sites with their inputs. Inputs that were computed again are handed over: no copy stays here."""
         source, entries = self.recorded.source, self.recorded.entries
-        if source is None or entries is None:
+        if source is not None:
+            with_inputs = source.fetch()
+            source.taken()
+            return [site.renewed(entries, with_inputs) for site in self.sites]
+        if self.read is None:
             return self.sites
-        with_inputs = source.fetch()
-        source.taken()
-        return [site.renewed(entries, with_inputs) for site in self.sites]
-
-    def release(self) -> None:
-        """Drop what the inputs are computed from, as autograd does with the graph in its last pass."""
-        if self.recorded.source is not None:
-            self.recorded.source.release()
-            self.recorded.drop()
+        held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
+        return [Site(held[id(site.entry)], site.leaf) for site in self.sites]
 
 
 @dataclass(eq=False)
@@ -180,6 +181,8 @@ class Graph:
         source_layouts: Where the inputs of the losses (without losses: the outputs of the model) hold the
             samples; set when samples are located.
         asked: What errors about samples say was asked for.
+        reading: What was read off the graph, if something was.
+        again: Walks once more, after more was found out about what was read.
     """
 
     roots: Sequence[Tensor]
@@ -204,6 +207,8 @@ class Graph:
     samples: int = 0
     source_layouts: list[Layout] = field(default_factory=list)
     asked: str = "Quantities of single samples were asked for."
+    reading: Any = None
+    again: Callable[[], Graph] | None = None
 
     @property
     def documents(self) -> Tensor | None:
@@ -214,8 +219,8 @@ class Graph:
 
     @property
     def forwards(self) -> list[ForwardCall]:
-        """The outermost calls that uses were recorded in."""
-        forwards = [use.recorded.forward for use in self.uses] + [forward for _, forward, _ in self.outputs]
+        """The calls of extended models that the pass goes through."""
+        forwards = [forward for _, forward, _ in self.outputs]
         return list({id(forward): forward for forward in forwards}.values())
 
     @property
@@ -326,8 +331,8 @@ class Graph:
             keep: Whether the graph is retained after the pass.
         """
         self.kept = keep
-        for record in self._records():
-            record.held = True
+        for loss in self.losses:
+            loss.call.held = True
 
     def release_losses(self) -> None:
         """Let the last pass free the inputs of losses along with its nodes: they are as large as any tensor."""
@@ -348,14 +353,7 @@ class Graph:
     def release(self, keep: bool) -> None:
         """End the pass: drop what uses and losses saved, unless the graph is retained."""
         self.drop_checkpoint_uses()
-        for record in self._records():
-            record.held = False
+        for loss in self.losses:
+            loss.call.held = False
             if not keep:
-                if isinstance(record, RecordedUse):
-                    record.drop()
-                else:
-                    record.args, record.kwargs, record.released = (), {}, True
-
-    def _records(self) -> Iterator[RecordedUse | RecordedLoss]:
-        yield from (use.recorded for use in self.uses)
-        yield from (loss.call for loss in self.losses)
+                loss.call.args, loss.call.kwargs, loss.call.released = (), {}, True

@@ -18,7 +18,7 @@ from packprop.functions.entry import Entry
 from packprop.graph.graph import Graph
 from packprop.graph.search import leaves_above, nodes_above
 from packprop.graph.walk import walk
-from packprop.recording.marks import MIXES, USE, RecordedUse, marks_of
+from packprop.recording.marks import Use
 from packprop.recording.switch import record
 from packprop.recording.unchanged import unchanged
 from packprop.reports.coverage_families import families_of
@@ -124,7 +124,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         )
         for name, parameter in named_parameters(model)
     }
-    mixers = tuple(dict.fromkeys(mixer.name for mixer in _marks(values, MIXES)))
+    mixers = () if accepted is None else tuple(dict.fromkeys(accepted.mixers))
     samples = 0 if accepted is None else accepted.samples
     families = families_of(accepted, refusal, own_loss, note)
     return Coverage(parameters, families, samples, mixers, refusal)
@@ -144,38 +144,19 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
 
 
 def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """The uses of each leaf: from the walk, or, where it failed, from the marks that recording left."""
-    if graph is not None:
-        triples = [(use.recorded, site.entry, site.leaf) for use in graph.uses for site in use.sites]
-    else:
-        triples = [
-            (recorded, entry, leaf)
-            for recorded in dict.fromkeys(use for marks in _marks(values, USE) for use, *_ in marks)
-            for entry in recorded.entries or ()
-            for leaf in _leaves(entry.parameter)
-        ]
+    """The uses of each leaf; none where the walk failed."""
+    walked = [] if graph is None else graph.uses
+    triples = [(use.recorded, site.entry, site.leaf) for use in walked for site in use.sites]
     uses: dict[int, list[Consumption]] = {}
     for recorded, entry, leaf in triples:
         uses.setdefault(id(leaf), []).append(_consumption(recorded, entry, leaf))
     return uses
 
 
-def _consumption(recorded: RecordedUse, entry: Entry, leaf: Tensor) -> Consumption:
+def _consumption(recorded: Use, entry: Entry, leaf: Tensor) -> Consumption:
     refusal = "" if entry.refusal is None else entry.refusal[0]
     fallback = entry.effort is not None and not refusal
     return Consumption(recorded.name, entry.structure, entry.parameter is leaf, refusal, fallback)
-
-
-def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
-    """What recording has left under one name on the nodes that lead to some values."""
-    nodes = (marks_of(node) for node in nodes_above(value.grad_fn for value in values))
-    return [marks[mark] for marks in nodes if mark in marks]
-
-
-def _leaves(parameter: Tensor) -> list[Tensor]:
-    if parameter.grad_fn is None:
-        return [parameter]
-    return leaves_above(parameter)
 
 
 def _efforts(graph: Graph) -> dict[int, tuple[str, ...]]:

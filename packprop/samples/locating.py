@@ -18,7 +18,7 @@ from packprop.graph.completeness import (
     require_data,
     require_separable,
 )
-from packprop.graph.graph import WHOLE, Graph
+from packprop.graph.graph import WHOLE, Graph, ReachedUse
 from packprop.graph.own_backward import require_linear_backward, starts_of
 from packprop.graph.sweep import ONE_COLUMN_WITHOUT_INPUTS, sweep
 from packprop.samples.errors import mixed, require_samples
@@ -118,6 +118,10 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
             use.layouts = [WHOLE] * len(use.recorded.shapes)
 
 
+class Reread(Exception):
+    """Sweeps have shown that something that was read off the graph is made of parameters alone."""
+
+
 def locate_samples(graph: Graph) -> None:
     """Find the number of samples and the layout of every use and loss.
 
@@ -125,7 +129,7 @@ def locate_samples(graph: Graph) -> None:
         PackpropError: If the samples are mixed, or no number of samples fits both inputs and loss.
     """
     memory = _memory_of(graph)
-    reordered = any(forward.reordered for forward in graph.forwards) or graph.documents is not None
+    reordered = graph.documents is not None
     locations = None if reordered else memory.locations.get(graph.signature)
     if locations is None and is_dry_run():
         locations = _usual_locations(graph)
@@ -133,8 +137,15 @@ def locate_samples(graph: Graph) -> None:
             _sweep_once(graph)
     if locations is None:
         require_untraced("where the samples are")
-        with graph.hooks.quiet():
-            locations = _find_locations(graph, memory)
+        try:
+            with graph.hooks.quiet():
+                locations = _find_locations(graph, memory)
+        except Reread:
+            assert graph.again is not None
+            asked = graph.asked
+            graph.__dict__.update(vars(graph.again()))
+            graph.asked = asked
+            return check_graph(graph)
     graph.samples = locations.samples
     graph.source_layouts = locations.sources
     for loss, layout in zip(graph.losses, locations.sources, strict=False):  # inputs of losses come first
@@ -149,7 +160,7 @@ def locate_samples(graph: Graph) -> None:
 
 def is_order_of_data(graph: Graph) -> bool:
     """Whether data may decide on the order of the samples: then they are located anew in each pass."""
-    if graph.hides_order or graph.documents is not None or any(f.reordered for f in graph.forwards):
+    if graph.hides_order or graph.documents is not None:
         return True
     if not graph.reorderings or graph.samples == 1:
         return False
@@ -211,11 +222,15 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     require_samples(graph, outputs)
     graph.samples, choices = locate_rows(graph, outputs)
     samples, mixing = graph.samples, None
+    unfit: list[ReachedUse] = []
     for chosen in choices:
         found = separate(graph, outputs, chosen, samples)
         if found.fitting is not None:
             break
         mixing = mixing or found.mixing
+        unfit += found.unfit
+    if found.fitting is None and graph.reading is not None and graph.reading.reclassify(unfit):
+        raise Reread
     places = [] if found.fitting is None else _first_of(found.fitting)
     in_order = all(layout.rows is None for own in places for layout in own)
     if samples == 1 or not places or not in_order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,12 @@ def _einsum(call: Call, equation: Any, *operands: Any) -> list[Entry] | None:
 
 
 def contraction(
-    call: Call, weight: Tensor, weight_letters: str, x: Tensor, x_letters: str, y_letters: str
+    call: Call,
+    weight: Any,
+    weight_letters: str,
+    x: Tensor | Callable[[], Tensor],
+    x_letters: str,
+    y_letters: str,
 ) -> list[Entry] | None:
     """``einsum("w,x->y")`` of a parameter w: its gradient is the contraction of cotangent and x.
 
@@ -91,7 +96,8 @@ def contraction(
     """
     terms = weight_letters, x_letters, y_letters
     repeated = any(len(set(term)) < len(term) for term in terms)
-    extents = {*zip(weight_letters, weight.shape, strict=True), *zip(x_letters, x.shape, strict=True)}
+    of_x = zip(x_letters, x.shape, strict=True) if isinstance(x, Tensor) else zip(y_letters, call.shape, strict=True)
+    extents = {*zip(weight_letters, weight.shape, strict=True), *of_x}
     broadcast = len(extents) > len({letter for letter, _ in extents})
     in_one_term = set(weight_letters) - set(x_letters + y_letters) or set(x_letters) - set(
         weight_letters + y_letters
@@ -101,7 +107,7 @@ def contraction(
     # the equation's letters become small ones: N and V are the sample and the column
     letters = dict(zip(sorted(set("".join(terms))), string.ascii_lowercase, strict=False))
     w_term, x_term, y_term = ("".join(letters[letter] for letter in term) for term in terms)
-    saved = SavedTensor(x, name_of(call.function))
+    saved = SavedTensor(x, name_of(call.function)) if isinstance(x, Tensor) else x
 
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
         layout, cotangent = layouts[0], cotangents[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,12 +176,25 @@ def _convolution(
     if call.consumes(x):
         return None
     space = weight.dim() - 2
+    entry = weight_of_convolution(call, x, x.shape[-space - 1 :], weight, geometry)
+    if bias is None:
+        return [entry]
+    channels = call.shape[-space - 1]
+    aligned = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
+    return [entry, scaled(call, bias, aligned=aligned)]
+
+
+def weight_of_convolution(
+    call: Call, x: Tensor | Callable[[], Tensor], image: torch.Size, weight: Any, geometry: Geometry
+) -> Entry:
+    """The entry of a weight; ``image`` is the shape of one image that it is applied to."""
+    space = weight.dim() - 2
     channels = call.shape[-space - 1]
     positions = call.shape[-space:].numel()
     groups = geometry.groups
     fan_in, fan_out = weight.numel() // channels, channels // groups
-    image_entries = x.shape[-space - 1 :].numel()
-    image_channels = x.shape[-space - 1] // groups
+    image_entries = image.numel()
+    image_channels = image[0] // groups
     fastest = "shifts" if image_channels >= MANY_CHANNELS and geometry.has_shifts else "patches"
     fold = geometry.fold()
 
@@ -205,7 +219,7 @@ def _convolution(
         without_unfolding=weight.numel() + positions * channels + image_entries,
         inputs_only=3 * image_entries if fastest == "shifts" else groups * positions * fan_in + image_entries,
     )
-    entry = Entry(
+    return Entry(
         weight,
         "Outer",
         rowwise(build, name_of(call.function), x),
@@ -214,10 +228,6 @@ def _convolution(
         fans=Fans(groups, fan_in, fan_out, image_channels),
         linear=True,
     )
-    if bias is None:
-        return [entry]
-    aligned = (*(1,) * (len(call.shape) - space - 1), channels, *(1,) * space)
-    return [entry, scaled(call, bias, aligned=aligned)]
 
 
 @register_use(F.conv1d, F.conv2d, F.conv3d)

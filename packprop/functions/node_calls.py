@@ -1,0 +1,262 @@
+"""A node of the autograd graph that a parameter enters: what it was given, and how it is called by itself.
+
+# NOTE [Nodes as functions]
+A node is the derivative of one function, with what it needs saved in it. Called by itself on cotangents it returns
+the gradients of its own inputs, whatever else lies in the graph: so a parameter that is used twice, or further up,
+has each of its uses apart. It returns them as its formula does, before autograd sums them over the axes that a
+parameter was broadcast over. So one sample's part can be taken before the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from packprop.algebra.structures import Dense, Structure
+from packprop.functions.building import select_samples, sum_over_broadcast
+from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch
+from packprop.functions.nodes import RESHAPES, name_of_node, saved_option
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import Layout
+from packprop.tensors.precision import accumulation_dtype
+
+AT_ONCE = 2**22
+"""Entries of cotangents that are masked for single samples at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A tensor that was computed from parameters alone, by where it came from."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def grad_fn(self) -> Node:
+        """The node that made it."""
+        return self.edge.node
+
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter as a node takes it.
+
+    Args:
+        tensor: The leaf, if only its shape or its type was changed on the way; else what was computed of leaves.
+        shape: Its shape as the node takes it.
+        is_transposed: Whether the node takes the transpose of the leaf.
+    """
+
+    tensor: Any
+    shape: torch.Size
+    is_transposed: bool = False
+
+
+def operand_at(node: Node, place: int, keeps_shape: bool = False) -> Operand:
+    """What a node takes at one of its places, followed up to the leaf if nothing but its form was changed.
+
+    ``keeps_shape``: whether the leaf must have the shape that the node takes, or its transpose.
+    """
+    above, number = node.next_functions[place]
+    assert above is not None
+    made = _made(above)[number]
+    edge, shape, transposed = GradientEdge(above, number), torch.Size(made.shape), False
+    while (leaf := getattr(above, "variable", None)) is None:
+        name = name_of_node(above)
+        before, number = above.next_functions[0] if above.next_functions else (None, 0)
+        is_form = name in RESHAPES and not transposed
+        turns = name == "T" or (name == "Transpose" and len(_made(above)[0].shape) == 2)
+        if before is None or not (is_form or turns or name in ("ToCopy", "HandedOn")):
+            break
+        turned = transposed != turns
+        if turns and torch.Size(_made(above)[0].shape) != shape:
+            break
+        transposed, above = turned, before
+    wanted = shape[::-1] if transposed else shape
+    if leaf is None or ((transposed or keeps_shape) and torch.Size(leaf.shape) != wanted):
+        return Operand(Computed(edge, shape, made.dtype, made.device), shape)
+    return Operand(leaf, shape, transposed)
+
+
+def _made(node: Node) -> list[Any]:
+    leaf = getattr(node, "variable", None)
+    return list(node._input_metadata) if leaf is None else [leaf]
+
+
+@dataclass(frozen=True, eq=False)
+class NodeCall:
+    """A node, and one place where a parameter enters it.
+
+    Args:
+        node: The node.
+        place: The place of the parameter among its ``next_functions``.
+        operand: The parameter.
+        shapes: Shapes of its outputs.
+        holds: Whether what the node saved is read now, because the node may be freed before it is needed.
+    """
+
+    node: Any
+    place: int
+    operand: Operand
+    shapes: Sequence[torch.Size]
+    holds: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first output."""
+        return self.shapes[0]
+
+    def saved(self, name: str) -> Callable[[], Tensor]:
+        """A tensor that the node saved."""
+        name = f"_saved_{name}"
+        if not self.holds:
+            return lambda: getattr(self.node, name)  # type: ignore[no-any-return]  # a tensor by its name
+        tensor: Tensor = getattr(self.node, name)
+        return lambda: tensor
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether complex numbers go in or come out: rules are written for real ones."""
+        made = [*_made(self.node)]
+        made += [_made(above)[number] for above, number in self.node.next_functions if above is not None]
+        return any(each.dtype.is_complex for each in made)
+
+    def option(self, name: str) -> Any:
+        """A number or a list that the node saved."""
+        return saved_option(self.node, name)
+
+    def shape_at(self, place: int) -> torch.Size | None:
+        """The shape of what the node was given at a place; ``None`` for what needs no gradient."""
+        above, number = self.node.next_functions[place]
+        return None if above is None else torch.Size(_made(above)[number].shape)
+
+    def stand_in(self) -> Call:
+        """What the builders of entries know of a call."""
+        name = name_of_node(self.node)
+        return Call(_Named(name), (), {}, (), self.shape, lambda tensor: tensor)
+
+    def products(self, columns: Sequence[Tensor | None]) -> Tensor:
+        """The gradients of the parameter from columns ``[v, *y]`` at the outputs, as the node returns them."""
+        node, place = self.node, self.place
+        run = node.apply if isinstance(node, BackwardCFunction) else node
+        given = [number for number, each in enumerate(columns) if each is not None]
+        count = next(len(each) for each in columns if each is not None)
+
+        def pull(*each: Tensor) -> Tensor:
+            cotangents: list[Tensor | None] = [None] * len(columns)
+            for number, own in zip(given, each, strict=True):
+                cotangents[number] = own
+            out = run(*cotangents)
+            product = out[place] if isinstance(out, tuple) else out
+            if product is None:
+                return each[0].new_zeros(self.operand.shape)
+            return product.to_dense() if product.is_sparse else product
+
+        there = [each for each in columns if each is not None]
+        if count == 1:
+            return pull(*(each[0] for each in there)).unsqueeze(0)
+        try:
+            made: Tensor = torch.vmap(pull)(*there)
+            return made
+        except RuntimeError:
+            return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+
+
+@dataclass(frozen=True)
+class _Named:
+    """In place of a function, of which messages need the name."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+
+def broadcast(call: NodeCall, **known: Any) -> Entry:
+    """The entry of an operand that is broadcast against the output, whatever the node does entry by entry."""
+    parameter, dims = call.operand.tensor, len(call.shape)
+    aligned = (1,) * (dims - len(call.operand.shape)) + tuple(call.operand.shape)
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        layout, cotangent = layouts[0], cotangents[0]
+        if cotangent is None:
+            return Dense(None)
+        product = call.products([cotangent])
+        if product.shape != cotangent.shape:
+            return samplewise(call).structure_of(cotangents, layouts, samples)
+        product = select_samples(layout.to_front(product, 1), samples, 1)
+        rows = sum_over_broadcast(product, layout, aligned, samples)
+        return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
+
+    return Entry(parameter, "Scale", structure_of, **known)
+
+
+def samplewise(call: NodeCall, **known: Any) -> Entry:
+    """The entry of a node without a rule: it is called on each sample's part of the cotangent alone."""
+    parameter = call.operand.tensor
+
+    def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+        arrived = [each for each in cotangents if each is not None]
+        if not arrived:
+            return Dense(None)
+        numbers = _numbers(samples, layouts[0].samples)
+        columns = len(arrived[0])
+        entries = sum(each[:1].numel() for each in arrived) * columns
+        step = max(1, AT_ONCE // max(1, entries))
+        rows = []
+        for start in range(0, len(numbers), step):
+            own = numbers[start : start + step]
+            masked = [
+                None if each is None else _of_samples(own, each, layout).flatten(0, 1)
+                for each, layout in zip(cotangents, layouts, strict=False)
+            ]
+            products = call.products(masked)
+            if call.operand.shape != products.shape[1:]:
+                products = products.sum_to_size(len(products), *_aligned(call.operand.shape, products.dim() - 1))
+            rows.append(products.reshape(columns, len(own), *parameter_shape))
+        whole = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        whole = whole.mT if call.operand.is_transposed else whole
+        whole = whole.reshape(*whole.shape[:2], *parameter.shape)
+        return Dense(whole.to(accumulation_dtype(whole.dtype)))
+
+    parameter_shape = call.operand.shape
+    return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()), **known)
+
+
+def _aligned(shape: torch.Size, dims: int) -> tuple[int, ...]:
+    return (1,) * (dims - len(shape)) + tuple(shape)
+
+
+def _numbers(samples: Samples, count: int) -> list[int]:
+    if isinstance(samples, slice):
+        return list(range(count)[samples])
+    return list(range(len(samples))) if is_dry_run() else samples.tolist()
+
+
+def _of_samples(numbers: Sequence[int], cotangent: Tensor, layout: Layout) -> Tensor:
+    """A cotangent ``[v, *y]`` for each of some samples, zero in the rows of all others: ``[v, m, *y]``."""
+    if layout.axis is None:
+        return cotangent.unsqueeze(1)
+    owner = layout.sample_of(cotangent.device)
+    own = owner == torch.tensor(list(numbers), device=cotangent.device).unsqueeze(1)  # [m, k]
+    behind = cotangent.dim() - 1 - layout.behind
+    form = [len(numbers), *[1] * layout.axis, *(layout.joined or (-1,)), *[1] * behind]
+    return torch.where(own.reshape(form), cotangent.unsqueeze(1), cotangent.new_zeros(()))

@@ -23,7 +23,7 @@ from packprop.algebra import kernels
 from packprop.functions.nodes import is_identity, is_once_differentiable
 from packprop.functions.operands import saved_constants
 from packprop.recording.aside import OwnMode
-from packprop.recording.marks import RecordedUse
+from packprop.recording.marks import Use
 from packprop.recording.transforms import node_under_transforms
 from packprop.tensors.hooks import dictionary_of_node
 from packprop.tensors.state import taken_over, version
@@ -376,7 +376,7 @@ def test_a_recorded_use_is_found_from_the_loss_and_dies_with_it() -> None:
         if node is not None:
             uses += [use for use, *_ in node.metadata.get("packprop.use", ())]
             stack += [upstream for upstream, _ in node.next_functions]
-    assert [type(use) for use in uses] == [RecordedUse]
+    assert [type(use) for use in uses] == [Use]
     alive = weakref.ref(uses[0])
     del uses, stack, node, loss
     gc.collect()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from packprop.algebra.structures import Structure
 from packprop.tensors.layout import Layout
@@ -89,6 +90,8 @@ class Entry:
         squares: As ``structure_of``, with the square of what multiplies the parameter. ``None`` if the
             structure itself tells the squares (``with_squares``), or if they are not known.
         sparse: Whether torch's own gradient of the parameter is a sparse tensor.
+        calls_node: If a node is called when the structure is built, from the layouts of its outputs: where the
+            parameter comes from. The graph must be there then.
         effort: Says how samples are pulled back, once some were, from the layout of the first output: for the
             fallback. ``None`` where a rule says how the parameter enters.
     """
@@ -106,6 +109,7 @@ class Entry:
     constant: bool = False
     squares: StructureOf | None = None
     sparse: bool = False
+    calls_node: Callable[[Sequence[Layout]], GradientEdge | None] = lambda layouts: None
     effort: Callable[[Layout], str] | None = None
 
 

@@ -4,12 +4,14 @@
 A node is the derivative of one function, with what it needs saved in it. Called by itself on cotangents it returns
 the gradients of its own inputs, whatever else lies in the graph: so a parameter that is used twice, or further up,
 has each of its uses apart. It returns them as its formula does, before autograd sums them over the axes that a
-parameter was broadcast over. So one sample's part can be taken before the sum.
+parameter was broadcast over. So one sample's part can be taken before the sum. While a pass runs to some ends alone, a node computes gradients of
+those inputs that lead there: a sweep in which nodes are called must go to their parameters, too.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +24,26 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.algebra.structures import Dense, Structure
 from packprop.functions.building import select_samples, sum_over_broadcast
 from packprop.functions.entry import Call, Cotangents, Entry, Samples, Scratch
-from packprop.functions.nodes import RESHAPES, name_of_node, saved_option
+from packprop.functions.nodes import RESHAPES, is_identity, name_of_node, names_of_nodes, saved_option
+from packprop.functions.saved import saved_again, saved_tensor
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
+from packprop.tensors.traced import is_traced
 
 AT_ONCE = 2**22
 """Entries of cotangents that are masked for single samples at once."""
+
+
+MANY = 1024
+"""How many nodes are remembered."""
+
+
+_VECTORISED: dict[Any, bool] = {}
+"""Whether a node of a name, for cotangents of some shapes, is right for many of them at once.
+
+PyTorch's batching rule of one or the other function is wrong: each is compared with one call when it is first used.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +96,64 @@ def operand_at(node: Node, place: int, keeps_shape: bool = False) -> Operand:
     while (leaf := getattr(above, "variable", None)) is None:
         name = name_of_node(above)
         before, number = above.next_functions[0] if above.next_functions else (None, 0)
-        is_form = name in RESHAPES and not transposed
         turns = name == "T" or (name == "Transpose" and len(_made(above)[0].shape) == 2)
-        if before is None or not (is_form or turns or name in ("ToCopy", "HandedOn")):
+        if before is None or (turns and (transposed or torch.Size(_made(above)[0].shape) != shape)):
             break
-        turned = transposed != turns
-        if turns and torch.Size(_made(above)[0].shape) != shape:
+        if not turns and name not in RESHAPES and name != "ToCopy":
             break
-        transposed, above = turned, before
+        transposed, above = transposed or turns, before
     wanted = shape[::-1] if transposed else shape
-    if leaf is None or ((transposed or keeps_shape) and torch.Size(leaf.shape) != wanted):
+    is_other = leaf is not None and leaf.dtype.is_complex != made.dtype.is_complex
+    if leaf is None or is_other or ((transposed or keeps_shape) and torch.Size(leaf.shape) != wanted):
         return Operand(Computed(edge, shape, made.dtype, made.device), shape)
     return Operand(leaf, shape, transposed)
+
+
+REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
+"""Functions of all entries of a tensor, each at other places: their nodes need nothing but shapes."""
+
+
+def rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """The leaf that a node takes, if its entries were only put at other places on the way, and the way back.
+
+    The way back leads from gradients of what the node takes ``[v, n, *y]`` to gradients of the leaf ``[v, n, *p]``.
+    """
+    above, way = node.next_functions[place][0], list[Callable[[Tensor], Tensor]]()
+    while above is not None and (leaf := getattr(above, "variable", None)) is None:
+        name = name_of_node(above)
+        below, number = above.next_functions[0] if above.next_functions else (None, 0)
+        if below is None or name not in REARRANGING or is_identity(above):
+            return None
+        shape = torch.Size(_made(below)[number].shape)
+        way.append(_way_back(above, name, shape))
+        above = below
+    if above is None:
+        return None
+
+    def back(rows: Tensor) -> Tensor:
+        for each in way:
+            rows = each(rows)
+        return rows
+
+    return leaf, back
+
+
+def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
+    """From gradients of what a node of ``REARRANGING`` made ``[v, n, *y]`` to those of its input ``[v, n, *shape]``."""
+    if name == "Permute":
+        dims = [axis % len(shape) + 2 for axis in node._saved_dims]
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        return lambda rows: rows.permute(0, 1, *(axis + 2 for axis in order))
+    if name in ("T", "Transpose") and len(shape) > 1:
+        first, second = (0, 1) if name == "T" else (saved_option(node, "dim0"), saved_option(node, "dim1"))
+        return lambda rows: rows.transpose(first % len(shape) + 2, second % len(shape) + 2)
+    if name == "Repeat":
+        times = list(node._saved_repeats)
+        sizes = (1,) * (len(times) - len(shape)) + tuple(shape)
+        pairs = [extent for pair in zip(times, sizes, strict=True) for extent in pair]
+        axes = list(range(2, 2 + len(pairs), 2))
+        return lambda rows: rows.reshape(*rows.shape[:2], *pairs).sum(axes).reshape(*rows.shape[:2], *shape)
+    return lambda rows: rows.reshape(*rows.shape[:2], *shape)
 
 
 def _made(node: Node) -> list[Any]:
@@ -125,10 +186,9 @@ class NodeCall:
 
     def saved(self, name: str) -> Callable[[], Tensor]:
         """A tensor that the node saved."""
-        name = f"_saved_{name}"
         if not self.holds:
-            return lambda: getattr(self.node, name)  # type: ignore[no-any-return]  # a tensor by its name
-        tensor: Tensor = getattr(self.node, name)
+            return lambda: saved_tensor(self.node, name)  # type: ignore[no-any-return]  # a tensor by its name
+        tensor: Tensor = saved_tensor(self.node, name)
         return lambda: tensor
 
     @property
@@ -163,20 +223,44 @@ class NodeCall:
             cotangents: list[Tensor | None] = [None] * len(columns)
             for number, own in zip(given, each, strict=True):
                 cotangents[number] = own
-            out = run(*cotangents)
+            with saved_again(node):
+                out = run(*cotangents)
             product = out[place] if isinstance(out, tuple) else out
-            if product is None:
+            if product is None:  # a user's function may say so of what does not depend on a parameter
+                assert isinstance(node, BackwardCFunction) or len(given) < len(columns), node.name()
                 return each[0].new_zeros(self.operand.shape)
             return product.to_dense() if product.is_sparse else product
 
         there = [each for each in columns if each is not None]
         if count == 1:
             return pull(*(each[0] for each in there)).unsqueeze(0)
-        try:
-            made: Tensor = torch.vmap(pull)(*there)
-            return made
-        except RuntimeError:
+        key = (node.name(), place, *(tuple(each.shape[1:]) for each in there))
+        if _VECTORISED.get(key, True) is False:
             return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+        try:
+            with warnings.catch_warnings():  # of functions that are called once for each column
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                made: Tensor = torch.vmap(pull)(*there)
+            if key in _VECTORISED or is_dry_run() or is_traced():
+                return made
+            if len(_VECTORISED) >= MANY:
+                _VECTORISED.clear()
+            _VECTORISED[key] = _is_sum(made, pull(*(each.sum(0) for each in there)))
+            if _VECTORISED[key]:
+                return made
+        except RuntimeError:
+            pass
+        return torch.stack([pull(*(each[k] for each in there)) for k in range(count)])
+
+
+def _is_sum(columns: Tensor, whole: Tensor) -> bool:
+    """Whether gradients of columns add up to that of their sum, as those of a linear function do."""
+    if not whole.numel() or columns.shape[1:] != whole.shape:
+        return columns.shape[1:] == whole.shape
+    total, wide = columns.sum(0), columns.abs().amax() * len(columns)
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    difference = (total - whole).abs().amax()
+    return not bool(difference > tolerance * wide) and bool(difference.isfinite() | ~wide.isfinite())
 
 
 @dataclass(frozen=True)
@@ -206,7 +290,8 @@ def broadcast(call: NodeCall, **known: Any) -> Entry:
         rows = sum_over_broadcast(product, layout, aligned, samples)
         return Dense(rows.reshape(*rows.shape[:2], *parameter.shape))
 
-    return Entry(parameter, "Scale", structure_of, **known)
+    edge = GradientEdge(*call.node.next_functions[call.place])
+    return Entry(parameter, "Scale", structure_of, calls_node=lambda layouts: edge, **known)
 
 
 def samplewise(call: NodeCall, **known: Any) -> Entry:
@@ -238,7 +323,9 @@ def samplewise(call: NodeCall, **known: Any) -> Entry:
         return Dense(whole.to(accumulation_dtype(whole.dtype)))
 
     parameter_shape = call.operand.shape
-    return Entry(parameter, "Dense", structure_of, scratch=Scratch(parameter.numel()), **known)
+    scratch = Scratch(parameter.numel())
+    edge = GradientEdge(*call.node.next_functions[call.place])
+    return Entry(parameter, "Dense", structure_of, scratch=scratch, calls_node=lambda layouts: edge, **known)
 
 
 def _aligned(shape: torch.Size, dims: int) -> tuple[int, ...]:

@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from packprop.algebra.order import fold_swapped, fold_to
-from packprop.algebra.structures import Lookup, Outer, Structure
+from packprop.algebra.structures import Dense, Lookup, Outer, Structure, rows
 from packprop.functions.building import rowwise, scaled
-from packprop.functions.entry import Cotangents, Entry, Fans, Samples, Scratch
-from packprop.functions.node_calls import NodeCall, broadcast, operand_at, samplewise
+from packprop.functions.entry import Cotangents, Entry, Fans, Samples, Scratch, StructureOf
+from packprop.functions.node_calls import (
+    Computed,
+    NodeCall,
+    broadcast,
+    operand_at,
+    rearranged,
+    samplewise,
+)
 from packprop.functions.nodes import CONVOLUTIONS, NORMALISATIONS, name_of_node, names_of_nodes
 from packprop.functions.operands import ENTRY_BY_ENTRY
 from packprop.functions.rules.affine import contraction
@@ -37,7 +44,7 @@ NODE_RULES: dict[str, NodeRule] = {}
 """Name of a node -> rule."""
 
 
-OF_SHAPE = CONVOLUTIONS | names_of_nodes("Addmm Mm Bmm Baddbmm Embedding")
+OF_SHAPE = CONVOLUTIONS | names_of_nodes("Addmm Mm Bmm Baddbmm Embedding Trilinear")
 """Nodes whose rules need a parameter in its own shape."""
 
 
@@ -60,19 +67,72 @@ def entries_of_node(node: Node, places: Iterable[int], shapes: Sequence[torch.Si
         call = NodeCall(node, place, operand_at(node, place, name in OF_SHAPE), shapes, holds)
         own = rule is not None and call.operand.tensor.numel() and not call.is_complex
         entry = rule(call) if own and rule is not None else None
-        entries.append(samplewise(call) if entry is None else _anywhere(call, entry))
+        entry = _without_rule(call) if entry is None else _anywhere(call, entry)
+        entries.append(_of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
     return entries
+
+
+def _of_leaf(call: NodeCall, entry: Entry) -> Entry:
+    """The entry of the leaf, if the parameter of an entry has the entries of one at other places."""
+    found = rearranged(call.node, call.place)
+    if found is None or found[0].dtype.is_complex != entry.parameter.dtype.is_complex:
+        return entry
+    leaf, back = found
+
+    def of_leaf(build: StructureOf) -> StructureOf:
+        def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
+            structure = build(cotangents, layouts, samples)
+            if structure.rows is None:
+                return Dense(None)
+            return Dense(back(rows(structure)).reshape(*structure.rows.shape[:2], *leaf.shape))
+
+        return structure_of
+
+    return replace(
+        entry,
+        parameter=leaf,
+        structure="Dense",
+        structure_of=of_leaf(entry.structure_of),
+        squares=None,
+        fans=None,
+        constant=False,
+    )
+
+
+def _without_rule(call: NodeCall) -> Entry:
+    """The entry of a node that is called for each sample."""
+    node = call.node
+    is_table = name_of_node(node) in ("Embedding", "EmbeddingBag") and call.place == 0
+    if not is_table:
+        return samplewise(call)
+    refusal = SCALED_BY_COUNTS if node._saved_scale_grad_by_freq else None
+    return samplewise(call, linear=True, refusal=refusal, sparse=bool(getattr(node, "_saved_sparse", False)))
+
+
+SCALED_BY_COUNTS = (
+    "scale_grad_by_freq divides by counts over the whole batch: rows of single samples depend on the others",
+    "drop scale_grad_by_freq",
+)
+"""Why a table has no gradient of single samples, and what to do instead."""
 
 
 def _anywhere(call: NodeCall, entry: Entry) -> Entry:
     """The entry of a rule where it admits the samples; elsewhere the node is called for each sample."""
 
+    def is_admitted(layouts: Sequence[Layout]) -> bool:
+        return all(map(entry.admits, layouts[0].axes)) and len(layouts[0].axes) < 2
+
     def structure_of(cotangents: Cotangents, layouts: Sequence[Layout], samples: Samples) -> Structure:
-        if all(map(entry.admits, layouts[0].axes)) and len(layouts[0].axes) < 2:
+        if is_admitted(layouts):
             return entry.structure_of(cotangents, layouts, samples)
         return samplewise(call).structure_of(cotangents, layouts, samples)
 
-    return replace(entry, structure_of=structure_of, admits=lambda axis: True)
+    edge = GradientEdge(*call.node.next_functions[call.place])
+
+    def calls_node(layouts: Sequence[Layout]) -> GradientEdge | None:
+        return entry.calls_node(layouts) if is_admitted(layouts) else edge
+
+    return replace(entry, structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
 
 
 def _matrix(
@@ -246,8 +306,11 @@ def _of_root_mean_square(call: NodeCall) -> Callable[[], Tensor]:
 
 
 def _of_batch(call: NodeCall) -> Callable[[], Tensor] | None:
-    if call.option("training") if hasattr(call.node, "_saved_training") else True:
-        return None  # statistics of the batch: the node is called for each sample, if samples are apart at all
+    if not hasattr(call.node, "_saved_training"):
+        return None
+    if call.option("training"):  # of one image whose channels are those of all samples: instance normalisation
+        x, eps = call.saved("input"), call.option("eps")
+        return lambda: torch.nn.functional.batch_norm(x(), None, None, training=True, eps=eps)
     x, mean, var = call.saved("input"), call.saved("running_mean"), call.saved("running_var")
     eps = call.option("eps") if hasattr(call.node, "_saved_eps") else call.option("epsilon")
     return lambda: torch.nn.functional.batch_norm(x(), mean(), var(), eps=eps)
@@ -299,6 +362,34 @@ def _convolution(call: NodeCall) -> Entry | None:
 def _one_each(value: Any, count: int) -> tuple[int, ...]:
     """One number for each spatial axis."""
     return tuple(value) if len(value) == count else tuple(value) * count
+
+
+@rule_of("Trilinear")
+def _bilinear(call: NodeCall) -> Entry | None:
+    """The weight ``[o, i, j]`` of a bilinear map."""
+    option, operand = call.option, call.operand
+    forms = tuple(tuple(option(name)) for name in ("expand1", "expand2", "expand3", "sumdim"))
+    if call.place != 1 or operand.is_transposed or forms != ((1, 3), (0,), (1, 2), (2, 3)):
+        return None
+    fan_out, *fan_in = operand.shape
+    fold = fold_to(operand.tensor.shape)
+
+    def build(cotangent: Tensor | None, left: Tensor, right: Tensor) -> Structure:
+        if cotangent is not None:
+            cotangent = cotangent.reshape(*cotangent.shape[:2], -1, 1, fan_out)
+        left = left.reshape(left.shape[0], -1, 1, fan_in[0], 1)
+        products = left * right.reshape(right.shape[0], -1, 1, 1, fan_in[1])
+        return Outer(products.flatten(-2), cotangent, fold)
+
+    last = len(call.shape) - 1
+    return Entry(
+        operand.tensor,
+        "Outer",
+        rowwise(build, "bilinear", call.saved("i1"), call.saved("i3")),
+        admits=lambda axis: axis != last,
+        scratch=Scratch(2 * operand.shape.numel()),
+        linear=True,
+    )
 
 
 @rule_of("Embedding")

@@ -275,11 +275,12 @@ class Graph:
         Such a leaf is dealt with when the last of its uses is reached. By then the user's own pass has freed
         part of the graph between leaf and tensor.
         """
-        sites: dict[int, list[Site]] = {}
+        sites: dict[int, list[bool]] = {}
         for use in self.uses:
             for site in use.sites:
-                sites.setdefault(id(site.leaf), []).append(site)
-        return any(len(own) > 1 and not all(site.direct for site in own) for own in sites.values())
+                needs_graph = not site.direct or site.entry.calls_node(use.layouts) is not None
+                sites.setdefault(id(site.leaf), []).append(needs_graph)
+        return any(len(own) > 1 and any(own) for own in sites.values())
 
     @property
     def shards_computed_parameters(self) -> bool:

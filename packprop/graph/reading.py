@@ -3,10 +3,19 @@
 # NOTE [Uses in the graph]
 Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and something that
 depends on the samples; everything on the way from the parameters to it is made of parameters alone. The graph does not
-show constants: ``mask * weight`` and ``x * weight`` look alike. So a node that takes parameters and perhaps a constant
-is *undecided*: it counts as a use first. The sweeps that locate the samples tell (NOTE [Separation]): if samples are
-apart in what arrives at it, it is one. If they meet there, it is made of parameters alone, and the node that takes its
-output is looked at in its place. What was found so is kept for graphs of the same structure.
+show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A constant is no data if it is a
+buffer or a frozen parameter of an extended module, counts positions, or brings no axis of its own; it is data if it
+shares memory with an input of the model. Every other node that takes parameters and constants is *undecided*: it
+counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If samples are apart in what
+arrives at it, it is a use. If they meet there, it is made of parameters alone, and the node that takes its output is
+looked at in its place, unless that would hide layers that mix samples:
+
+* A product of a weight and an unknown constant whose output has room for the samples is a layer, and they meet
+  behind it.
+* A function of parameters alone that makes of a tensor in which samples meet one in which they are apart, and does
+  not only repeat it, has mixed them.
+
+What was found so is kept for graphs of the same structure.
 """
 
 from __future__ import annotations
@@ -16,22 +25,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.entry import Entry
 from packprop.functions.node_rules import entries_of_node
-from packprop.functions.nodes import name_of_node
-from packprop.functions.operands import EXPANDING, HIDING, WHOLE
+from packprop.functions.nodes import ENTRYWISE, PRODUCTS, RESHAPES, name_of_node, names_of_nodes
+from packprop.functions.operands import BY_DATA, ENTRY_BY_ENTRY, EXPANDING, HIDING, WHOLE, WITH_SUMMAND, saved_constants
+from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.traversal import made_by
 from packprop.recording.compiled import is_compiled_region
-from packprop.recording.marks import Use
+from packprop.recording.marks import EXTENDED, Use
 from packprop.recording.reentrant import is_reentrant
+from packprop.tensors.dry import is_dry_run
+from packprop.tensors.layout import possible_layouts
+from packprop.tensors.state import storage_of
 
 MADE_OF_PARAMETERS = WHOLE - EXPANDING - HIDING
 """Functions that take nothing that the graph does not show, if they have an edge for each operand."""
+
+
+PASSING = RESHAPES | ENTRYWISE | names_of_nodes("T Transpose Permute ToCopy Neg Expand")
+"""Functions whose rows are apart if those of their input are, and else are not."""
 
 
 MANY = 1024
@@ -42,11 +58,51 @@ _PARAMETRIC: dict[int, frozenset[int]] = {}
 """By structure of the graph, the places of nodes that sweeps have shown to be made of parameters alone."""
 
 
+class Constants:
+    """What is known of the constants that nodes have saved.
+
+    Args:
+        graph: What the pass goes through.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._own = set() if is_dry_run() else {storage_of(tensor) for tensor in own} - {0}
+        self._inputs = {each for forward in graph.forwards for each in forward.storages} - self._own
+
+    def are_known(self, node: Node) -> bool | None:
+        """Whether no constant of a node is data; ``None`` if some may be, ``False`` if one is."""
+        if is_dry_run() or keeps_elsewhere(node):
+            return None
+        try:
+            constants = list(saved_constants(node))
+        except RuntimeError:  # an earlier pass has freed them
+            return None
+        missing = sum(above is None for above, _ in node.next_functions)
+        known: bool | None = True if missing <= len(constants) else None  # sums do not save what they add
+        for tensor in constants:
+            place = storage_of(tensor)
+            if place in self._inputs:
+                return False
+            if tensor.dim() and place not in self._own and not _counts(node, tensor):
+                known = None
+        return known
+
+
+def _counts(node: Node, index: Tensor) -> bool:
+    """Whether an index counts positions from the first one on."""
+    if name_of_node(node) not in BY_DATA or index.is_floating_point() or index.dtype == torch.bool:
+        return False
+    flat = index.flatten()
+    return len(flat) > 0 and torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype, device=flat.device))
+
+
 class Reading:
     """Sorts the nodes of a graph, and makes uses of those where parameters meet samples.
 
     Args:
-        graph: What the pass goes through; gets the uses.
+        graph: What the pass goes through.
         order: Its nodes, each after all that lie upstream of it.
         places: The number of each node.
         wanted: Leaves that count as parameters, by identity.
@@ -61,13 +117,18 @@ class Reading:
         wanted: dict[int, Tensor],
         structure: int,
     ) -> None:
-        self._graph, self._order, self._places, self._wanted = graph, order, places, wanted
-        self._structure = structure
-        self._below: set[Node] = set()
+        self._order, self._places, self._wanted = order, places, wanted
+        self._roots = [(root.grad_fn, root.output_nr) for root in graph.roots if root.grad_fn is not None]
+        self._structure, self._constants = structure, Constants(graph)
         self._parametric = _PARAMETRIC.get(structure, frozenset())
+        self._below: set[Node] = set()
+        self._derived: set[Node] = set()
+        self._wide: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
         self.uses: dict[Node, ReachedUse] = {}
         self.undecided: dict[ReachedUse, Node] = {}
+        self.suspects: dict[ReachedUse, Node] = {}
+        """Functions of parameters alone, some of which samples meet in: samples may not be apart there."""
 
     @property
     def settled(self) -> set[Node]:
@@ -94,33 +155,65 @@ class Reading:
                 continue
             above = [each for each, _ in node.next_functions]
             given = [place for place, each in enumerate(above) if each is not None and each in parameters]
+            if not given or is_reentrant(node) or node in after_losses or not _can_be_called(node):
+                data.add(node)
+                continue
             has_data = any(each in data for each in above if each is not None)
-            if not given or is_reentrant(node):
-                data.add(node)
+            kind = "use" if has_data else self._kind(node, given)
+            if kind == "parameters":
+                parameters[node] = None
                 continue
-            if node in after_losses or not self._can_be_called(node):
-                data.add(node)
-                continue
-            if not has_data:
-                whole = len(given) == len(above) and name_of_node(node) in MADE_OF_PARAMETERS
-                whole = whole and not isinstance(node, BackwardCFunction)
-                if whole or self._places[node] in self._parametric or node not in below_losses:
-                    parameters[node] = None
-                    continue
             use = self._use(node, given, reached[node])
             self.uses[node] = use
-            if not has_data:
+            if kind != "use":
                 self.undecided[use] = node
+            if kind == "suspect":
+                self.suspects[use] = node
             data.add(node)
 
-    def _can_be_called(self, node: Node) -> bool:
-        return node.name() != EAGER and not is_compiled_region(node) and not node.name().endswith("CopySlices")
+    def _kind(self, node: Node, given: Sequence[int]) -> str:
+        """What a node is that takes parameters, and perhaps constants."""
+        above, name = [each for each, _ in node.next_functions], name_of_node(node)
+        derived = any(above[place] in self._derived for place in given)
+        if name in EXPANDING or any(above[place] in self._wide for place in given):
+            self._wide.add(node)
+        if self._places[node] in self._parametric:
+            self._derived.add(node)
+            return "parameters"
+        is_own = isinstance(node, BackwardCFunction)
+        whole = len(given) == len(above) and name in MADE_OF_PARAMETERS and not is_own
+        if node not in self._below or (whole and (not derived or name in PASSING)):
+            if derived:
+                self._derived.add(node)
+            return "parameters"
+        if whole:
+            return "suspect"
+        if is_own or name == "Expand":
+            return "undecided"
+        if name == "Repeat":
+            return "parameters"
+        known = self._constants.are_known(node)
+        if known is False:
+            return "use"
+        if name in ENTRY_BY_ENTRY and self._brings_no_axis(node, given):
+            return "parameters"
+        return "parameters" if known and name not in HIDING else "undecided"
+
+    def _brings_no_axis(self, node: Node, given: Sequence[int]) -> bool:
+        shape = made_by(node)[0].shape
+        for place in given:
+            above, number = node.next_functions[place]
+            assert above is not None
+            leaf = getattr(above, "variable", None)
+            own = made_by(above)[number].shape if leaf is None else leaf.shape
+            if above not in self._wide and torch.Size(own) == torch.Size(shape):
+                return True
+        return False
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._order}
-        for root in self._graph.roots:
-            if root.grad_fn is not None:
-                reached[root.grad_fn][root.output_nr] = None
+        for root, number in self._roots:
+            reached[root][number] = None
         for node in self._order:
             for above, number in node.next_functions:
                 if above is not None and above in reached:
@@ -129,6 +222,8 @@ class Reading:
 
     def _use(self, node: Node, places: Sequence[int], outputs: dict[int, None]) -> ReachedUse:
         shapes = [torch.Size(each.shape) for each in made_by(node)]
+        if name_of_node(node) in WITH_SUMMAND:  # a bias comes behind its weight
+            places = list(reversed(places))
         entries = entries_of_node(node, places, shapes, False)
         edges = [
             GradientEdge(above, number)
@@ -136,25 +231,34 @@ class Reading:
             if above is not None and place not in places
         ]
         name = FUNCTIONS.get(name_of_node(node), node.name())
-        recorded = Use(name, entries, edges, shapes)
         return ReachedUse(
-            recorded,
+            Use(name, entries, edges, shapes),
             {number: (node, number) for number in sorted(outputs)},
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
 
-    def reclassify(self, uses: Sequence[ReachedUse]) -> bool:
-        """Note that the samples meet behind some undecided uses; whether there were any."""
-        found = frozenset(self._places[self.undecided[use]] for use in uses if use in self.undecided)
-        if not found:
+    def reclassify(self, uses: Sequence[ReachedUse], samples: int) -> bool:
+        """Note that the samples meet behind some undecided uses; whether these are made of parameters alone."""
+        nodes = [self.undecided[use] for use in uses if use in self.undecided and not _is_layer(use, samples)]
+        if not nodes:
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()
-        _PARAMETRIC[self._structure] = self._parametric | found
+        _PARAMETRIC[self._structure] = self._parametric | {self._places[node] for node in nodes}
         return True
 
 
-FUNCTIONS = {
+def _is_layer(use: ReachedUse, samples: int) -> bool:
+    """Whether a use is a product whose output has room for the samples."""
+    ((node, _), *_) = use.nodes.values()
+    return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(use.recorded.shapes[0], samples))
+
+
+def _can_be_called(node: Node) -> bool:
+    return node.name() != EAGER and not is_compiled_region(node)
+
+
+FUNCTIONS: dict[str, Any] = {
     "Addmm": "linear",
     "Mm": "matmul",
     "Bmm": "bmm",

@@ -269,7 +269,13 @@ def sweep(
         for index, (node, output) in use.nodes.items()
     ]
     above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
-    wanted = [*(edge for _, _, edge in ends), *above_checkpoints, *map(get_gradient_edge, leaves)]
+    called = _operands_of_called(watched) if options.needs_inputs else []
+    wanted = [
+        *(edge for _, _, edge in ends),
+        *above_checkpoints,
+        *called,
+        *map(get_gradient_edge, leaves),
+    ]
     gradients: Sequence[Tensor | None]
     empty = [*empty, *empty_checkpoints(uses)]
     watch = Watch(watched, visit, options.needs_inputs, options=options, empty=empty)
@@ -295,7 +301,13 @@ def sweep(
             complete = True
         finally:
             watch.close(complete)
-    return gradients[len(ends) + len(above_checkpoints) :]
+    return gradients[len(wanted) - len(leaves) :]
+
+
+def _operands_of_called(uses: Sequence[ReachedUse]) -> list[GradientEdge]:
+    """Where the parameters of nodes come from that are called in visits; see NOTE [Nodes as functions]."""
+    edges = [site.entry.calls_node(use.layouts) for use in uses if use.layouts for site in use.sites]
+    return list({(edge.node, edge.output_nr): edge for edge in edges if edge is not None}.values())
 
 
 @contextlib.contextmanager

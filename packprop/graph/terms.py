@@ -44,6 +44,7 @@ from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.sharding import named_wholes
+from packprop.tensors.state import storage_of
 
 
 def settle_terms(graph: Graph, starts: Sequence[Node]) -> None:
@@ -86,6 +87,8 @@ class _Terms:
         self._owned = {id(tensor) for tensor in own}
         if is_dry_run():  # nothing has an address, and no constants are looked at
             own = []
+        self._data_storages = {place for forward in graph.forwards for place in forward.storages}
+        self._data_storages -= {storage_of(tensor) for tensor in own}
         self._known = {_place_of(tensor) for tensor in own}
         self._data: set[Node] = set()
         self._after_loss: set[Node] = set()
@@ -213,7 +216,7 @@ class _Terms:
         if all_seen and name in WHOLE and name not in HIDING:
             return True
         constants = _constants_of(node)
-        if constants is None:
+        if constants is None or any(storage_of(tensor) in self._data_storages for tensor in constants):
             return False
         if name in ENTRY_BY_ENTRY:
             operands = [place for place in terms if above[place] not in self._wide]

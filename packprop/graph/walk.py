@@ -32,7 +32,7 @@ from packprop.graph.search import leaves_of, nodes_above
 from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, made_by, upstream_of
-from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, RecordedLoss, marks_of
+from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, TRANSFORMED, RecordedLoss, marks_of
 from packprop.recording.reentrant import is_reentrant
 from packprop.tensors.state import version
 
@@ -146,6 +146,8 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             trail.reentrant[node] = checkpoint
         else:
             _note_order(graph, trail, node)
+        if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
+            graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
             trail.cut.append(node)
         for upstream in trail.neighbours[node]:
@@ -237,8 +239,6 @@ def _read_uses(
             graph.uses.append(use)
             trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
             _find_sites(graph, use, chosen, trail)
-            if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
-                graph.mixers.append(_layer_of(graph, use))
 
 
 def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
@@ -260,10 +260,14 @@ def _takes_statistics(node: Any) -> bool:
     return bool(getattr(node, "_saved_training", False)) and made_by(node)[0].shape[0] > 1
 
 
-def _layer_of(graph: Graph, use: ReachedUse) -> str:
-    names = [graph.name(site.leaf) for site in use.sites]
-    path = names[0].rpartition(".")[0] if names else ""
-    return f"{path!r} ({use.recorded.name})" if path else use.recorded.name
+def _layer_of(graph: Graph, node: Node) -> str:
+    """What messages call a layer, by the parameters that enter its node."""
+    leaves = {id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)}
+    for module in [*graph.modules, *EXTENDED]:
+        for path, child in module.named_modules():
+            if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
+                return f"{path!r} ({type(child).__name__})" if path else type(child).__name__
+    return "batch_norm"
 
 
 def _look_inside(graph: Graph, trail: _Trail) -> None:

@@ -19,6 +19,7 @@ from packprop.functions.losses.description import input_of
 from packprop.tensors.dry import TensorSpec
 from packprop.tensors.hooks import dictionary_of
 from packprop.tensors.nesting import map_tensors, tensors_in
+from packprop.tensors.state import storage_of
 
 LOSS, OUTPUT, TRANSFORMED, HOOKS, RETAINS = (
     f"packprop.{mark}" for mark in ("loss", "output", "transformed", "hooks", "retains")
@@ -95,6 +96,7 @@ class ForwardCall:
         args: What went in, tensors without their data.
         kwargs: What went in by name.
         leaves: Inputs that are leaves and require gradients: they are data, not parameters.
+        storages: Where the memory of the inputs begins.
     """
 
     module: Callable[[], nn.Module | None]
@@ -102,9 +104,11 @@ class ForwardCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     leaves: list[weakref.ref[Tensor]] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        given = tensors_in((self.args, self.kwargs))
+        given = list(tensors_in((self.args, self.kwargs)))
+        self.storages = [place for tensor in given if (place := storage_of(tensor))]
         self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
         self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))
 

@@ -229,8 +229,12 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
             break
         mixing = mixing or found.mixing
         unfit += found.unfit
-    if found.fitting is None and graph.reading is not None and graph.reading.reclassify(unfit):
+    reading = graph.reading
+    if found.fitting is None and reading is not None and reading.reclassify(unfit, samples):
         raise Reread
+    suspects = () if reading is None else reading.suspects
+    if found.fitting is not None and samples > 1 and suspects:
+        raise mixed(graph, next(iter(suspects)))
     places = [] if found.fitting is None else _first_of(found.fitting)
     in_order = all(layout.rows is None for own in places for layout in own)
     if samples == 1 or not places or not in_order:

@@ -50,3 +50,11 @@ def _storages_count() -> bool:
     held = _references(storages)
     del tensor
     return held > _references(storages)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
 from packprop.functions.nodes import name_of_node, names_of_nodes, saved_option
-from packprop.functions.operands import BY_DATA
+from packprop.functions.operands import BY_DATA, EXPANDING
 from packprop.tensors.dry import is_dry_run
 
 ALONG_AXIS = names_of_nodes(
@@ -49,6 +49,9 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
         return None if any(map(_may_be_indices, _kept_by(node))) else frozenset()
     if name not in BY_ROWS:
         return frozenset()
+    above = node.next_functions[0][0] if node.next_functions else None
+    if above is not None and name_of_node(above) in EXPANDING:  # each place may take any of the rows
+        return None
     if name == "Index":
         return _axes_of_index(node)
     if name in ALONG_AXIS and hasattr(node, "_saved_dim"):

@@ -50,6 +50,7 @@ class _Trail:
         names: Names of nodes.
         places: The number of each node, in the order in which they were met.
         options: Options of nodes.
+        reordered: Nodes that return rows as data say, and nodes behind them.
         consumed: Leaves, each with a node that takes it.
         of_interest: Nodes that hooks may be on.
         cut: Nodes of functions that have no derivative.
@@ -61,6 +62,7 @@ class _Trail:
     names: list[str] = field(default_factory=list)
     places: dict[Node, int] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
+    reordered: set[Node] = field(default_factory=set)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     of_interest: list[Node] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
@@ -131,6 +133,8 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
     for node, done in depth_first(starts, upstream_of, trail.neighbours):
         if done:
             trail.order.append(node)
+            if any(above in trail.reordered for above in trail.neighbours[node]):
+                trail.reordered.add(node)
             continue
         name, marks = node.name(), marks_of(node)
         trail.places[node] = len(trail.names)
@@ -173,6 +177,8 @@ def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[
 def _note_order(graph: Graph, trail: _Trail, node: Any) -> None:
     """Note whether data decide on the order of the rows that a node returned."""
     axes = axes_reordered(node)
+    if axes is None or axes:
+        trail.reordered.add(node)
     if axes is None:
         graph.hides_order = True
     elif axes:
@@ -237,6 +243,7 @@ def _read_uses(
         use = reading.uses.get(node)
         if use is not None:
             graph.uses.append(use)
+            use.reordered = node in trail.reordered
             trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
             _find_sites(graph, use, chosen, trail)
 

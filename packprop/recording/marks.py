@@ -108,6 +108,9 @@ class ForwardCall:
 
     def __post_init__(self) -> None:
         given = list(tensors_in((self.args, self.kwargs)))
+        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
+            self.args, self.kwargs = (), {}
+            return
         self.storages = [place for tensor in given if (place := storage_of(tensor))]
         self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
         self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))

@@ -63,7 +63,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         with record():
             outputs = call(model, inputs)
             roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-            losses = [tensor for tensor in roots if tensor.dim() == 0 and tensor.requires_grad]
+            losses = [tensor for tensor in roots if tensor.dim() == 0 and walk([tensor], [None], None).uses]
             values = losses or [_stand_in(tensor) for tensor in roots]
         return _describe(model, values, own_loss=bool(losses))
 

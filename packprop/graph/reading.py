@@ -237,9 +237,8 @@ class Reading:
             for place, (above, number) in enumerate(node.next_functions)
             if above is not None and place not in places
         ]
-        name = FUNCTIONS.get(name_of_node(node), node.name())
         return ReachedUse(
-            Use(name, entries, edges, shapes),
+            Use(function_of(node), entries, edges, shapes),
             {number: (node, number) for number in sorted(outputs)},
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
@@ -265,12 +264,20 @@ def _can_be_called(node: Node) -> bool:
     return node.name() != EAGER and not is_compiled_region(node)
 
 
-FUNCTIONS: dict[str, Any] = {
+def function_of(node: Any) -> str:
+    """The function that made a node, as users know it, or the node's own name."""
+    name = name_of_node(node)
+    if name == "Convolution":
+        kind = "conv_transpose" if node._saved_transposed else "conv"
+        return f"{kind}{len(made_by(node)[0].shape) - 2}d"
+    return FUNCTIONS.get(name, node.name())
+
+
+FUNCTIONS: dict[str, str] = {
     "Addmm": "linear",
     "Linear": "linear",
     "Mm": "matmul",
     "Bmm": "bmm",
-    "Convolution": "convolution",
     "NativeLayerNorm": "layer_norm",
     "NativeGroupNorm": "group_norm",
     "NativeBatchNorm": "batch_norm",

@@ -50,7 +50,6 @@ class _Trail:
         names: Names of nodes.
         places: The number of each node, in the order in which they were met.
         options: Options of nodes.
-        reordered: Nodes that return rows as data say, and nodes behind them.
         consumed: Leaves, each with a node that takes it.
         of_interest: Nodes that hooks may be on.
         cut: Nodes of functions that have no derivative.
@@ -62,7 +61,6 @@ class _Trail:
     names: list[str] = field(default_factory=list)
     places: dict[Node, int] = field(default_factory=dict)
     options: list[Any] = field(default_factory=list)
-    reordered: set[Node] = field(default_factory=set)
     consumed: list[tuple[Tensor, Node]] = field(default_factory=list)
     of_interest: list[Node] = field(default_factory=list)
     cut: list[Node] = field(default_factory=list)
@@ -105,6 +103,7 @@ def walk(
     _drop_inner_outputs(graph)
     _read_uses(graph, trail, wanted, starts if inside else None)
     _look_inside(graph, trail)
+    _note_order(graph, trail)
     require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
     if graph.missing or (trail.consumed and graph.losses):
@@ -133,8 +132,6 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
     for node, done in depth_first(starts, upstream_of, trail.neighbours):
         if done:
             trail.order.append(node)
-            if any(above in trail.reordered for above in trail.neighbours[node]):
-                trail.reordered.add(node)
             continue
         name, marks = node.name(), marks_of(node)
         trail.places[node] = len(trail.names)
@@ -148,8 +145,6 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             )
             graph.checkpoints.append(checkpoint)
             trail.reentrant[node] = checkpoint
-        else:
-            _note_order(graph, trail, node)
         if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
@@ -174,16 +169,27 @@ def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[
         graph.transformed.append(marks[TRANSFORMED])
 
 
-def _note_order(graph: Graph, trail: _Trail, node: Any) -> None:
-    """Note whether data decide on the order of the rows that a node returned."""
-    axes = axes_reordered(node)
-    if axes is None or axes:
-        trail.reordered.add(node)
-    if axes is None:
-        graph.hides_order = True
-    elif axes:
-        graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
-    trail.options += [axes, own_options(node)]
+def _note_order(graph: Graph, trail: _Trail) -> None:
+    """Note where data decide on the order of rows: not those of parameters, of tables for instance."""
+    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    reordered: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        above = node.next_functions[0][0] if node.next_functions else None
+        is_leaf = hasattr(node, "variable")
+        if is_leaf or above in parameters or node in losses or node in trail.reentrant:
+            axes: frozenset[int] | None = frozenset()
+        else:
+            axes = axes_reordered(node)
+        if axes is None:
+            graph.hides_order = True
+        elif axes:
+            graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
+        trail.options += [axes, own_options(node)]
+        if axes is None or axes or any(each in reordered for each in trail.neighbours[node]):
+            reordered.add(node)
+    for use in graph.uses:
+        use.reordered = any(node in reordered for node in use.anchors)
 
 
 def _read_losses(graph: Graph, trail: _Trail) -> None:
@@ -243,7 +249,6 @@ def _read_uses(
         use = reading.uses.get(node)
         if use is not None:
             graph.uses.append(use)
-            use.reordered = node in trail.reordered
             trail.neighbours[node] = [edge.node for edge in use.recorded.edges]
             _find_sites(graph, use, chosen, trail)
 

@@ -1,4 +1,4 @@
-"""How much each stored sample pulls on itself: large for samples that nothing else explains."""
+"""The influence of each stored sample on itself: large for samples that nothing else explains."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ def self_influence(
     quantity: str | None = None,
     memory: int | str | None = "500MiB",
 ) -> Tensor:
-    """``<g_z, (F + damping I)^-1 g_z>`` of each stored sample z ``[n]``, in the order of rows; in one reading.
+    """Return ``<g_z, (F + damping I)^-1 g_z>`` of each stored sample z ``[n]``, in the order of rows.
 
-    To first order the loss of z grows by this, divided as ``influence`` says, when the model is trained again
-    without z (Koh and Liang 2017): it is large for samples that are memorised, mislabelled ones among them
-    (Feldman and Zhang 2020).
+    To first order the loss of z grows by this, divided as ``influence`` says, if you train again without z (Koh
+    and Liang 2017): it is large for memorised samples, such as mislabelled ones (Feldman and Zhang 2020).
 
     Args:
         store: A store of ``BatchGrad``, or its folder; of projected gradients only without curvature.
-        curvature: As for ``influence``; two factors are refused, as a store does not know where parameters keep
-            their entries. Without it: squared norms of gradients.
+        curvature: As for ``influence``; it refuses two factors, because a store does not know the order of a
+            parameter's entries. Without it: squared norms of gradients.
         damping: As for ``influence``.
-        quantity: Which gradients of the store; the first by default.
-        memory: Bytes that rows in hand may take.
+        quantity: The gradients of the store; the first by default.
+        memory: Bytes for current rows.
 
     Raises:
-        BadInput: For a store without gradients, curvature that does not fit or is not positive, damping that is
-            missing, or a budget that is too small.
+        BadInput: For a store without gradients, curvature that does not fit or is not positive, missing
+            damping, or a budget that is too small.
     """
     opened = store if isinstance(store, Store) else Store(store)
     name = gradients_in(ASKED, opened, quantity)

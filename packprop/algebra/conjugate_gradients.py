@@ -24,7 +24,7 @@ from torch import Tensor
 Rows = Callable[[Tensor], Tensor]
 """A function from vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
 
-BITE = 2**20
+BLOCK = 2**20
 """Entries of a row that are converted to double precision at once."""
 
 
@@ -141,7 +141,7 @@ def _norms(rows: Tensor) -> Tensor:
 def _inner(left: Tensor, right: Tensor) -> Tensor:
     """Return inner products of rows ``[m, n]``, added up in double precision."""
     found = left.new_zeros(len(left), len(right), dtype=torch.float64)
-    for first, second in zip(left.split(BITE, 1), right.split(BITE, 1), strict=True):
+    for first, second in zip(left.split(BLOCK, 1), right.split(BLOCK, 1), strict=True):
         found += first.double() @ second.double().mT
     return found
 

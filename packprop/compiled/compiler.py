@@ -24,7 +24,7 @@ REPLAY = "eager"
 """The backend that replays the traced graph, operation by operation."""
 
 SLOWER = 1.1
-"""How many times as long compiled code may take as the graph, to be more than noise.
+"""The ratio of compiled time to the graph's time that is more than noise.
 
 A tie goes to the compiler: its code leaves Python free for other threads.
 """

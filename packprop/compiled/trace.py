@@ -158,7 +158,7 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
                 "write it with tensors (torch.where, masks), or use `with packprop.backpack(...)` around "
                 "loss.backward(), which runs every pass anew",
             ) from error
-        said = ["a value is asked for"] if asks_for_value else [*str(error).strip().splitlines(), ""]
+        said = ["the model asks for a value"] if asks_for_value else [*str(error).strip().splitlines(), ""]
         why = f"PyTorch could not trace it: {type(error).__name__}: {said[0]}"
         raise not_traceable(_said(line), why) from error
     finally:

@@ -289,7 +289,7 @@ def _packed(value: Any) -> bytes:
     except Exception as error:
         raise BadInput(
             ASKED,
-            "the first batch of a rank, which one without batches has to go through, too",
+            "the first batch of a rank, which a rank without batches also has to go through",
             f"it cannot be sent there ({type(error).__name__}: {error})",
             "let batches hold what can be pickled, or give every rank a batch",
         ) from error

@@ -139,7 +139,7 @@ def stored_results(
         raise BadInput(
             asked,
             f"the store {str(store.folder)!r}",
-            f"it was opened for {missing.name}, which is not asked for",
+            f"it was opened for {missing.name}, which this call does not compute",
             "give compute(...) the extensions of the store, with the same options",
         )
     if store.samples and losses != (LOSS in store.quantities):

@@ -33,7 +33,7 @@ from packprop.queries.refined_search import Ends, RefinedSearch
 from packprop.queries.refining import Refinement, Refiner
 from packprop.queries.result import Influence
 from packprop.recording.switch import extended
-from packprop.store.reading import BITE, Store
+from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, bytes_of_a_row, require_number, summed_products
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.names import named_parameters
@@ -141,11 +141,11 @@ def influence(
     numbers = _numbers(groups, opened.samples)
     found: list[Ends] = []
     empty: list[int] = []
-    bite = min(BITE // 2, budget // 2)
+    at_once = min(BLOCK // 2, budget // 2)
 
     def find(rows: dict[str, Tensor]) -> Ends:
-        largest, smallest = opened.extremes(name, rows, k, memory=bite)
-        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, bite)
+        largest, smallest = opened.extremes(name, rows, k, memory=at_once)
+        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, at_once)
         return largest, smallest, sums
 
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from packprop.memory.search import budget_of
 from packprop.queries.blocks import blocks_of
 from packprop.queries.checks import gradients_in
 from packprop.queries.preconditioning import Preconditioner, preconditioner_of
-from packprop.store.reading import BITE, Store
+from packprop.store.reading import BLOCK, Store
 from packprop.store.search import bytes_of_a_row
 from packprop.tensors.precision import accumulation_dtype
 
@@ -56,7 +56,7 @@ def self_influence(
     if budget is not None and budget < row:
         why = f"a row of the store takes {row} bytes while it is multiplied"
         raise BadInput(ASKED, f"memory={memory!r}", why, f"give at least {row}")
-    step = max(1, min(BITE, budget or BITE) // row)
+    step = max(1, min(BLOCK, budget or BLOCK) // row)
     found = torch.zeros(opened.samples, dtype=torch.float64)
     for start in range(0, opened.samples, step):
         for parameter, array in arrays.items():

@@ -21,7 +21,7 @@ from packprop.store.plain import as_tensor
 from packprop.store.search import Found, extreme_products
 from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_plain_files
 
-BITE = 32 * 2**20
+BLOCK = 32 * 2**20
 """Bytes that are read at once by default."""
 
 
@@ -85,7 +85,7 @@ class StoredArray:
     def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
         """Iterate over all rows in order, so many at once ``[rows, ...]``; by default about 32 MiB."""
         each = max(1, self.header.row_bytes)
-        step = rows or max(1, BITE // each)
+        step = rows or max(1, BLOCK // each)
         for start in range(0, len(self), step):
             yield self[start : start + step]
 
@@ -313,7 +313,7 @@ class Store(Mapping[Any, Any]):
         queries: Tensor | Mapping[str, Tensor],
         k: int,
         *,
-        memory: int = BITE // 2,
+        memory: int = BLOCK // 2,
         largest: bool = True,
     ) -> Found:
         """Find the samples whose rows have the largest inner products with each query, exactly.
@@ -341,7 +341,7 @@ class Store(Mapping[Any, Any]):
         queries: Tensor | Mapping[str, Tensor],
         k: int,
         *,
-        memory: int = BITE // 2,
+        memory: int = BLOCK // 2,
         largest: Sequence[bool] = (True, False),
     ) -> tuple[Found, ...]:
         """Find what ``top`` finds for each of ``largest``, in one reading: both ends by default."""

@@ -93,7 +93,7 @@ def require_untraced(asked: str) -> None:
     if is_traced():
         raise not_traceable(
             asked,
-            "it is looked at in every pass, because values decide on it: rows that data reorder, values that "
+            "every pass checks it, because values decide it: rows that data reorder, values that "
             "keep samples apart which others would mix, or losses and shapes that are new in each pass",
         )
 

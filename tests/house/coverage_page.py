@@ -105,7 +105,7 @@ class Line:
 
 
 FALLBACK = "any other function of torch"
-DERIVED = "what is computed from parameters first"
+DERIVED = "a tensor computed from parameters first"
 NORMALISED = "a weight that `weight_norm` makes"
 SHARED = "one parameter used more than once"
 REGION = "a layer inside a checkpoint (not reentrant)"
@@ -276,7 +276,7 @@ def cells(lines: Iterable[Line], covered: Covered) -> dict[tuple[str, str], Cell
 # The page
 
 
-HEAD = f"""# What is covered
+HEAD = f"""# Coverage
 
 Every extension on every function that takes parameters, and under every loss, with the test that compares it
 with a reference. `{COMMAND}` writes this page from the code, and fails if a pair is neither refused nor tested;

@@ -145,8 +145,8 @@ def test_what_was_not_computed_is_left_out_and_named() -> None:
     found = quiet(model, nn.CrossEntropyLoss(), data, curvature=False, outliers=0)
     page = read_page(found.to_html())
     assert [*charts(page)] == ["signal", "norms", "norms-by-layer"]
-    assert "No timeline of memory: not asked for" in page.text
-    assert "are not shown: not asked for: packprop.profile(..., outliers=0)" in page.text
+    assert "No timeline of memory: packprop.profile(..., timeline=True)" in page.text
+    assert "with the largest gradients: packprop.profile(..., outliers=0) kept none" in page.text
 
 
 @pytest.mark.parametrize("change", ["one sample", "infinite", "no gradient"])

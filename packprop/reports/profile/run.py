@@ -170,7 +170,7 @@ def profile(
                 used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
                 found = dataclasses.replace(found, memory=used)
         else:
-            found.missing["memory"] = "not asked for: packprop.profile(..., timeline=True)"
+            found.missing["memory"] = "packprop.profile(..., timeline=True) measures it"
         return _with_outliers(found, model, loss, batches, outliers, decode, device)
 
 
@@ -199,7 +199,7 @@ def _with_outliers(
     """Return the profile with its outlying samples, or the reason why they are missing."""
     norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
     if not count:
-        found.missing["outlying"] = "not asked for: packprop.profile(..., outliers=0)"
+        found.missing["outlying"] = "packprop.profile(..., outliers=0) kept none"
     elif norms is None:
         found.missing["outlying"] = "the loss depends on no parameter"
     else:

@@ -46,7 +46,7 @@ def test_values_that_do_not_grow(tmp_path: Path, extension: Any) -> None:
     ("asked", "words"),
     [
         ([BatchGrad(subsampling=[0])], "subsampling"),
-        ([BatchGrad(), BatchGrad()], "another one that is saved as 'grad_batch'"),
+        ([BatchGrad(), BatchGrad()], "another extension is also saved as 'grad_batch'"),
     ],
     ids=["subsampling", "twice"],
 )

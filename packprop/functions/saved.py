@@ -11,6 +11,7 @@ and would keep what it computed for as long as the graph is there: packprop drop
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,8 +44,7 @@ def saved_tensor(node: Any, name: str) -> Any:
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
     """Inside, a node may be called by itself: what it saved is there for the pass, too."""
-    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    raws = [raw for name in names for raw in _listed(getattr(node, name)) if _is_kept_elsewhere(raw)]
+    raws = [raw for name in _raw_names(type(node)) for raw in _listed(getattr(node, name)) if _is_kept_elsewhere(raw)]
     if not raws:
         yield
         return
@@ -58,8 +58,13 @@ def saved_again(node: Any) -> Iterator[None]:
 
 def keeps_elsewhere(node: Any) -> bool:
     """Whether a checkpoint keeps what a node saved, so that it is computed when it is read."""
-    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    return any(_is_kept_elsewhere(raw) for name in names for raw in _listed(getattr(node, name)))
+    return any(_is_kept_elsewhere(raw) for name in _raw_names(type(node)) for raw in _listed(getattr(node, name)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _raw_names(kind: type) -> tuple[str, ...]:
+    """Under which names nodes of a type show what they saved, as autograd keeps it."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _listed(raw: Any) -> tuple[Any, ...]:

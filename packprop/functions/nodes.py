@@ -137,11 +137,17 @@ DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
 """Those that do something else besides, each with what hands gradients on in its place."""
 
 
+def function_of(node: BackwardCFunction) -> Any:
+    """The class of the function behind a node that is written in Python: this has no public name."""
+    function: Any = type(node)._forward_cls
+    return function
+
+
 def is_identity(node: Node) -> bool:
     """Whether a node is one of ``IDENTITIES``, and no user's own of the same name."""
     if node.name() not in IDENTITIES or not isinstance(node, BackwardCFunction):
         return False
-    function: Any = type(node)._forward_cls
+    function = function_of(node)
     return f"{function.__module__}.{function.__qualname__}" == IDENTITIES[node.name()]
 
 
@@ -265,5 +271,5 @@ def is_once_differentiable(node: Node) -> bool:
         return False
     if is_without_second_derivative(node):
         return True
-    backward = getattr(type(node)._forward_cls, "backward", None)
+    backward = getattr(function_of(node), "backward", None)
     return getattr(backward, "__globals__", None) is vars(torch.autograd.function)

@@ -1,10 +1,11 @@
 """What a node saved, read so that it can be read again.
 
 # NOTE [Saved twice]
-A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A use is
-visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads back into the
-place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each tensor that is read,
-and would keep what it computed for as long as the graph is there: packprop drops that. Both need private parts of
+A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A
+use is visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads
+back into the place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each
+tensor that is read, and would keep what it computed for as long as the graph is there: packprop drops that.
+Both need private parts of
 ``torch.utils.checkpoint``, which are used here alone.
 """
 
@@ -30,11 +31,11 @@ class _Kept(NamedTuple):
     value: Tensor
 
 
-def saved_tensor(node: Any, name: str) -> Any:
-    """What a node saved under a name, as for ``node._saved_name``."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
+def saved_tensor(node: Any, name: str | int) -> Any:
+    """What a node saved under a name, as for ``node._saved_name``; by number as for ``node.saved_tensors``."""
+    raw = node._raw_saved_tensors[name] if isinstance(name, int) else getattr(node, f"_raw_saved_{name}", None)
     if not _is_kept_elsewhere(raw):
-        return getattr(node, f"_saved_{name}")
+        return node.saved_tensors[name] if isinstance(name, int) else getattr(node, f"_saved_{name}")
     kept = _read(raw)
     _put_back([kept])
     return kept.value

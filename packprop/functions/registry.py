@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -87,6 +88,8 @@ def register_use(
 
 def rule_for(node: Node) -> Rule | None:
     """The rule for a node, if there is one."""
+    if _current.ignored:
+        return None
     if isinstance(node, BackwardCFunction):
         by_class = RULES.get(function_of(node))
         return by_class if by_class is not None else RULES.get(node.name())
@@ -115,12 +118,19 @@ def checked(call: NodeCall, rule: Rule) -> Entry | None:
     return entry
 
 
+class _Current(threading.local):
+    ignored: bool = False
+
+
+_current = _Current()
+"""Whether this thread leaves rules aside."""
+
+
 @contextlib.contextmanager
 def without_rules() -> Iterator[None]:
-    """Inside, no rule is known: each node is called for each sample."""
-    before = dict(RULES)
-    RULES.clear()
+    """Inside, no rule is known in this thread: each node is called for each sample."""
+    before, _current.ignored = _current.ignored, True
     try:
         yield
     finally:
-        RULES.update(before)
+        _current.ignored = before

@@ -99,11 +99,11 @@ class SavedTensor:
     """A tensor that a module took or made, which must not change before the backward pass needs it."""
 
     def __init__(self, tensor: Tensor, module: str) -> None:
-        self._tensor, self._module, self._version = tensor, module, version(tensor)
+        self._tensor, self._module, self._before = tensor, module, version(tensor)
 
     def __call__(self) -> Tensor:
         """The tensor; raises if it was changed."""
-        if version(self._tensor) != self._version:
+        if version(self._tensor) != self._before:
             raise PackpropError(
                 "A per-sample quantity was asked for.",
                 f"an input of the call of {self._module}, of shape {list(self._tensor.shape)}",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from packprop.functions.nodes import RESHAPES, name_of_node, saved_option
+from packprop.functions.nodes import RESHAPES, made_by, name_of_node, saved_option
 from packprop.functions.saved import saved_again, saved_tensor
 from packprop.tensors.dry import is_dry_run
 from packprop.tensors.traced import is_traced
@@ -110,12 +110,6 @@ def is_transpose(node: Node) -> bool:
     return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
 
 
-def made_by(node: Any) -> list[Any]:
-    """What a node's function made, or the leaf behind it: shapes and types."""
-    leaf = getattr(node, "variable", None)
-    return list(node._input_metadata) if leaf is None else [leaf]
-
-
 @dataclass(frozen=True, eq=False)
 class NodeCall:
     """A node, and one place where a parameter enters it.
@@ -163,13 +157,17 @@ class NodeCall:
         among its ``ctx.saved_tensors``.
         """
         if not self.holds:
-            return lambda: saved_tensor(self.node, name)  # type: ignore[no-any-return]  # a tensor by its name
+            return lambda: saved_tensor(self.node, name)
         tensor: Tensor = saved_tensor(self.node, name)
         return lambda: tensor
 
     def option(self, name: str) -> Any:
         """A number or a list that the node saved."""
         return saved_option(self.node, name)
+
+    def has_option(self, name: str) -> bool:
+        """Whether the node saves something under a name: nodes of one family may differ."""
+        return hasattr(self.node, f"_saved_{name}")
 
     def attribute(self, name: str) -> Any:
         """A value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
@@ -234,7 +232,8 @@ class NodeCall:
         if product is None:  # a user's function may say so of what does not depend on a parameter
             assert isinstance(node, BackwardCFunction) or len(cotangents) < outputs, node.name()
             return first.new_zeros(self.operand.shape)
-        return product.to_dense() if product.is_sparse else product
+        strided: Tensor = product.to_dense() if product.is_sparse else product
+        return strided
 
 
 def _place_of_gradient(node: Any, place: int) -> int:

@@ -137,10 +137,10 @@ DOERS: dict[str, Callable[..., Any]] = dict.fromkeys(
 """Those that do something else besides, each with what hands gradients on in its place."""
 
 
-def function_of(node: BackwardCFunction) -> Any:
+def function_of(node: Node) -> Any:
     """The class of the function behind a node that is written in Python: this has no public name."""
-    function: Any = type(node)._forward_cls
-    return function
+    kind: Any = type(node)
+    return kind._forward_cls
 
 
 def is_identity(node: Node) -> bool:
@@ -202,6 +202,15 @@ def _uses_running_statistics(node: Node) -> bool:
     The flag that it saved has no public name; a node without the flag counts as nonlinear.
     """
     return hasattr(node, "_saved_training") and node._saved_training is False
+
+
+def made_by(node: Any) -> list[Any]:
+    """Shape, dtype and device of each tensor that a node made; the leaf that a node stands for.
+
+    This reads a private attribute of autograd nodes: no public one says how many outputs there are.
+    """
+    leaf = getattr(node, "variable", None)
+    return list(node._input_metadata) if leaf is None else [leaf]
 
 
 def axis_of_rows(node: Node, axes: int) -> int:

@@ -12,8 +12,15 @@ from torch.autograd.graph import Node
 
 from packprop.algebra.structures import Dense, Structure, rows
 from packprop.functions.entry import Cotangents, Entry, Samples, StructureOf
-from packprop.functions.node_calls import NodeCall, made_by
-from packprop.functions.nodes import RESHAPES, is_identity, name_of_node, names_of_nodes, saved_option
+from packprop.functions.node_calls import NodeCall
+from packprop.functions.nodes import (
+    RESHAPES,
+    is_identity,
+    made_by,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
 from packprop.tensors.layout import Layout
 
 REARRANGING = RESHAPES | names_of_nodes("Permute Transpose T ToCopy Repeat")
@@ -54,6 +61,7 @@ def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tens
     *p]``.
     """
     above, way = node.next_functions[place][0], list[Callable[[Tensor], Tensor]]()
+    leaf: Tensor | None = None
     while above is not None and (leaf := getattr(above, "variable", None)) is None:
         name = name_of_node(above)
         below, number = above.next_functions[0] if above.next_functions else (None, 0)
@@ -62,7 +70,7 @@ def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tens
         shape = torch.Size(made_by(below)[number].shape)
         way.append(_way_back(above, name, shape))
         above = below
-    if above is None:
+    if leaf is None:
         return None
 
     def back(rows: Tensor) -> Tensor:
@@ -76,14 +84,14 @@ def _rearranged(node: Node, place: int) -> tuple[Tensor, Callable[[Tensor], Tens
 def _way_back(node: Any, name: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
     """From gradients of what a node of ``REARRANGING`` made to those of its input, ``[v, n, *shape]``."""
     if name == "Permute":
-        dims = [axis % len(shape) + 2 for axis in node._saved_dims]
+        dims = [axis % len(shape) + 2 for axis in saved_option(node, "dims")]
         order = sorted(range(len(dims)), key=dims.__getitem__)
         return lambda rows: rows.permute(0, 1, *(axis + 2 for axis in order))
     if name in ("T", "Transpose") and len(shape) > 1:
         first, second = (0, 1) if name == "T" else (saved_option(node, "dim0"), saved_option(node, "dim1"))
         return lambda rows: rows.transpose(first % len(shape) + 2, second % len(shape) + 2)
     if name == "Repeat":
-        times = list(node._saved_repeats)
+        times = list(saved_option(node, "repeats"))
         sizes = (1,) * (len(times) - len(shape)) + tuple(shape)
         pairs = [extent for pair in zip(times, sizes, strict=True) for extent in pair]
         axes = list(range(2, 2 + len(pairs), 2))

@@ -162,7 +162,8 @@ def _possible_layouts(
 
 def _pairs_summed(rows: Tensor, half: int, major: bool) -> Tensor:
     """From gradients of single rows ``[v, n, *p]`` to those of pairs of rows."""
-    return rows.unflatten(1, (half, 2)).sum(2) if major else rows.unflatten(1, (2, half)).sum(1)
+    summed: Tensor = rows.unflatten(1, (half, 2) if major else (2, half)).sum(2 if major else 1)
+    return summed
 
 
 def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | None], columns: int) -> Arrived:

@@ -105,7 +105,7 @@ def _class_name(node: str) -> str:
 def _problem(examples: Sequence[Example]) -> Problem:
     host = Host(examples)
     targets = tuple(torch.randn_like(output.detach()) for output in host(*host.data))
-    return Problem.of((host, _squared_error, host.data, targets))
+    return Problem(host, _squared_error, host.data, targets, examples[0].samples, axis=0)
 
 
 def _check_in_a_model(ledger: Ledger, examples: Sequence[Example]) -> None:

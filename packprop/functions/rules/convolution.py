@@ -182,7 +182,7 @@ def _convolution(call: NodeCall) -> Entry | None:
 def _geometry(call: NodeCall, space: int) -> PlainGeometry | TransposedGeometry:
     stride, padding, dilation = (_one_each(call, each, space) for each in ("stride", "padding", "dilation"))
     groups, shape = call.option("groups"), call.operand.shape
-    if not (hasattr(call.node, "_saved_transposed") and call.option("transposed")):
+    if not (call.has_option("transposed") and call.option("transposed")):
         return PlainGeometry(shape, stride, dilation, groups, padding)
     extra = _one_each(call, "output_padding", space)
     return TransposedGeometry(shape, stride, dilation, groups, padding, extra)

@@ -18,7 +18,7 @@ from packprop.tensors.layout import Layout, layout_of_rows
 @rule_of("GroupedMm", form="shape")
 def _grouped_product(call: NodeCall) -> Entry | None:
     """Weights ``[g, i, o]``, each for the rows up to the end of its group."""
-    if call.place != 1 or len(call.operand.shape) != 3 or len(call.node._saved_self_sym_sizes) != 2:
+    if call.place != 1 or len(call.operand.shape) != 3 or len(call.option("self_sym_sizes")) != 2:
         return None
     saved, ends = call.saved("self"), call.saved("offs")
     groups, fan_in, fan_out = call.operand.shape

@@ -59,4 +59,4 @@ def _called(call: NodeCall) -> Entry:
 
 
 def _is_sparse(call: NodeCall) -> bool:
-    return bool(call.option("sparse")) if hasattr(call.node, "_saved_sparse") else False
+    return call.has_option("sparse") and bool(call.option("sparse"))

@@ -63,9 +63,9 @@ def _batch_norm(call: NodeCall) -> Entry | None:
 
 
 def _of_batch(call: NodeCall) -> Normalised:
-    if not hasattr(call.node, "_saved_training"):
+    if not call.has_option("training"):
         return None
-    x, eps = call.saved("input"), call.option("eps" if hasattr(call.node, "_saved_eps") else "epsilon")
+    x, eps = call.saved("input"), call.option("eps" if call.has_option("eps") else "epsilon")
     if call.option("training"):  # of one image whose channels are those of all samples: instance normalisation
         return lambda: F.batch_norm(x(), None, None, training=True, eps=eps)
     mean, var = call.saved("running_mean"), call.saved("running_var")

@@ -25,7 +25,7 @@ def embedded(layer: nn.Module, *more: Tensor) -> tuple[nn.Module, Tensor]:
 @each_row
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
 def test_rows_are_rescaled_before_they_are_used(row: Row, kind: type[nn.Module]) -> None:
-    """max_norm rewrites the weight in place during the forward pass: its values are those of what is left there."""
+    """max_norm rewrites the weight in the forward pass: values are those of what is left there."""
     model, loss = embedded(kind(4, 2, max_norm=0.5))
     plain, plain_loss = embedded(kind(4, 2, _weight=model.layer.weight.detach().clone()))
     for each in (loss, plain_loss):

@@ -145,7 +145,7 @@ def test_the_fallback(function: Callable[..., Any], make: Make) -> None:
 
 
 def test_no_rule_is_left_out() -> None:
-    """The examples above go through each rule; but for some that whole models, or other files, are there for."""
+    """The examples above go through each rule, but for some that other files are there for."""
     asked: set[str] = set()
     for function, make in (*EXAMPLES, *FALLBACKS):
         given = make(3)
@@ -156,8 +156,8 @@ def test_no_rule_is_left_out() -> None:
             asked.add(name_of_node(node))
             stack += [above for above, _ in node.next_functions if above is not None]
     checked = {RULES[name].entry_of for name in asked if name in RULES}
-    # Groups of rows have no double precision on a processor: see test_grouped.py. A head that is one function with
-    # its loss returns no samples: see test_fused_heads.py. Processors normalise by the root mean square in parts.
+    # Groups of rows have no double precision on a processor: see test_grouped.py. A head that is one function
+    # with its loss returns no samples: see test_fused_heads.py. Processors have no node for the root mean square.
     elsewhere = {"_grouped_product", "_summed_in_chunks", "_rms_norm"}
     left = {rule.entry_of.__name__ for rule in RULES.values() if rule.entry_of not in checked}
     assert left - elsewhere == set()

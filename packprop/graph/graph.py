@@ -44,6 +44,7 @@ class ReachedUse:
         checkpoint: The reentrant checkpoint that it is in; it has no nodes then.
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
         prepare: Has its parameters put together, if they are sharded between processes.
+        reordered: Whether its inputs come from a function that takes rows as data say.
         read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 
@@ -55,6 +56,7 @@ class ReachedUse:
     checkpoint: ReentrantCheckpoint | None = None
     through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
+    reordered: bool = False
     read: Callable[[], list[Entry]] | None = None
 
     @property

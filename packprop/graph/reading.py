@@ -33,7 +33,9 @@ from packprop.functions.node_rules import entries_of_node
 from packprop.functions.nodes import ENTRYWISE, PRODUCTS, RESHAPES, name_of_node, names_of_nodes
 from packprop.functions.operands import BY_DATA, ENTRY_BY_ENTRY, EXPANDING, HIDING, WHOLE, WITH_SUMMAND, saved_constants
 from packprop.functions.saved import keeps_elsewhere
+from packprop.graph.completeness import nested
 from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.search import nodes_above
 from packprop.graph.traversal import made_by
 from packprop.recording.compiled import is_compiled_region
 from packprop.recording.marks import EXTENDED, Use
@@ -133,7 +135,9 @@ class Reading:
     @property
     def settled(self) -> set[Node]:
         """Nodes that parameters enter, and that nothing is missing for."""
-        return {*self.uses, *(node for node in self.made_of_parameters if node in self._below)}
+        operands = [above for node in self.uses for above, _ in node.next_functions]
+        led = {node for node in nodes_above(operands) if node in self.made_of_parameters}
+        return {*self.uses, *led, *(node for node in self.made_of_parameters if node in self._below)}
 
     def sort(self, below_losses: set[Node], after_losses: set[Node]) -> None:
         """Go through the nodes once.
@@ -221,7 +225,10 @@ class Reading:
         return reached
 
     def _use(self, node: Node, places: Sequence[int], outputs: dict[int, None]) -> ReachedUse:
-        shapes = [torch.Size(each.shape) for each in made_by(node)]
+        try:
+            shapes = [torch.Size(each.shape) for each in made_by(node)]
+        except RuntimeError as error:  # torch's own words are about its inside
+            raise nested(f"{node.name()}, which the backward pass goes through") from error
         if name_of_node(node) in WITH_SUMMAND:  # a bias comes behind its weight
             places = list(reversed(places))
         entries = entries_of_node(node, places, shapes, False)
@@ -230,9 +237,8 @@ class Reading:
             for place, (above, number) in enumerate(node.next_functions)
             if above is not None and place not in places
         ]
-        name = FUNCTIONS.get(name_of_node(node), node.name())
         return ReachedUse(
-            Use(name, entries, edges, shapes),
+            Use(function_of(node), entries, edges, shapes),
             {number: (node, number) for number in sorted(outputs)},
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
@@ -258,11 +264,20 @@ def _can_be_called(node: Node) -> bool:
     return node.name() != EAGER and not is_compiled_region(node)
 
 
-FUNCTIONS: dict[str, Any] = {
+def function_of(node: Any) -> str:
+    """The function that made a node, as users know it, or the node's own name."""
+    name = name_of_node(node)
+    if name == "Convolution":
+        kind = "conv_transpose" if node._saved_transposed else "conv"
+        return f"{kind}{len(made_by(node)[0].shape) - 2}d"
+    return FUNCTIONS.get(name, node.name())
+
+
+FUNCTIONS: dict[str, str] = {
     "Addmm": "linear",
+    "Linear": "linear",
     "Mm": "matmul",
     "Bmm": "bmm",
-    "Convolution": "convolution",
     "NativeLayerNorm": "layer_norm",
     "NativeGroupNorm": "group_norm",
     "NativeBatchNorm": "batch_norm",

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from packprop.functions.entry import plain_options
 from packprop.functions.nodes import name_of_node, names_of_nodes, saved_option
-from packprop.functions.operands import BY_DATA
+from packprop.functions.operands import BY_DATA, EXPANDING
 from packprop.tensors.dry import is_dry_run
 
 ALONG_AXIS = names_of_nodes(
@@ -49,12 +49,23 @@ def axes_reordered(node: Any) -> frozenset[int] | None:
         return None if any(map(_may_be_indices, _kept_by(node))) else frozenset()
     if name not in BY_ROWS:
         return frozenset()
+    above = node.next_functions[0][0] if node.next_functions else None
+    if above is not None and name_of_node(above) in EXPANDING and _is_larger(above):
+        return None  # each place may take any of the rows
     if name == "Index":
         return _axes_of_index(node)
     if name in ALONG_AXIS and hasattr(node, "_saved_dim"):
         axes = len(node._input_metadata[0].shape)
         return frozenset({saved_option(node, "dim") % axes} if axes else ())
     return None
+
+
+def _is_larger(node: Any) -> bool:
+    """Whether a node has repeated entries."""
+    above, number = node.next_functions[0]
+    leaf = None if above is None else getattr(above, "variable", None)
+    before = None if above is None else (leaf if leaf is not None else above._input_metadata[number]).shape
+    return before is None or tuple(before) != tuple(node._input_metadata[0].shape)
 
 
 def own_options(node: Node) -> Any:

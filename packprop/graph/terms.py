@@ -87,8 +87,9 @@ class _Terms:
         self._owned = {id(tensor) for tensor in own}
         if is_dry_run():  # nothing has an address, and no constants are looked at
             own = []
-        self._data_storages = {place for forward in graph.forwards for place in forward.storages}
-        self._data_storages -= {storage_of(tensor) for tensor in own}
+        self._data_storages: set[int] = {place for forward in graph.forwards for place in forward.storages}
+        if not is_dry_run():
+            self._data_storages -= {storage_of(tensor) for tensor in own}
         self._known = {_place_of(tensor) for tensor in own}
         self._data: set[Node] = set()
         self._after_loss: set[Node] = set()

@@ -103,6 +103,7 @@ def walk(
     _drop_inner_outputs(graph)
     _read_uses(graph, trail, wanted, starts if inside else None)
     _look_inside(graph, trail)
+    _note_order(graph, trail)
     require_derivatives(graph, trail.cut)
     find_missing(graph, trail.consumed, wanted)
     if graph.missing or (trail.consumed and graph.losses):
@@ -144,8 +145,6 @@ def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -
             )
             graph.checkpoints.append(checkpoint)
             trail.reentrant[node] = checkpoint
-        else:
-            _note_order(graph, trail, node)
         if name_of_node(node) in NORMALISATIONS and _takes_statistics(node):
             graph.mixers.append(_layer_of(graph, node))
         if name == WITHOUT_DERIVATIVE:
@@ -170,14 +169,27 @@ def _note_marks(graph: Graph, trail: _Trail, node: Node, name: str, marks: dict[
         graph.transformed.append(marks[TRANSFORMED])
 
 
-def _note_order(graph: Graph, trail: _Trail, node: Any) -> None:
-    """Note whether data decide on the order of the rows that a node returned."""
-    axes = axes_reordered(node)
-    if axes is None:
-        graph.hides_order = True
-    elif axes:
-        graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
-    trail.options += [axes, own_options(node)]
+def _note_order(graph: Graph, trail: _Trail) -> None:
+    """Note where data decide on the order of rows: not those of parameters, of tables for instance."""
+    parameters = set() if graph.reading is None else graph.reading.made_of_parameters
+    reordered: set[Node] = set()
+    losses = {loss.node for loss in graph.losses}
+    for node in trail.order:
+        above = node.next_functions[0][0] if node.next_functions else None
+        is_leaf = hasattr(node, "variable")
+        if is_leaf or above in parameters or node in losses or node in trail.reentrant:
+            axes: frozenset[int] | None = frozenset()
+        else:
+            axes = axes_reordered(node)
+        if axes is None:
+            graph.hides_order = True
+        elif axes:
+            graph.reorderings.append((GradientEdge(node, 0), made_by(node)[0].shape, axes))
+        trail.options += [axes, own_options(node)]
+        if axes is None or axes or any(each in reordered for each in trail.neighbours[node]):
+            reordered.add(node)
+    for use in graph.uses:
+        use.reordered = any(node in reordered for node in use.anchors)
 
 
 def _read_losses(graph: Graph, trail: _Trail) -> None:

@@ -1,4 +1,4 @@
-"""A monitored step for trainers that tell when it begins and ends, but run it themselves."""
+"""A monitored step for trainers that announce its beginning and end, but run it themselves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepBetween:
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.
-        trainer: Called with the values of a monitored step and its number: the trainer's own logger. ``None``
-            if it is not to be told.
+        trainer: A function to call with the values of a monitored step and its number: the trainer's own
+            logger. ``None`` to call nothing.
     """
 
     def __init__(self, options: Mapping[str, Any], trainer: Callable[[Values, int], None] | None) -> None:
@@ -32,8 +32,7 @@ class StepBetween:
         Args:
             model: The model that is trained.
             number: The number of the step.
-            scaler: The gradient scaler that multiplies losses, if there is one; it is asked in monitored steps
-                alone.
+            scaler: The gradient scaler that multiplies losses, if there is one; only monitored steps read it.
 
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
@@ -49,19 +48,19 @@ class StepBetween:
             self._step.open()
 
     def end(self) -> None:
-        """Hand over what was seen."""
+        """Pass on the measured values."""
         step, self._step = self._step, None
         if step is not None:
             step.close()
             step.finish()
 
     def abandon(self) -> None:
-        """Leave the model as it was; a step that has not ended is forgotten."""
+        """Restore the model; forget a step that has not ended."""
         step, self._step = self._step, None
         if step is not None:
             step.close()
 
 
 def numbers_in(values: Values, prefix: str) -> dict[str, float]:
-    """What a logger of numbers takes, each name with a prefix."""
+    """Return the numbers that a logger takes, each name with a prefix."""
     return {f"{prefix}{name}": value for name, value in values.items() if isinstance(value, (int, float))}

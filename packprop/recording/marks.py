@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from packprop.functions.entry import Entry
 from packprop.functions.losses.description import input_of
-from packprop.tensors.dry import TensorSpec
+from packprop.tensors.dry import TensorSpec, is_dry_run
 from packprop.tensors.hooks import dictionary_of
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.tensors.state import storage_of
@@ -108,7 +108,11 @@ class ForwardCall:
 
     def __post_init__(self) -> None:
         given = list(tensors_in((self.args, self.kwargs)))
-        self.storages = [place for tensor in given if (place := storage_of(tensor))]
+        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in given):  # these have no shape
+            self.args, self.kwargs = (), {}
+            return
+        if not is_dry_run():
+            self.storages = [place for tensor in given if (place := storage_of(tensor))]
         self.leaves = [weakref.ref(tensor) for tensor in given if tensor.requires_grad and tensor.is_leaf]
         self.args, self.kwargs = map_tensors(TensorSpec.of, (self.args, self.kwargs))
 

@@ -115,9 +115,9 @@ def mark_outputs(module: nn.Module, declared: int | None, args: Any, kwargs: Any
         node = tensor.grad_fn
         if forward is None:
             forward = ForwardCall(weakref.ref(module), declared, args, kwargs)
-        if node is not None:
+        if node is not None and not (tensor.is_nested and tensor.layout == torch.strided):
             marks_of(node)[OUTPUT] = (forward, tensor.output_nr, tensor.shape)
-        elif (node := node_under_transforms(tensor)) is not None:
+        elif node is None and (node := node_under_transforms(tensor)) is not None:
             marks_of(node)[TRANSFORMED] = forward
 
 

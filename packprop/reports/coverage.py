@@ -1,4 +1,4 @@
-"""Which function uses each parameter, how, and what can be asked for: from one forward pass."""
+"""Coverage of a model: the functions that use each parameter, and the extensions that apply."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ ASKED = "coverage(model, batch) was called."
 
 
 def coverage(model: nn.Module, batch: Any) -> Coverage:
-    """Say which function uses each parameter, its structure, and which extensions apply.
+    """List the function that uses each parameter, its structure, and the extensions that apply.
 
-    It makes one forward pass in the model's own mode. Unless the model returns a loss, a squared
-    error on its outputs takes the place of one. Buffers, attributes and the random state are put
-    back, and the model is extended for this pass only. The user's own forward hooks do run.
+    It makes one forward pass in the model's own mode. Unless the model returns a loss, it takes a squared
+    error on its outputs. It restores buffers, attributes and the random state, and extends the model for
+    this pass only. The user's own forward hooks do run.
 
     Args:
-        model: Any module; need not be extended.
-        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a
-            dictionary of arguments. Several positional inputs go in as ``((a, b), targets)``.
-            Targets are ignored.
+        model: Any module; you need not extend it.
+        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a dictionary
+            of arguments. Pass several positional inputs as ``((a, b), targets)``. Targets are ignored.
 
     Returns:
         A value that prints.
@@ -64,7 +63,7 @@ def coverage(model: nn.Module, batch: Any) -> Coverage:
         with record():
             outputs = call(model, inputs)
             roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-            losses = [tensor for tensor in roots if tensor.dim() == 0 and tensor.requires_grad]
+            losses = [tensor for tensor in roots if tensor.dim() == 0 and walk([tensor], [None], None).uses]
             values = losses or [_stand_in(tensor) for tensor in roots]
         return _describe(model, values, own_loss=bool(losses))
 
@@ -85,13 +84,13 @@ def _inputs_of(batch: Any) -> Any:
 
 
 def _stand_in(output: Tensor) -> Tensor:
-    """A squared error, in place of the loss that the model does not return."""
+    """Return a squared error, in place of the loss that the model does not return."""
     real = torch.view_as_real(output) if output.is_complex() else output
     return F.mse_loss(real, torch.zeros_like(real))
 
 
 def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:
-    """What the graph of some losses says about the parameters of a model."""
+    """Read the facts about a model's parameters from the graph of some losses."""
     graph, refusal = _walked(values)
     accepted = graph if refusal is None else None
     note = "" if values else "no output of the model requires a gradient"
@@ -130,7 +129,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
 
 
 def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | None]:
-    """The graph of some losses, and why a backward pass with extensions would be refused."""
+    """Return the graph of some losses, and the reason to refuse a backward pass with extensions."""
     graph = None
     if not values:
         return None, None
@@ -143,7 +142,7 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
 
 
 def _refused(values: Sequence[Tensor]) -> Graph | None:
-    """The graph of some losses whose walk was refused, if a rule has refused it."""
+    """Return the graph of some losses whose walk was refused, if a rule refused it."""
     try:
         with without_rules():
             graph = walk(values, [None] * len(values), None)
@@ -156,7 +155,7 @@ def _refused(values: Sequence[Tensor]) -> Graph | None:
 
 
 def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """The uses of each leaf; none where the walk failed."""
+    """Return the uses of each leaf; none if the walk failed."""
     walked = [] if graph is None else graph.uses
     triples = [(use.recorded, site.entry, site.leaf) for use in walked for site in use.sites]
     uses: dict[int, list[Consumption]] = {}
@@ -172,7 +171,7 @@ def _consumption(recorded: Use, entry: Entry, leaf: Tensor) -> Consumption:
 
 
 def _factors(graph: Graph) -> dict[int, str]:
-    """The Kronecker factors that each leaf gets, known from its structure for one sample without cotangents."""
+    """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
     structures: dict[int, list[Any]] = {}
     for use in graph.uses:
         no_cotangents: list[Tensor | None] = [None] * len(use.recorded.shapes)
@@ -183,7 +182,7 @@ def _factors(graph: Graph) -> dict[int, str]:
 
 
 def _hessian_routes(graph: Graph) -> dict[int, str]:
-    """The route to each leaf's diagonal of the Hessian; none where a branch was summed already."""
+    """Return the route to each leaf's diagonal of the Hessian; none if a branch was already summed."""
     try:
         columns(graph, EXACT, create_graph=False)
         with_roots = True
@@ -207,7 +206,7 @@ def _route(graph: Graph, routes: Routes, leaf: Tensor) -> str:
 
 
 def _layer(model: nn.Module, name: str) -> str:
-    """Class of the layer that owns a parameter, before it was sharded or parametrised."""
+    """Return the class of the layer that owns a parameter, before it was sharded or parametrised."""
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
     kind = class_before_sharding(dict(named_modules(model))[path])
     return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
@@ -237,7 +238,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         raise mixed(graph, next(iter(suspects)))
     places = [] if found.fitting is None else _first_of(found.fitting)
     in_order = all(layout.rows is None for own in places for layout in own)
-    if samples == 1 or not places or not in_order:
+    own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
+    if samples == 1 or not places or not in_order or own:
         require_linear_backward(graph.asked, starts_of(graph.roots))
     if found.fitting is None:
         assert mixing is not None

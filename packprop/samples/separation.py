@@ -159,7 +159,7 @@ def separate(
             fitting[use][index].remove(layout)
     reached = {use for (use, _, _), sizes in first.items() if bool((sizes > 0).any())}
     unfit = [use for use, layouts in fitting.items() if not all(layouts)]
-    if unfit or graph.hides_order or graph.documents is not None:
+    if unfit or any(use.reordered for use in graph.uses):
         noisy, even = (functools.partial(by_sample, given, chosen) for given in (noise, ones_at(outputs)))
         sweeps = Sweeps(edges, noisy, even, graph.uses)
         reached |= _add_layouts_of_rows(graph, fitting, unfit, sweeps, samples, largest, tolerance)
@@ -199,7 +199,7 @@ def _add_layouts_of_rows(
     places = [
         Place(use, index, axis, joined)
         for use, outputs in fitting.items()
-        if graph.hides_order or use in unfit
+        if use.reordered or use in unfit
         for index, layouts in enumerate(outputs)
         if not layouts or layouts[0].folded
         for axis, joined in _axes_of_rows(use.recorded.shapes[index], documents)

@@ -1,4 +1,4 @@
-"""A call of the function that is checked, which can be made for some of its samples only."""
+"""A call of the checked function, which can be made for some of its samples only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 Make = Callable[[int], Any]
-"""From a number of samples to arguments."""
+"""A function from a number of samples to arguments."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Example:
         function: The function.
         tensors: All tensors among the arguments, parameters included, in order.
         names: Their names.
-        axes: The axis on which each of them holds the samples; ``None`` if it holds none.
+        axes: The axis of the samples on each of them; ``None`` if it holds none.
         build: Makes the arguments with other tensors in place of these.
         samples: Number of samples.
-        layouts: Where the outputs hold the samples.
+        layouts: The layouts of the outputs.
     """
 
     function: Callable[..., Any]
@@ -55,12 +55,12 @@ class Example:
         return dict(named.values())
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """What the function returns, as far as it requires a gradient."""
+        """Return the outputs of the function, as far as they require a gradient."""
         args, kwargs = self.build(self.tensors if tensors is None else tensors)
         return differentiable(self.function(*args, **kwargs))
 
     def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
-        """The tensors with some samples only."""
+        """Return the tensors with some samples only."""
         index = torch.arange(first, first + count * step, step)
         return [
             tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
@@ -75,7 +75,7 @@ def make_example(
     samples: int,
     like: Example | None = None,
 ) -> Example:
-    """Arguments for a number of samples, with the parameters of another example if one is given."""
+    """Return arguments for a number of samples, with the parameters of another example if one is given."""
     with fixed_random_state(seed=0 if like is None else 1):
         arguments, larger = (_split(make(count)) for count in (samples, samples + 1))
     given, grown = list(tensors_in(arguments)), list(tensors_in(larger))
@@ -117,14 +117,14 @@ def make_example(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, as users know it."""
+    """Return the name of a function, as users know it."""
     owner = _class_of(function)
     name = getattr(function, "__name__", function)
     return str(name) if owner is None else f"{owner.__name__}.{name}"
 
 
 def _class_of(function: Callable[..., Any]) -> type[torch.autograd.Function] | None:
-    """The class of a function that is the ``apply`` of one."""
+    """Return the class of a function that is the ``apply`` of one."""
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
 
@@ -146,7 +146,7 @@ def _bad(function: Callable[..., Any], why: str) -> BadInput:
 
 
 def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Names of the tensors among the arguments, from the function's signature if it has one."""
+    """Return names of the tensors among the arguments, from the function's signature if it has one."""
     owner = _class_of(function)
     try:
         known = list(inspect.signature(function if owner is None else owner.forward).parameters.values())

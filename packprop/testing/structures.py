@@ -45,7 +45,7 @@ class Swept:
     columns: int
 
     def sites(self, leaf: Tensor, *, by_rule: bool) -> list[tuple[Site, int]]:
-        """Sites of a leaf at uses that something arrives at, with the numbers of the uses."""
+        """Return the sites of a leaf at uses that something arrives at, with the numbers of the uses."""
         found = []
         for number, use in enumerate(self.uses):
             if all(cotangent is None for cotangent in self.arrived[number]):
@@ -101,7 +101,7 @@ def check_structures(ledger: Ledger, problem: Problem, graph: Graph, outputs: Se
 
 
 def _choices(outputs: int) -> list[list[bool]]:
-    """All outputs, and each of several alone."""
+    """Return choices of outputs: all of them, and each of several alone."""
     alone = [[place == only for place in range(outputs)] for only in range(outputs)]
     return [[True] * outputs, *(alone if outputs > 1 else [])]
 
@@ -146,7 +146,7 @@ def _check_structure(
 def _possible_layouts(
     graph: Graph,
 ) -> Iterator[tuple[list[list[Layout]], Callable[[Tensor], Tensor] | None]]:
-    """Layouts of the uses: the real ones, and, where possible, with two rows taken for one sample.
+    """Return layouts of the uses: the real ones, and, if possible, with two rows as one sample.
 
     With the latter comes what makes gradients of pairs ``[v, n, *p]`` of those of single samples.
     """
@@ -161,7 +161,7 @@ def _possible_layouts(
 
 
 def _pairs_summed(rows: Tensor, half: int, major: bool) -> Tensor:
-    """From gradients of single rows ``[v, n, *p]`` to those of pairs of rows."""
+    """Add gradients of single rows ``[v, n, *p]`` up to those of pairs of rows."""
     summed: Tensor = rows.unflatten(1, (half, 2) if major else (2, half)).sum(2 if major else 1)
     return summed
 
@@ -191,7 +191,7 @@ def _at_uses(graph: Graph, outputs: Sequence[Tensor], fed: Sequence[Tensor | Non
 
 
 def _rows_by_loops(problem: Problem, fed: Sequence[Tensor | None], columns: int) -> dict[str, Tensor]:
-    """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
+    """Return per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
     parameters = problem.parameters
     gathered: list[list[Tensor]] = []
     for n in range(problem.samples):

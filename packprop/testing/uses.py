@@ -31,26 +31,26 @@ def check_use(
 ) -> Report:
     """Compare how a function's parameters enter it with one sample at a time, and with the fallback.
 
-    The rules of all nodes that the function leaves on the graph are asked for one column and two, for all
+    The check runs the rules of all nodes that the function leaves on the graph for one column and two, for all
     samples and for some, for 1, 3 and 6 samples, with positions folded into the samples' axis, and for inputs
-    alone; then inside a small model that calls the function once or twice, there also under
+    alone. It then runs a small model that calls the function once or twice, there also under
     ``create_graph=True``.
 
     Args:
-        function: What is called: ``MyFunction.apply``, or any function that calls it or functions of torch.
-        make: From a number of samples n to the arguments of one call: a tuple, or a dictionary of
+        function: ``MyFunction.apply``, or any function that calls it or torch functions.
+        make: Maps a number of samples n to the arguments of one call: a tuple, or a dictionary of
             keyword arguments. Parameters are ``nn.Parameter``; tensors that hold samples have extent
             n along one axis.
-        allow_fallback: Whether parameters that no rule describes may be left to the fallback: then the backward
-            of the function is called for each sample.
+        allow_fallback: Let the fallback take parameters that no rule describes: it calls the backward of the
+            function for each sample.
         tolerance: Largest relative error allowed.
 
     Returns:
-        What was compared, and the structure of each parameter; prints.
+        The report of all comparisons, with the structure of each parameter; prints.
 
     Raises:
         CheckFailed: An ``AssertionError`` that names parameter, samples and largest relative error.
-        BadInput: If ``make`` does not return what it should.
+        BadInput: If ``make`` returns anything else.
     """
     ledger = Ledger(f"check_use({name_of(function)})", tolerance)
     with double_precision():
@@ -69,7 +69,7 @@ def check_use(
 
 
 def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallback: bool) -> None:
-    """A rule must say of each parameter how it enters."""
+    """Require a rule for each parameter."""
     for label, leaf in problem.parameters.items():
         uses = [(use, site.entry) for use in graph.uses for site in use.sites if site.leaf is leaf]
         structures = dict.fromkeys(entry.structure for _, entry in uses)
@@ -97,7 +97,7 @@ def _require_rules(ledger: Ledger, problem: Problem, graph: Graph, allow_fallbac
 
 
 def _class_name(node: str) -> str:
-    """The argument that registers a rule for a node: the class, which a user's function gives the name of."""
+    """Return the argument that registers a rule for a node: the class, for a user's function."""
     is_own = node.endswith("Backward") and not node.startswith("GeneratedBackwardFor")
     return node.removesuffix("Backward") if is_own else repr(node)
 

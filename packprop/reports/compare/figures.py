@@ -24,7 +24,7 @@ from packprop.reports.profile.table import number_text
 
 
 def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
-    """Both values of each layer, with two standard errors; ``None`` where no layer has two positive ones."""
+    """Draw both values of each layer, with two standard errors; ``None`` if no layer has two positive ones."""
     found = {
         name: (layer[quantity], layer[quantity].first, layer[quantity].second)
         for name, layer in compared.layers.items()

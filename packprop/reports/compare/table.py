@@ -16,7 +16,7 @@ Differences = Mapping[str, Difference]
 
 
 def comparison_table(layers: Mapping[str, Differences], total: Differences) -> Table:
-    """Two lines for each layer: both values, and how they differ."""
+    """Return two lines for each layer: both values, and how they differ."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, pad_edge=False)
     table.add_column("layer", "total", min_width=NAME_WIDTH, overflow="fold")
     for quantity in QUANTITIES:
@@ -33,7 +33,7 @@ def notes(
     losses: tuple[float, float],
     settings: Mapping[str, tuple[Any, Any]],
 ) -> list[Text]:
-    """What was compared, and what the marks stand for."""
+    """Say what was compared, and what the marks stand for."""
     both = zip(names, samples, losses, strict=True)
     lines = [
         "; ".join(f"{name}: {count:,} samples, loss {number_text(loss)}" for name, count, loss in both),
@@ -45,7 +45,7 @@ def notes(
 
 
 def change_text(difference: Difference) -> str:
-    """A difference with its error, and a star if it is clear; nothing where it is not known."""
+    """Return a difference with its error, and a star if it is clear; nothing if it is not known."""
     if difference.change is None:
         return ""
     error = "" if difference.error is None else f" +- {number_text(difference.error)}"

@@ -1,4 +1,4 @@
-"""What a profile says, in sentences: the ones that a reader should see before any figure."""
+"""The findings of a profile, in sentences: a reader should see them before any figure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from packprop.reports.profile.uncertainty import signal_to_noise_interval
 from packprop.reports.profile.values import ProfileValues
 
 TAIL = 0.05
-"""The part of the samples whose share of the gradients is told."""
+"""The part of the samples in the finding on their share of the gradients."""
 
 FAR = 1.1
-"""A measured peak of so many times the planned one is told as a surprise."""
+"""A peak of so many times the planned one is a surprise worth a finding."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence, and what it rests on.
+    """A sentence, and its grounds.
 
     Args:
         says: The sentence.
-        because: Where it comes from, and how far it goes.
+        because: Its source, and its limits.
         figure: The key of the figure that shows it.
     """
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 def findings_of(values: ProfileValues) -> list[Finding]:
-    """What is worth saying, the most general first."""
+    """Return the findings, the most general first."""
     said = [
         _not_finite(values),
         _noise(values),
@@ -49,13 +49,13 @@ def findings_of(values: ProfileValues) -> list[Finding]:
 
 
 def noise_scale(values: ProfileValues) -> float | None:
-    """The batch size at which noise is as large as signal; ``None`` where it is not known."""
+    """Return the batch size at which noise is as large as signal; ``None`` if it is not known."""
     ratio = values.total.signal_to_noise
     return None if not ratio or not math.isfinite(ratio) else 1 / ratio
 
 
 def scale_interval(values: ProfileValues) -> str | None:
-    """Where the noise scale lies, in words; bounds are those of ``reports/profile/uncertainty.py``."""
+    """Describe the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:
@@ -66,7 +66,7 @@ def scale_interval(values: ProfileValues) -> str | None:
 
 
 def trace_of(layer: Layer) -> float | None:
-    """The layer's trace of the GGN: the exact one, if it was computed."""
+    """Return the layer's trace of the GGN: the exact one, if it was computed."""
     return layer.ggn_trace_monte_carlo if layer.ggn_trace_exact is None else layer.ggn_trace_exact
 
 
@@ -85,7 +85,7 @@ def _noise(values: ProfileValues) -> Finding | None:
         return None
     if scale >= values.samples:
         return Finding(
-            "The gradient cannot be told from noise.",
+            "The gradient may be nothing but noise.",
             f"Noise equals signal at a batch of {number_text(scale)}, and there were only "
             f"{counted(values.samples, 'sample')}.",
             "signal",
@@ -96,7 +96,7 @@ def _noise(values: ProfileValues) -> Finding | None:
         f"At a batch of {batch}, noise is as large as signal.",
         "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
         "sample (the simple noise scale of McCandlish et al., 2018)."
-        + (f" From this many samples it is known to lie between {between}." if between else ""),
+        + (f" These samples place it between {between}." if between else ""),
         "signal",
     )
 
@@ -133,7 +133,7 @@ def _curvature(values: ProfileValues) -> Finding | None:
     return Finding(
         f"{top} has {traces[top] / total:.0%} of the curvature.",
         f"Its share of the trace of the GGN, with {layer.parameters / values.total.parameters:.0%} of the "
-        "parameters: where steps of one length for all are first too long.",
+        "parameters. With one learning rate for all layers, this layer becomes unstable first.",
         "traces",
     )
 
@@ -178,6 +178,6 @@ def _memory(values: ProfileValues) -> Finding | None:
 
 
 def sample_share(norms: torch.Tensor, norm: float) -> str:
-    """How many times the median a norm is."""
+    """Format a norm as a multiple of the median."""
     median = float(norms.median())
     return f"{number_text(norm / median)} times median" if median else ""

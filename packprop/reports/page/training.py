@@ -1,4 +1,4 @@
-"""The page of a training run: the lines that a monitor has written, over steps."""
+"""The page of a training run: the lines of a monitor, over steps."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ QUANTITIES = {
     "ggn_trace": ("Trace of the GGN", "", "Curvature of the step's loss, in all parameters together."),
     "sharpness": ("Sharpness", "", "Curvature of the loss along its gradient."),
 }
-"""What is drawn: title, unit, and how to read it."""
+"""The drawn quantities: title, unit, and how to read it."""
 
 SHOWN = 20
-"""How many outlying samples are listed."""
+"""The number of outlying samples in the list."""
 
 SPIKE = 5
-"""A gradient of so many times the median is told of."""
+"""A gradient of so many times the median is a finding."""
 
 Line = Mapping[str, Any]
 Outlying = tuple[str, int, int, float]
@@ -50,7 +50,7 @@ Outlying = tuple[str, int, int, float]
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a monitor, by steps; of a step that was written twice the last one.
+    """Return the lines of a monitor, by steps; of a step that was written twice the last one.
 
     Raises:
         BadInput: If there is no such file, or a line of it is none of a monitor's.
@@ -69,10 +69,10 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def training_page(lines: Sequence[Line], name: str) -> str:
-    """The page, as text.
+    """Return the page, as text.
 
     Raises:
-        PackpropError: If the libraries that make it are not installed.
+        PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
     from packprop.reports.page.render import drawing_script
@@ -97,7 +97,7 @@ def training_page(lines: Sequence[Line], name: str) -> str:
 
 
 def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
-    """Samples that stood out, the most often first."""
+    """Return samples that stood out, the most often first."""
     times, last, largest = Counter[str](), dict[str, int](), dict[str, float]()
     for line in lines:
         for each in line.get("outliers") or []:
@@ -110,7 +110,7 @@ def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
 
 
 def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Finding]:
-    """What is worth saying before any figure."""
+    """Return the findings to read before any figure."""
     found = []
     scales = [line["critical_batch_size"] for line in lines if _is_number(line.get("critical_batch_size"))]
     if len(scales) > 1:

@@ -1,9 +1,9 @@
-"""How far values of a profile are known: bounds from the spread between samples.
+"""Uncertainty of a profile's values: bounds from the spread between samples.
 
-The norm of the mean gradient is no mean over samples. By the triangle inequality it is off by at most the
-norm of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the
-covariance of the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative
-error is at most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
+The norm of the mean gradient is no mean over samples. By the triangle inequality its error is at most the norm
+of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the covariance of
+the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative error is at
+most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WIDE = 2.0
 
 
 def standard_error(values: Tensor) -> float | None:
-    """Of the mean of ``[n]``; ``None`` for one sample."""
+    """Return the standard error of the mean of ``[n]``; ``None`` for one sample."""
     return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, float | None]:
-    """Bounds on the standard errors of gradient norm and signal to noise, as said above."""
+    """Return bounds on the standard errors of gradient norm and signal to noise, as said above."""
     if norms is None or len(norms) < 2 or layer.gradient_norm is None:
         return None, None
     squares = norms.double().square()
@@ -38,7 +38,7 @@ def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, floa
 
 
 def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float, float] | None:
-    """Twice the bound to either side of signal to noise, from 0 on; ``None`` where it is not known."""
+    """Return twice the bound to either side of signal to noise, from 0 on; ``None`` if it is not known."""
     ratio, error = layer.signal_to_noise, error_bounds(layer, norms)[1]
     if ratio is None or error is None or not math.isfinite(ratio + error):
         return None

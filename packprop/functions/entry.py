@@ -23,10 +23,10 @@ Cotangents = Sequence[Tensor | None]
 
 
 class ArrivedCotangents(list[Tensor | None]):
-    """Cotangents of one sweep at one use: a list that can be referred to weakly.
+    """Cotangents of one sweep at one use."""
 
-    What a rule computes from them for all parameters of the use can be kept as long as they are there.
-    """
+    derived: Any = None
+    """What a rule has computed from them for all parameters of the use."""
 
 
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]

@@ -33,6 +33,7 @@ from packprop.functions.nodes import CONVOLUTIONS, NORMALISATIONS, name_of_node,
 from packprop.functions.operands import ENTRY_BY_ENTRY
 from packprop.functions.rules.affine import contraction
 from packprop.functions.rules.convolution import PlainGeometry, TransposedGeometry, weight_of_convolution
+from packprop.functions.rules.recurrent import parameter_of_layer
 from packprop.tensors.layout import Layout
 from packprop.tensors.precision import accumulation_dtype
 
@@ -44,7 +45,7 @@ NODE_RULES: dict[str, NodeRule] = {}
 """Name of a node -> rule."""
 
 
-OF_SHAPE = CONVOLUTIONS | names_of_nodes("Addmm Mm Bmm Baddbmm Embedding Trilinear")
+OF_SHAPE = CONVOLUTIONS | names_of_nodes("Addmm Mm Bmm Baddbmm Embedding Trilinear MkldnnRnnLayer")
 """Nodes whose rules need a parameter in its own shape."""
 
 
@@ -56,6 +57,9 @@ def rule_of(*names: str) -> Callable[[NodeRule], NodeRule]:
         return rule
 
     return register
+
+
+rule_of("MkldnnRnnLayer")(parameter_of_layer)
 
 
 def entries_of_node(node: Node, places: Iterable[int], shapes: Sequence[torch.Size], holds: bool) -> list[Entry]:

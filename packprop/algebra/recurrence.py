@@ -101,15 +101,20 @@ def _slopes(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor]:
 
     First those of the state after it, also by way of the memory; then those of the memory.
     """
-    sums = F.linear(steps.input, weights.input, weights.bias) + F.linear(steps.before, weights.state)
-    i, f, g, o = sums.chunk(4, -1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    i, f, g, o = _gates(steps, weights)
     memories = _memories(f, i * g, steps.memory)
     squashed = memories[1:].tanh()
     through = o * (1 - squashed.square())
     kept = [g * i * (1 - i), memories[:-1] * f * (1 - f), i * (1 - g.square())]
     of_state = [*(each * through for each in kept), squashed * o * (1 - o), f * through]
     return torch.stack(of_state, -2), torch.stack([*kept, torch.zeros_like(f), f], -2)
+
+
+def _gates(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gates of every step ``[t, b, h]``."""
+    sums = F.linear(steps.input, weights.input, weights.bias) + F.linear(steps.before, weights.state)
+    i, f, g, o = sums.chunk(4, -1)
+    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
 def _memories(kept: Tensor, added: Tensor, first: Tensor) -> Tensor:

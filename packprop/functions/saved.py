@@ -11,7 +11,8 @@ and would keep what it computed for as long as the graph is there: packprop drop
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def saved_tensor(node: Any, name: str) -> Any:
     raw = getattr(node, f"_raw_saved_{name}", None)
     if not _is_kept_elsewhere(raw):
         return getattr(node, f"_saved_{name}")
-    kept = _read(raw)
+    kept = _read(raw, lambda: getattr(node, f"_saved_{name}"))
     _put_back([kept])
     return kept.value
 
@@ -43,12 +44,10 @@ def saved_tensor(node: Any, name: str) -> Any:
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
     """Inside, a node may be called by itself: what it saved is there for the pass, too."""
-    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    raws = [raw for name in names for raw in _listed(getattr(node, name)) if _is_kept_elsewhere(raw)]
-    if not raws:
+    kept = [_read(raw, read) for raw, read in _saved_by(node) if _is_kept_elsewhere(raw)]
+    if not kept:
         yield
         return
-    kept = [_read(raw) for raw in raws]
     _put_back(kept)
     try:
         yield
@@ -58,24 +57,31 @@ def saved_again(node: Any) -> Iterator[None]:
 
 def keeps_elsewhere(node: Any) -> bool:
     """Whether a checkpoint keeps what a node saved, so that it is computed when it is read."""
-    names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-    return any(_is_kept_elsewhere(raw) for name in names for raw in _listed(getattr(node, name)))
+    return any(_is_kept_elsewhere(raw) for raw, _ in _saved_by(node))
 
 
-def _listed(raw: Any) -> tuple[Any, ...]:
-    return tuple(raw) if isinstance(raw, (tuple, list)) else (raw,)
+def _saved_by(node: Any) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """Everything that a node saved, with what reads it: only the node itself can read what it made."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        raw = getattr(node, name)
+        if isinstance(raw, (tuple, list)):
+            yield from ((each, each.unpack) for each in raw)
+        else:
+            yield raw, functools.partial(getattr, node, name.removeprefix("_raw"))
 
 
 def _is_kept_elsewhere(raw: Any) -> bool:
     return type(getattr(raw, "data", None)) is checkpoint._Holder
 
 
-def _read(raw: Any) -> _Kept:
+def _read(raw: Any, read: Callable[[], Any]) -> _Kept:
     """Read a tensor that a checkpoint keeps."""
     frame, before = _frame_of(raw.unpack_hook), None
     if _pass() == OUTSIDE:
         before = set(frame.recomputed)
-    value = raw.unpack()
+    value = read()
     if before is not None:
         for number in set(frame.recomputed) - before:
             _drop(frame, number)

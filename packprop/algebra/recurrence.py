@@ -2,8 +2,8 @@
 
 Axes are ``[t, b, *]``: steps in the order in which they are taken, and rows of the batch, which may be
 samples and positions; cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state
-before it, are affine, and are added; everything behind them is entry by entry. So one product with derivatives that
-are known for all steps at once, and one product with a weight, lead from a step to the one before it.
+before it, are affine, and are added; everything behind them is entry by entry. So one product with derivatives
+that are known for all steps at once, and one product with a weight, lead from a step to the one before it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Signals(NamedTuple):
 def pull_back(steps: Steps, weights: Weights, at_states: Tensor, at_memory: Tensor | None) -> Signals:
     """Go through all steps, the last one first.
 
-    What arrives at a step is multiplied by derivatives, which gives what arrives at its four gates and at the memory
-    before it. The former go through the weight to the state before. Products are written to one tensor, or kept one
-    by one where they shall be differentiable.
+    What arrives at a step is multiplied by derivatives, which gives what arrives at its four gates and at the
+    memory before it. The former go through the weight to the state before. Products are written to one tensor, or
+    kept one by one where they shall be differentiable.
 
     Args:
         steps: What the steps were given.

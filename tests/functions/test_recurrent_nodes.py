@@ -1,4 +1,4 @@
-"""An LSTM in one node of oneDNN's: what is said of it is what is said of the plain functions that stand for it."""
+"""An LSTM in one node, as oneDNN has it: it has the values of an LSTM in plain functions."""
 
 from __future__ import annotations
 

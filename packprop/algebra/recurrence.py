@@ -61,8 +61,8 @@ def pull_back(steps: Steps, weights: Weights, at_states: Tensor, at_memory: Tens
     """Go through all steps, the last one first.
 
     What arrives at a step is multiplied by derivatives, which gives what arrives at its four gates and at the
-    memory before it. The former go through the weight to the state before. Products are written to one tensor, or
-    kept one by one where they shall be differentiable.
+    memory before it. The former go through the weight to the state before. Products are written to one tensor,
+    or kept one by one where they shall be differentiable.
 
     Args:
         steps: What the steps were given.

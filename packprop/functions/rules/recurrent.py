@@ -1,14 +1,14 @@
 """An LSTM's layer in one node, as oneDNN has it: every weight is used by an affine map at every step.
 
 # NOTE [Recurrent nodes]
-Recurrent layers and cells of PyTorch leave nodes of plain functions on the processor, some for each step: they need
-no rule. An LSTM in single precision leaves one ``MkldnnRnnLayer`` for each layer and direction, which saved the
+Recurrent layers and cells leave nodes of plain functions on the processor, some for each step: they need no
+rule. An LSTM in single precision leaves one ``MkldnnRnnLayer`` for each layer and direction, which saved the
 states after all steps. It is opened up here, in one way through the steps for all parameters.
 
-On CUDA ``CudnnRnn`` takes all layers at once, and did not save what went from one to the next, nor what dropout did
-to that. It is called for each sample. Cells leave ``ThnnFusedLstmCell`` and ``ThnnFusedGruCell`` between plain
-products with the weights, which have rules; of the fused part only biases are operands. Neither was tried: there was
-no such device.
+On CUDA ``CudnnRnn`` takes all layers at once, and did not save what went from one to the next, nor what dropout
+did to that. It is called for each sample. Cells leave ``ThnnFusedLstmCell`` and ``ThnnFusedGruCell`` between
+products with the weights, which have rules; of the fused part only biases are operands. Neither was tried:
+there was no such device.
 """
 
 from __future__ import annotations

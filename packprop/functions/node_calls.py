@@ -161,6 +161,14 @@ def _made(node: Node) -> list[Any]:
     return list(node._input_metadata) if leaf is None else [leaf]
 
 
+def has_complex_numbers(node: Node) -> bool:
+    """Whether complex numbers go into a node or come out."""
+    if any(each.dtype.is_complex for each in _made(node)):
+        return True
+    above = ((each, number) for each, number in node.next_functions if each is not None)
+    return any(_made(each)[number].dtype.is_complex for each, number in above)
+
+
 @dataclass(frozen=True, eq=False)
 class NodeCall:
     """A node, and one place where a parameter enters it.
@@ -190,13 +198,6 @@ class NodeCall:
             return lambda: saved_tensor(self.node, name)  # type: ignore[no-any-return]  # a tensor by its name
         tensor: Tensor = saved_tensor(self.node, name)
         return lambda: tensor
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether complex numbers go in or come out: rules are written for real ones."""
-        made = [*_made(self.node)]
-        made += [_made(above)[number] for above, number in self.node.next_functions if above is not None]
-        return any(each.dtype.is_complex for each in made)
 
     def option(self, name: str) -> Any:
         """A number or a list that the node saved."""

@@ -25,6 +25,7 @@ from packprop.functions.node_calls import (
     Computed,
     NodeCall,
     broadcast,
+    has_complex_numbers,
     operand_at,
     rearranged,
     samplewise,
@@ -66,11 +67,12 @@ def entries_of_node(node: Node, places: Iterable[int], shapes: Sequence[torch.Si
     """One entry for each place of a node where a parameter enters it."""
     name = name_of_node(node)
     rule = None if isinstance(node, BackwardCFunction) else NODE_RULES.get(name)
+    if rule is not None and has_complex_numbers(node):  # rules are written for real ones
+        rule = None
     entries = []
     for place in places:
         call = NodeCall(node, place, operand_at(node, place, name in OF_SHAPE), shapes, holds)
-        own = rule is not None and call.operand.tensor.numel() and not call.is_complex
-        entry = rule(call) if own and rule is not None else None
+        entry = rule(call) if rule is not None and call.operand.tensor.numel() else None
         entry = _without_rule(call) if entry is None else _anywhere(call, entry)
         entries.append(_of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)
     return entries
@@ -136,7 +138,7 @@ def _anywhere(call: NodeCall, entry: Entry) -> Entry:
     def calls_node(layouts: Sequence[Layout]) -> GradientEdge | None:
         return entry.calls_node(layouts) if is_admitted(layouts) else edge
 
-    return replace(entry, structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
+    return entry.but(structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
 
 
 def _matrix(

@@ -58,7 +58,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_values_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of chunks of two samples, taken of the joint structure, are those of uses joined for each chunk."""
+    """Chunks that are taken of the joint structure have the values of uses that are joined for each chunk."""
     model, x = packprop.extend(LastState().double()), torch.randn(SAMPLES, STEPS, 2).double()
     expected = values_of(model, x)
     monkeypatch.setattr(ChunkSizes, "samples_at_once", lambda *_: 2)

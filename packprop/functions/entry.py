@@ -21,10 +21,10 @@ Cotangents = Sequence[Tensor | None]
 
 
 class ArrivedCotangents(list[Tensor | None]):
-    """Cotangents of one sweep at one use: a list that can be referred to weakly.
+    """Cotangents of one sweep at one use."""
 
-    What a rule computes from them for all parameters of the use can be kept as long as they are there.
-    """
+    derived: Any = None
+    """What a rule has computed from them for all parameters of the use."""
 
 
 StructureOf = Callable[[Cotangents, Sequence[Layout], Samples], Structure]
@@ -109,6 +109,12 @@ class Entry:
     sparse: bool = False
     calls_node: Callable[[Sequence[Layout]], GradientEdge | None] = lambda layouts: None
     by_rule: bool = True
+
+    def but(self, **changed: Any) -> Entry:
+        """As ``dataclasses.replace``, in a fifth of the time: entries are made for each use in each pass."""
+        entry = object.__new__(Entry)
+        vars(entry).update(vars(self), **changed)
+        return entry
 
 
 def plain_options(value: Any, numbers: bool = False) -> Any:

@@ -110,6 +110,14 @@ def is_transpose(node: Node) -> bool:
     return name == "T" or (name == "Transpose" and len(made_by(node)[0].shape) == 2)
 
 
+def has_complex_numbers(node: Node) -> bool:
+    """Whether complex numbers go into a node or come out."""
+    if any(each.dtype.is_complex for each in made_by(node)):
+        return True
+    above = ((each, number) for each, number in node.next_functions if each is not None)
+    return any(made_by(each)[number].dtype.is_complex for each, number in above)
+
+
 @dataclass(frozen=True, eq=False)
 class NodeCall:
     """A node, and one place where a parameter enters it.
@@ -172,13 +180,6 @@ class NodeCall:
     def attribute(self, name: str) -> Any:
         """A value that a ``torch.autograd.Function`` of your own has kept on its ``ctx``."""
         return getattr(self.node, name)
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether complex numbers go in or come out: rules are written for real ones."""
-        made = [*made_by(self.node)]
-        made += [made_by(above)[number] for above, number in self.node.next_functions if above is not None]
-        return any(each.dtype.is_complex for each in made)
 
     def shape_at(self, place: int) -> torch.Size | None:
         """The shape of what the node was given at a place; ``None`` for what needs no gradient."""

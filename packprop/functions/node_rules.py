@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 from packprop.functions import rules
 from packprop.functions.entry import Entry
-from packprop.functions.node_calls import Computed, NodeCall, operand_at
+from packprop.functions.node_calls import Computed, NodeCall, has_complex_numbers, operand_at
 from packprop.functions.rearranging import of_leaf
 from packprop.functions.registry import checked, rule_for
 from packprop.functions.samplewise import anywhere, samplewise
@@ -29,12 +29,14 @@ def entries_of_node(
         holds: Whether what it saved is read now.
     """
     rule = rule_for(node)
+    if rule is not None and has_complex_numbers(node):  # rules are written for real ones
+        rule = None
     entries = []
     for place in places:
         form = "entries" if rule is None else rule.form
         call = NodeCall(node, place, operand_at(node, place, form), shapes, holds)
         entry = None
-        if rule is not None and call.operand.tensor.numel() and not call.is_complex:
+        if rule is not None and call.operand.tensor.numel():
             entry = checked(call, rule)
         entry = samplewise(call) if entry is None else anywhere(call, entry)
         entries.append(of_leaf(call, entry) if isinstance(entry.parameter, Computed) else entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,8 +42,7 @@ def of_leaf(call: NodeCall, entry: Entry) -> Entry:
 
         return structure_of
 
-    return replace(
-        entry,
+    return entry.but(
         parameter=leaf,
         structure="Dense",
         structure_of=of_leaf(entry.structure_of),

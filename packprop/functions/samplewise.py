@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def anywhere(call: NodeCall, entry: Entry) -> Entry:
     def calls_node(layouts: Sequence[Layout]) -> GradientEdge | None:
         return entry.calls_node(layouts) if is_admitted(layouts) else edge
 
-    return replace(entry, structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
+    return entry.but(structure_of=structure_of, admits=lambda axis: True, calls_node=calls_node)
 
 
 def _aligned(shape: torch.Size, dims: int) -> tuple[int, ...]:

@@ -127,6 +127,53 @@ def test_a_rule_gives_both_kronecker_factors(reentrant: bool | None) -> None:
         torch.testing.assert_close(found, expected)
 
 
+class Exponential(torch.autograd.Function):
+    """It saves its output, which only its node can read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp()
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, y = ctx.saved_tensors
+        return gradient * y * weight, (gradient * y * x).sum(0)
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_function_that_saves_its_output(has_rule: bool, reentrant: bool | None) -> None:
+    if has_rule:
+
+        @packprop.register_use(Exponential)
+        def rule(call: NodeCall) -> Entry | None:
+            x, y = call.saved(0), call.saved(2)
+            return scaled(call, lambda: x() * y()) if call.place == 1 else None
+
+    torch.manual_seed(0)
+    first, weight = nn.Linear(3, 3).double(), nn.Parameter(torch.randn(3).double())
+    model = nn.Module()
+    model.first, model.weight = first, weight
+    packprop.extend(model)
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+
+    def run(x: Tensor) -> Tensor:
+        return Exponential.apply(x, weight).tanh()
+
+    out = run(first(x)) if reentrant is None else checkpoint(run, first(x), use_reentrant=reentrant)
+    with packprop.backpack(extensions.BatchGrad(), extensions.SumGradSquared()):
+        nn.functional.mse_loss(out, y).backward()
+    rows = []
+    for n in range(4):
+        alone = nn.functional.mse_loss(run(first(x[n : n + 1])), y[n : n + 1]) / 4
+        rows.append(torch.autograd.grad(alone, weight)[0])
+    torch.testing.assert_close(weight.grad_batch, torch.stack(rows))
+    torch.testing.assert_close(weight.sum_grad_squared, torch.stack(rows).square().sum(0))
+    assert first.weight.grad is not None
+
+
 def test_a_parameter_in_another_form_is_what_the_function_got() -> None:
     packprop.register_use(Square)(square_rule)
 

@@ -14,6 +14,7 @@ from packprop.functions.rules import (
     lookup,
     normalisation,
     products,
+    recurrent,
 )
 
-__all__ = ["convolution", "elementwise", "grouped", "heads", "lookup", "normalisation", "products"]
+__all__ = ["convolution", "elementwise", "grouped", "heads", "lookup", "normalisation", "products", "recurrent"]

@@ -208,8 +208,13 @@ def test_an_operator_of_a_library() -> None:
         return None, ctx.factor * gradient * weight, (ctx.factor * gradient * x).sum(0)
 
     operator.register_autograd(backward, setup_context=save)
-    function = lambda x, weight: operator(2.0, x, weight)  # noqa: E731  # one line in the test
-    make = lambda n: (R(n, 4), p(4))  # noqa: E731
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return operator(2.0, x, weight)
+
+    def make(n: int) -> tuple[Tensor, Tensor]:
+        return R(n, 4), p(4)
+
     assert check_use(function, make, allow_fallback=True).structures == {"weight": "Dense, by the fallback"}
     name = function(R(1, 4), p(4)).grad_fn.name()
 

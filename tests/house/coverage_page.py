@@ -87,6 +87,7 @@ def title_of(rule: Rule | None, name: str) -> str:
 ELSEWHERE = {
     "GroupedMm": "groups of rows, which have no double precision on a processor",
     "FusedRmsNorm": "a kernel of accelerators",
+    "MkldnnRnnLayer": "LSTMs in single precision",
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": "refused by its rule",
 }
 """Nodes with a rule that no case has, and why."""

@@ -111,6 +111,8 @@ class GradientPass:
         graph = self._request.graph
         self._require_parameters_alone(ASKED, "its gradient would not be clipped")
         sums = ClippedSums(self._request, clip, self._results)
+        for use in graph.uses:  # contributions are kept until all norms are known
+            use.waits = True
         collector = Collector(
             self._results, graph.uses, tasks, last=True, first_tasks=sums.tasks, keep=sums.keep
         )

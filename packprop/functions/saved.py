@@ -72,9 +72,7 @@ def keeps_elsewhere(node: Any) -> bool:
 
 def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:
     """Everything that a node saved, with what reads it: only the node itself can read what it made."""
-    for name in dir(node):
-        if not name.startswith("_raw_saved_"):
-            continue
+    for name in _raw_names(type(node)):
         raw, public = getattr(node, name), name.removeprefix("_raw_")
         if not isinstance(raw, (tuple, list)):
             yield [raw], functools.partial(_one, node, f"_{public}")
@@ -82,6 +80,12 @@ def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[
             yield raw, functools.partial(getattr, node, public)
         else:
             yield raw, functools.partial(_unpacked, raw)
+
+
+@functools.lru_cache(maxsize=1024)
+def _raw_names(kind: type) -> tuple[str, ...]:
+    """Under which names nodes of a type show what they saved, as autograd keeps it."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _one(node: Any, name: str) -> list[Any]:

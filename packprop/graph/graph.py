@@ -45,6 +45,8 @@ class ReachedUse:
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
         prepare: Has its parameters put together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
+        waits: Whether what its node saved is read when it is visited: a leaf of it waits for other uses, by
+            which time the node may be freed, or a checkpoint keeps it.
         read: Makes the entries again, with what the node saved, if the use was read off the graph.
     """
 
@@ -57,6 +59,7 @@ class ReachedUse:
     through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
     reordered: bool = False
+    waits: bool = True
     read: Callable[[], list[Entry]] | None = None
 
     @property
@@ -83,7 +86,7 @@ class ReachedUse:
             with_inputs = source.fetch()
             source.taken()
             return [site.renewed(entries, with_inputs) for site in self.sites]
-        if self.read is None:
+        if self.read is None or not self.waits:
             return self.sites
         held = {id(entry): own for entry, own in zip(entries, self.read(), strict=True)}
         return [Site(held[id(site.entry)], site.leaf) for site in self.sites]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from packprop.errors import PackpropError
 from packprop.functions.losses.read import loss_of_node
 from packprop.functions.nodes import NORMALISATIONS, WITHOUT_DERIVATIVE, name_of_node
 from packprop.functions.operands import options_of
+from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.checkpoint_uses import uses_inside
 from packprop.graph.completeness import (
     find_missing,
@@ -115,8 +117,11 @@ def walk(
     ]
     _mark_ends(graph, trail)
     empty = [checkpoint for checkpoint in graph.checkpoints if not checkpoint.uses]
+    times = Counter(id(site.leaf) for use in graph.uses for site in use.sites)
     for use in graph.uses:
         use.through = empty
+        tied = any(times[id(site.leaf)] > 1 for site in use.sites)
+        use.waits = tied or any(keeps_elsewhere(node) for node, _ in use.nodes.values())
     tensors = [*roots, *(loss.call.input for loss in graph.losses), *graph.leaves()]
     of_interest = trail.order if has_older_hooks(graph.modules) else trail.of_interest
     graph.hooks = hooks_on(of_interest, tensors)

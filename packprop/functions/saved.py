@@ -72,7 +72,8 @@ def keeps_elsewhere(node: Any) -> bool:
 
 def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:
     """Everything that a node saved, with what reads it: only the node itself can read what it made."""
-    for name in _raw_names(type(node)):
+    kind: Any = type(node)
+    for name in _raw_names(kind):
         raw, public = getattr(node, name), name.removeprefix("_raw_")
         if not isinstance(raw, (tuple, list)):
             yield [raw], functools.partial(_one, node, f"_{public}")

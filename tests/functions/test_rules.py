@@ -157,7 +157,7 @@ def test_no_rule_is_left_out() -> None:
             stack += [above for above, _ in node.next_functions if above is not None]
     checked = {RULES[name].entry_of for name in asked if name in RULES}
     # Groups of rows have no double precision on a processor: see test_grouped.py. A head that is one function
-    # with its loss returns no samples: see test_fused_heads.py. LSTMs are one node in single precision alone: see
+    # with its loss returns no samples: see test_fused_heads.py. LSTMs are one node in single precision: see
     # test_recurrent_nodes.py. On processors a root mean square has no node.
     elsewhere = {"_grouped_product", "_summed_in_chunks", "_rms_norm", "_parameter_of_layer"}
     left = {rule.entry_of.__name__ for rule in RULES.values() if rule.entry_of not in checked}

@@ -30,11 +30,11 @@ from torch.nn.modules import loss
 from packprop.compat.custom_module.branching import Branch, Parallel
 from packprop.compat.custom_module.reduce_tuple import ReduceTuple
 from packprop.errors import PackpropError
-from packprop.functions.building import SavedTensor
 from packprop.graph.graph import ReachedUse
 from packprop.recording.marks import ForwardCall, Use, graph_is_kept, marks_of
 from packprop.recording.switch import is_recording_disabled
 from packprop.tensors.nesting import tensors_in
+from packprop.tensors.state import version
 
 CALL = "packprop.call"
 KEPT, HANDLE = "_packprop_kept_call", "_packprop_call_handle"
@@ -95,6 +95,25 @@ class ModuleCall(Use):
             forget_call(module)
 
 
+class SavedTensor:
+    """A tensor that a module took or made, which must not change before the backward pass needs it."""
+
+    def __init__(self, tensor: Tensor, module: str) -> None:
+        self._tensor, self._module, self._before = tensor, module, version(tensor)
+
+    def __call__(self) -> Tensor:
+        """The tensor; raises if it was changed."""
+        if version(self._tensor) != self._before:
+            raise PackpropError(
+                "A per-sample quantity was asked for.",
+                f"an input of the call of {self._module}, of shape {list(self._tensor.shape)}",
+                "it was changed in place after the module had used it",
+                "use the out-of-place version of the operation that changes it, or clone it first; call "
+                "backward() before an optimizer's step",
+            )
+        return self._tensor
+
+
 @dataclass(eq=False)
 class _Kept:
     """The tensors that a module keeps from its last call: its mark, its set attributes, their tensors."""
@@ -145,9 +164,7 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     kind = type(module)
     call = ModuleCall(kind.__name__, [], [], shapes, forward, order=next(_number), kind=kind, taken=taken)
     if taken is None:
-        saved = [
-            SavedTensor(t, f"the call of {call.name}") for t in attributes.values() if isinstance(t, Tensor)
-        ]
+        saved = [SavedTensor(t, call.name) for t in attributes.values() if isinstance(t, Tensor)]
         module.__dict__.update(attributes, **{KEPT: _Kept(call, list(attributes), saved)})
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn

@@ -1,10 +1,11 @@
 """What a node saved, read so that it can be read again.
 
 # NOTE [Saved twice]
-A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A use is
-visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads back into the
-place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each tensor that is read,
-and would keep what it computed for as long as the graph is there: packprop drops that. Both need private parts of
+A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A
+use is visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads
+back into the place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each
+tensor that is read, and would keep what it computed for as long as the graph is there: packprop drops that.
+Both need private parts of
 ``torch.utils.checkpoint``, which are used here alone.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,24 +32,32 @@ class _Kept(NamedTuple):
     value: Tensor
 
 
-def saved_tensor(node: Any, name: str) -> Any:
-    """What a node saved under a name, as for ``node._saved_name``."""
+def saved_tensor(node: Any, name: str | int) -> Any:
+    """What a node saved under a name, as for ``node._saved_name``; by number as for ``node.saved_tensors``."""
+    if isinstance(name, int):
+        values: list[Any] = []
+
+        def read() -> list[Any]:  # a checkpoint hands all of them out at once, and each only once
+            values[:] = node.saved_tensors
+            return values
+
+        _put_back(_read(node._raw_saved_tensors, read))
+        return (values or node.saved_tensors)[name]
     raw = getattr(node, f"_raw_saved_{name}", None)
     if not _is_kept_elsewhere(raw):
         return getattr(node, f"_saved_{name}")
-    kept = _read(raw)
-    _put_back([kept])
-    return kept.value
+    kept = _read([raw], lambda: [getattr(node, f"_saved_{name}")])
+    _put_back(kept)
+    return kept[0].value
 
 
 @contextlib.contextmanager
 def saved_again(node: Any) -> Iterator[None]:
     """Inside, a node may be called by itself: what it saved is there for the pass, too."""
-    raws = [raw for name in _raw_names(type(node)) for raw in _listed(getattr(node, name)) if _is_kept_elsewhere(raw)]
-    if not raws:
+    kept = [each for raws, read in _saved_by(node) for each in _read(raws, read)]
+    if not kept:
         yield
         return
-    kept = [_read(raw) for raw in raws]
     _put_back(kept)
     try:
         yield
@@ -58,7 +67,20 @@ def saved_again(node: Any) -> Iterator[None]:
 
 def keeps_elsewhere(node: Any) -> bool:
     """Whether a checkpoint keeps what a node saved, so that it is computed when it is read."""
-    return any(_is_kept_elsewhere(raw) for name in _raw_names(type(node)) for raw in _listed(getattr(node, name)))
+    return any(_is_kept_elsewhere(raw) for raws, _ in _saved_by(node) for raw in raws)
+
+
+def _saved_by(node: Any) -> Iterator[tuple[Sequence[Any], Callable[[], Sequence[Any]]]]:
+    """Everything that a node saved, with what reads it: only the node itself can read what it made."""
+    kind: Any = type(node)
+    for name in _raw_names(kind):
+        raw, public = getattr(node, name), name.removeprefix("_raw_")
+        if not isinstance(raw, (tuple, list)):
+            yield [raw], functools.partial(_one, node, f"_{public}")
+        elif public == "saved_tensors":  # of a user's own function
+            yield raw, functools.partial(getattr, node, public)
+        else:
+            yield raw, functools.partial(_unpacked, raw)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,24 +89,32 @@ def _raw_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _listed(raw: Any) -> tuple[Any, ...]:
-    return tuple(raw) if isinstance(raw, (tuple, list)) else (raw,)
+def _one(node: Any, name: str) -> list[Any]:
+    return [getattr(node, name)]
+
+
+def _unpacked(raws: Sequence[Any]) -> list[Any]:
+    return [raw.unpack() for raw in raws]
 
 
 def _is_kept_elsewhere(raw: Any) -> bool:
     return type(getattr(raw, "data", None)) is checkpoint._Holder
 
 
-def _read(raw: Any) -> _Kept:
-    """Read a tensor that a checkpoint keeps."""
-    frame, before = _frame_of(raw.unpack_hook), None
+def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]:
+    """Read tensors of which a checkpoint keeps some: those that it keeps."""
+    frames = [_frame_of(raw.unpack_hook) if _is_kept_elsewhere(raw) else None for raw in raws]
+    owners = {id(frame): frame for frame in frames if frame is not None}
+    if not owners:
+        return []
+    before = {key: set(frame.recomputed) for key, frame in owners.items()}
+    values = read()
     if _pass() == OUTSIDE:
-        before = set(frame.recomputed)
-    value = raw.unpack()
-    if before is not None:
-        for number in set(frame.recomputed) - before:
-            _drop(frame, number)
-    return _Kept(raw.data, frame, value)
+        for key, frame in owners.items():
+            for number in set(frame.recomputed) - before[key]:
+                _drop(frame, number)
+    triples = zip(raws, frames, values, strict=True)
+    return [_Kept(raw.data, frame, value) for raw, frame, value in triples if frame is not None]
 
 
 def _put_back(kept: list[_Kept]) -> None:

@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge, Node
 from packprop.algebra.structures import Structure
 from packprop.errors import FreedGraph, PackpropError
 from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
-from packprop.functions.fallback import pulled_samplewise
 from packprop.functions.nodes import is_change_of_view
 from packprop.graph.graph import EAGER, Graph, ReachedUse
 from packprop.graph.search import nodes_above

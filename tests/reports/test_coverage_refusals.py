@@ -35,17 +35,23 @@ def test_samples_that_are_mixed_without_a_known_layer() -> None:
 
 
 def test_a_refusal_of_a_rule() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
-    before = model[0].weight.detach().clone()
+    model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True), nn.Linear(3, 2))
     found = coverage(model, torch.tensor([0, 2, 4]))
     assert found.parameters["0.weight"].state == "refused"
-    assert "max_norm" in found.parameters["0.weight"].uses[0].refusal
+    assert "scale_grad_by_freq" in found.parameters["0.weight"].uses[0].refusal
+    assert of(found, "1.weight") == [("linear", "Outer")]
     assert not family(found, "gradients of samples").applies
+
+
+def test_a_table_that_is_rescaled_is_put_back() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 2))
+    before = model[0].weight.detach().clone()
+    assert coverage(model, torch.tensor([0, 2, 4])).complete
     assert torch.equal(model[0].weight, before)
 
 
 class Doubled(torch.autograd.Function):
-    """An autograd function, which torch's function overrides do not see."""
+    """A function of a user's own, without a rule."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,13 +64,13 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient * weight, (2 * gradient * x).sum(0)
 
 
-def test_a_use_that_was_not_recorded_is_named() -> None:
+def test_a_function_of_a_users_own_is_named() -> None:
     model = Raw(lambda self, x: Doubled.apply(x, self.w) * self.w, w=(3,))
     found = coverage(model, torch.randn(SIZE, 3))
-    assert found.parameters["w"].state == "not recorded"
-    assert found.parameters["w"].missing == ("DoubledBackward",)
-    assert found.refusal is not None
-    assert "not recorded: DoubledBackward" in " ".join(str(found).split())
+    assert found.complete
+    assert of(found, "w") == [("mul", "Scale"), ("DoubledBackward", "Dense")]
+    assert [use.fallback for use in found.parameters["w"].uses] == [False, True]
+    assert "called for each sample: DoubledBackward; 1 of all entries" in " ".join(str(found).split())
 
 
 def test_a_loss_inside_the_model() -> None:
@@ -98,10 +104,3 @@ def test_nothing_to_differentiate() -> None:
     found = coverage(model, torch.randn(SIZE, 4))
     assert {p.state for p in found.parameters.values()} == {"frozen"}
     assert not any(family.applies for family in found.families)
-
-
-def test_disabled_recording_is_said() -> None:
-    with packprop.disable():
-        found = coverage(linear_model(), torch.randn(SIZE, 4))
-    assert found.refusal is not None
-    assert "disable()" in found.refusal.why

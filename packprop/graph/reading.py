@@ -4,7 +4,7 @@
 Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and something that
 depends on the samples; everything on the way from the parameters to it is made of parameters alone. The graph does not
 show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A constant is no data if it is a
-buffer or a frozen parameter of an extended module, counts positions, or brings no axis of its own; it is data if it
+buffer or a frozen parameter of an extended module, or counts positions; it is data if it
 shares memory with an input of the model. Every other node that takes parameters and constants is *undecided*: it
 counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If samples are apart in what
 arrives at it, it is a use. If they meet there, it is made of parameters alone, and the node that takes its output is
@@ -125,7 +125,6 @@ class Reading:
         self._parametric = _PARAMETRIC.get(structure, frozenset())
         self._below: set[Node] = set()
         self._derived: set[Node] = set()
-        self._wide: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
         self.uses: dict[Node, ReachedUse] = {}
         self.undecided: dict[ReachedUse, Node] = {}
@@ -179,8 +178,6 @@ class Reading:
         """What a node is that takes parameters, and perhaps constants."""
         above, name = [each for each, _ in node.next_functions], name_of_node(node)
         derived = any(above[place] in self._derived for place in given)
-        if name in EXPANDING or any(above[place] in self._wide for place in given):
-            self._wide.add(node)
         if self._places[node] in self._parametric:
             self._derived.add(node)
             return "parameters"
@@ -199,20 +196,7 @@ class Reading:
         known = self._constants.are_known(node)
         if known is False:
             return "use"
-        if name in ENTRY_BY_ENTRY and self._brings_no_axis(node, given):
-            return "parameters"
         return "parameters" if known and name not in HIDING else "undecided"
-
-    def _brings_no_axis(self, node: Node, given: Sequence[int]) -> bool:
-        shape = made_by(node)[0].shape
-        for place in given:
-            above, number = node.next_functions[place]
-            assert above is not None
-            leaf = getattr(above, "variable", None)
-            own = made_by(above)[number].shape if leaf is None else leaf.shape
-            if above not in self._wide and torch.Size(own) == torch.Size(shape):
-                return True
-        return False
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._order}

@@ -118,9 +118,9 @@ class ForwardCall:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the module that was called has parameters."""
+        """Whether the module that was called has parameters; assumed of one that is gone."""
         module = self.module()
-        return module is not None and next(module.parameters(), None) is not None
+        return module is None or next(module.parameters(), None) is not None
 
 
 @dataclass(eq=False)

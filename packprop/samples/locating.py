@@ -253,6 +253,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if shown.on_values:
         hidden = find_hidden(graph, outputs, chosen, shown.fitting)
         if hidden is not None:
+            if reading is not None and reading.reclassify([hidden[0]], samples):
+                raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise mixed(graph, *hidden)
         if look is None:

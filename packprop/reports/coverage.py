@@ -124,7 +124,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
         )
         for name, parameter in named_parameters(model)
     }
-    mixers = () if accepted is None else tuple(dict.fromkeys(accepted.mixers))
+    mixers = () if graph is None else tuple(dict.fromkeys(graph.mixers))
     samples = 0 if accepted is None else accepted.samples
     families = families_of(accepted, refusal, own_loss, note)
     return Coverage(parameters, families, samples, mixers, refusal)

@@ -1,13 +1,14 @@
 """What a node saved, read so that it can be read again.
 
 # NOTE [Saved twice]
-A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A use is
-visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads back into the
-place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each tensor that is read,
-and would keep what it computed for as long as the graph is there: packprop drops that. Both read what a checkpoint's
-hooks refer to, its frame and its holders, which are private and are used here alone: nothing public says where a
-checkpoint keeps a tensor. A checkpoint files what it computes under the number of the pass, or under a random number
-of 128 bits outside of all passes, and notes in the holder that the tensor was handed out.
+A non-reentrant checkpoint computes what its nodes saved again in each pass, and hands each tensor out once. A
+use is visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads
+back into the place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each
+tensor that is read, and would keep what it computed for as long as the graph is there: packprop drops that.
+Both read what a checkpoint's hooks refer to, its frame and its holders, which are private and are used here
+alone: nothing public says where a checkpoint keeps a tensor. A checkpoint files what it computes under the
+number of the pass, or under a random number of 128 bits outside of all passes, and notes in the holder that the
+tensor was handed out.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _is_kept_elsewhere(raw: Any) -> bool:
 
 
 def _read(raw: Any) -> _Kept:
-    """Read a tensor that a checkpoint keeps; its region is run again if this pass has had the tensor already."""
+    """Read a tensor that a checkpoint keeps; the region is run again if this pass has had it already."""
     holder, frame = raw.data, _frame_of(raw.unpack_hook)
     handed_out = _handed_out(holder)
     try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from packprop.errors import BadInput
+from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, edge_of, marks_of
@@ -60,16 +61,25 @@ class LossRecorder(OwnMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if type(func) is MethodWrapperType or is_compiling():
+            return func(*args, **kwargs)
+        if func in COMPOSITES and has_parts(kwargs) and not _has_other_classes(args, kwargs):
+            with self:
+                return body_of(func)(*args, **kwargs)
         out = func(*args, **kwargs)
-        if type(func) is not MethodWrapperType and func in LOSSES:
-            if current.recorder is self and not current.disabled and not is_compiling():
-                self.note(func, args, kwargs, out)
+        if func in LOSSES and current.recorder is self and not current.disabled:
+            self.note(func, args, kwargs, out)
         return out
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Leave a loss on the node that it made, with what was declared."""
         self.has_loss = True
         mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
+
+
+def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor's class may take a call over."""
+    return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_in((args, kwargs)))
 
 
 def mark_loss(

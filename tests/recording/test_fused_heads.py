@@ -52,7 +52,8 @@ def data(tokens: int | None = TOKENS, ignored: int = -100) -> tuple[Tensor, Tens
 
 def value(model: nn.Module, row: Row, x: Tensor, targets: Tensor) -> dict[str, list[Tensor]]:
     """What an extension gives for a model that returns its loss."""
-    loss = packprop.extend(model)(x, targets)
+    with packprop.record():
+        loss = packprop.extend(model)(x, targets)
     with packprop.backpack(row(torch.Generator().manual_seed(0))):
         (loss.sum() if loss.dim() else loss).backward()
     return {name: parts(getattr(p, row.attribute)) for name, p in model.named_parameters()}

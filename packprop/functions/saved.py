@@ -5,8 +5,10 @@ A non-reentrant checkpoint computes what its nodes saved again in each pass, and
 use is visited just before its node runs, and needs the same tensors. So packprop puts each tensor that it reads
 back into the place where the checkpoint keeps it. Outside of a pass a checkpoint runs its region again for each
 tensor that is read, and would keep what it computed for as long as the graph is there: packprop drops that.
-Both need private parts of
-``torch.utils.checkpoint``, which are used here alone.
+Both read what a checkpoint's hooks refer to, its frame and its holders, which are private and are used here
+alone: nothing public says where a checkpoint keeps a tensor. A checkpoint files what it computes under the
+number of the pass, or under a random number of 128 bits outside of all passes, and notes in the holder that the
+tensor was handed out.
 """
 
 from __future__ import annotations
@@ -16,19 +18,30 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-OUTSIDE = -1
-"""In place of the number of a pass, where none runs."""
+OUTSIDE = 2**64
+"""Numbers from here on are no pass's."""
+
+
+class _Handle:
+    """A key of what a checkpoint keeps, which goes with its holder."""
 
 
 class _Kept(NamedTuple):
-    """A tensor that a checkpoint hands out once, and where it keeps it."""
+    """A tensor that a checkpoint hands out once, and where it keeps it.
+
+    Args:
+        holder: What the node saved in place of the tensor.
+        frame: The state of the checkpoint.
+        number: What the checkpoint files the tensor under.
+        value: The tensor.
+    """
 
     holder: Any
     frame: Any
+    number: Any
     value: Tensor
 
 
@@ -63,6 +76,9 @@ def saved_again(node: Any) -> Iterator[None]:
         yield
     finally:
         _put_back(kept)
+        for frame in {id(each.frame): each.frame for each in kept}.values():
+            for number in [number for number in frame.recomputed if _is_outside(number)]:
+                _drop(frame, number)
 
 
 def keeps_elsewhere(node: Any) -> bool:
@@ -98,33 +114,57 @@ def _unpacked(raws: Sequence[Any]) -> list[Any]:
 
 
 def _is_kept_elsewhere(raw: Any) -> bool:
-    return type(getattr(raw, "data", None)) is checkpoint._Holder
+    return type(getattr(raw, "data", None)).__module__ == checkpoint.__name__
 
 
 def _read(raws: Sequence[Any], read: Callable[[], Sequence[Any]]) -> list[_Kept]:
-    """Read tensors of which a checkpoint keeps some: those that it keeps."""
-    frames = [_frame_of(raw.unpack_hook) if _is_kept_elsewhere(raw) else None for raw in raws]
-    owners = {id(frame): frame for frame in frames if frame is not None}
-    if not owners:
+    """Read tensors of which a checkpoint keeps some: those that it keeps.
+
+    Its region is run again if this pass has had one of them already.
+    """
+    pairs = [(raw.data, _frame_of(raw.unpack_hook)) if _is_kept_elsewhere(raw) else None for raw in raws]
+    there = [pair for pair in pairs if pair is not None]
+    if not there:
         return []
-    before = {key: set(frame.recomputed) for key, frame in owners.items()}
-    values = read()
-    if _pass() == OUTSIDE:
-        for key, frame in owners.items():
-            for number in set(frame.recomputed) - before[key]:
+    before = [_handed_out(holder) for holder, _ in there]
+    try:
+        values = read()
+    except checkpoint.CheckpointError:
+        if not any(before):
+            raise
+        for frame in {id(frame): frame for _, frame in there}.values():
+            for number in set().union(*before):
                 _drop(frame, number)
-    triples = zip(raws, frames, values, strict=True)
-    return [_Kept(raw.data, frame, value) for raw, frame, value in triples if frame is not None]
+            given = [raw for raw in frame.saved_args if _is_kept_elsewhere(raw)]
+            _put_back(_read(given, functools.partial(_unpacked, given)))
+        before = [_handed_out(holder) for holder, _ in there]
+        values = read()
+    kept = [value for pair, value in zip(pairs, values, strict=True) if pair is not None]
+    found = []
+    for (holder, frame), earlier, value in zip(there, before, kept, strict=True):
+        (number,) = _handed_out(holder) - earlier
+        found.append(_Kept(holder, frame, number, value))
+    for _, frame, number, _ in found:
+        if _is_outside(number):
+            _drop(frame, number)
+    return found
+
+
+def _handed_out(holder: Any) -> set[Any]:
+    """The passes that have had a tensor."""
+    return {number for number, handle in holder.handles.items() if handle is None}
 
 
 def _put_back(kept: list[_Kept]) -> None:
-    number = _pass()
-    if number == OUTSIDE:
-        return
-    for holder, frame, value in kept:
-        if holder.handles.get(number) is None:
-            handle = holder.handles[number] = checkpoint._Handle()
+    for holder, frame, number, value in kept:
+        if not _is_outside(number) and holder.handles.get(number) is None:
+            handle = holder.handles[number] = _Handle()
             frame.recomputed[number][handle] = value
+
+
+def _is_outside(number: Any) -> bool:
+    """Whether a checkpoint files under a number what it has computed outside of all passes."""
+    return isinstance(number, int) and number >= OUTSIDE
 
 
 def _drop(frame: Any, number: Any) -> None:
@@ -142,8 +182,3 @@ def _frame_of(hook: Any) -> Any:
     names, cells = hook.__code__.co_freevars, hook.__closure__ or ()
     found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
     return found["frame"]
-
-
-def _pass() -> Any:
-    """The number of the pass that runs; see ``torch.utils.checkpoint``, which tells passes apart by it."""
-    return torch._C._current_graph_task_id()

@@ -1,10 +1,11 @@
 """Hooks of the user's on tensors, seen when they are registered.
 
 # NOTE [Hooks on tensors]
-Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds the
-tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these hooks quiet
-(NOTE [Quiet hooks]). So once a module was extended, ``Tensor.register_hook`` leaves the dictionary of the hooks in the
-``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do what they did before.
+Autograd keeps the hooks of a tensor on the node that made it, where nothing shows them, also when nobody holds
+the tensor any more. packprop differentiates a graph more often than its user asked for, and must keep these
+hooks quiet (NOTE [Quiet hooks]). So once a module was extended, ``Tensor.register_hook`` leaves the dictionary
+of the hooks in the ``metadata`` of that node, and ``retain_grad`` leaves a reference to its tensor. Both do
+what they did before.
 """
 
 from __future__ import annotations

@@ -60,10 +60,11 @@ class LossRecorder(OwnMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if type(func) is MethodWrapperType or is_compiling():
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if type(func) is not MethodWrapperType and func in LOSSES:
-            if current.recorder is self and not current.disabled and not is_compiling():
-                self.note(func, args, kwargs, out)
+        if func in LOSSES and current.recorder is self and not current.disabled:
+            self.note(func, args, kwargs, out)
         return out
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], out: Any) -> None:

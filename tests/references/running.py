@@ -334,11 +334,13 @@ def rows_of_terms(terms: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
     return [torch.stack(rows) for rows in zip(*each, strict=True)]
 
 
-def assert_rows_of_terms(terms: Tensor, loss: Tensor, parameters: Iterable[Tensor]) -> None:
+def assert_rows_of_terms(
+    terms: Tensor, loss: Tensor, parameters: Iterable[Tensor], tolerance: float = 1e-10
+) -> None:
     """Gradients of samples are those of the terms of ``loss``, which is their sum."""
     parameters = list(parameters)
     expected = rows_of_terms(terms, parameters)
     with packprop.backpack(packprop.extensions.BatchGrad()):
         loss.backward()
     for parameter, rows in zip(parameters, expected, strict=True):
-        assert_near(parameter.grad_batch, rows, "rows of the loss")
+        assert_near(parameter.grad_batch, rows, "rows of the loss", tolerance)

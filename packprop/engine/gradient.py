@@ -145,7 +145,7 @@ class GradientPass:
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in graph.roots]
         terms = list(graph.in_terms.values())
         of_terms = term_gradients(graph, terms)
-        options = SweepOptions(frees=not graph.kept)
+        options = SweepOptions(frees=not graph.kept and not graph.calls_nodes)
         sweep(edges, graph.root_gradients(), graph.uses, collector.visit, options)
         collector.flush()
         gradients = take()

@@ -230,11 +230,38 @@ class NodeCall:
         with saved_again(node):
             out = run(*given)
         product = out[place] if isinstance(out, tuple) else out
-        if product is None:  # a user's function may say so of what does not depend on a parameter
-            assert isinstance(node, BackwardCFunction) or len(cotangents) < outputs, node.name()
+        if product is None and not isinstance(node, BackwardCFunction):  # a pass runs that does not go there
+            with saved_again(node):
+                out = in_a_pass_of_its_own(lambda: node(*given))
+            product = out[place] if isinstance(out, tuple) else out
+        if product is None:  # it does not depend on the parameter
             return first.new_zeros(self.operand.shape)
         strided: Tensor = product.to_dense() if product.is_sparse else product
         return strided
+
+
+class _Inside(torch.autograd.Function):
+    """Does something in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Any], made: list[Any]) -> Tensor:
+        ctx.run, ctx.made = run, made
+        return trigger.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.made.append(ctx.run())
+        return None, None, None
+
+
+def in_a_pass_of_its_own(run: Callable[[], Any]) -> Any:
+    """Do something in a backward pass that goes everywhere, whatever pass runs already."""
+    made: list[Any] = []
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        trigger: Tensor = _Inside.apply(torch.zeros((), requires_grad=True), run, made)  # type: ignore[no-untyped-call]  # torch's own
+    torch.autograd.backward(trigger, create_graph=differentiable)
+    return made[0]
 
 
 def _place_of_gradient(node: Any, place: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from packprop.functions.entry import Cotangents, Entry, Samples
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.recording.marks import InputSource
 from packprop.recording.reentrant import Rerun, differs, refused, run_again
+from packprop.tensors.layout import Layout
 
 
 def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[ReachedUse]:
@@ -39,7 +40,9 @@ def uses_inside(checkpoint: ReentrantCheckpoint, reached: set[int]) -> list[Reac
         source = ReentrantInputs(checkpoint, len(checkpoint.uses))
         entries = without_inputs(recorded.entries, source)
         inside = replace(recorded, entries=entries, edges=[], source=source)
-        checkpoint.uses.append(ReachedUse(inside, checkpoint=checkpoint))
+        checkpoint.uses.append(
+            ReachedUse(inside, checkpoint=checkpoint, undecided=use.undecided, suspect=use.suspect)
+        )
     graph.drop_checkpoint_uses()
     return checkpoint.uses
 
@@ -59,6 +62,8 @@ def walk_again(checkpoint: ReentrantCheckpoint) -> tuple[Rerun, Graph]:
     graph = checkpoint.walk(roots)
     if checkpoint.uses and _calls(checkpoint.uses) != _calls(graph.uses):
         raise differs("a layer", "it called other functions")
+    for inside, outside in zip(graph.uses, checkpoint.uses, strict=False):
+        inside.layouts = outside.layouts
     return rerun, graph
 
 
@@ -80,9 +85,14 @@ def without_inputs(entries: Iterable[Entry], source: InputSource) -> list[Entry]
             entry,
             structure_of=fetching(number, "structure_of"),
             squares=None if entry.squares is None else fetching(number, "squares"),
+            calls_node=_calls_none,  # the nodes of this run are gone
         )
         for number, entry in enumerate(entries)
     ]
+
+
+def _calls_none(layouts: Sequence[Layout]) -> None:
+    """No node of a graph that is there is called."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from packprop.graph.traversal import made_by
 from packprop.recording.compiled import UNCOMPILED, is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED, ForwardCall
-from packprop.recording.reentrant import refused
+from packprop.recording.reentrant import is_reentrant, refused
 from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
 from packprop.tensors.layout import Layout
@@ -252,6 +252,8 @@ def require_complete(graph: Graph) -> None:
     if node == EAGER:
         why = "eager_backward() has already summed this parameter's gradient over the samples"
         instead = "leave the branch outside eager_backward(), or set requires_grad=False on the parameter"
+    elif is_reentrant(consumer):
+        raise refused("a parameter is one of its arguments, where reentrant checkpointing cuts the graph")
     elif is_compiled_region(consumer):
         raise refused_compiled(f"parameter {name!r}")
     elif node == "AccumulateGrad":

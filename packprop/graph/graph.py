@@ -45,6 +45,9 @@ class ReachedUse:
         through: Reentrant checkpoints without any use, which a sweep to it may come through.
         prepare: Has its parameters put together, if they are sharded between processes.
         reordered: Whether its inputs come from a function that takes rows as data say.
+        undecided: Notes that samples meet behind a use that takes no data for certain, with their number; says
+            whether it is made of parameters alone then. ``None`` where data enter for certain.
+        suspect: Whether it takes tensors in which samples meet, and has mixed them if they are apart here.
         waits: Whether what its node saved is read when it is visited: a leaf of it waits for other uses, by
             which time the node may be freed, or a checkpoint keeps it.
         read: Makes the entries again, with what the node saved, if the use was read off the graph.
@@ -59,6 +62,8 @@ class ReachedUse:
     through: Sequence[ReentrantCheckpoint] = ()
     prepare: Callable[[], None] | None = None
     reordered: bool = False
+    undecided: Callable[[ReachedUse, int], bool] | None = None
+    suspect: bool = False
     waits: bool = True
     read: Callable[[], list[Entry]] | None = None
 
@@ -272,6 +277,15 @@ class Graph:
     def holds_inputs(self) -> bool:
         """Whether every use holds its inputs, so that none has to be computed again."""
         return all(use.recorded.source is None for use in self.uses)
+
+    @property
+    def calls_nodes(self) -> bool:
+        """Whether structures are built by calling nodes, or pulled back through some: the graph must be there."""
+        return any(
+            not site.direct or site.entry.calls_node(use.layouts) is not None
+            for use in self.uses
+            for site in use.sites
+        )
 
     @property
     def ties_computed_parameters(self) -> bool:

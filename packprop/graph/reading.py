@@ -127,9 +127,6 @@ class Reading:
         self._derived: set[Node] = set()
         self.made_of_parameters: dict[Node, None] = {}
         self.uses: dict[Node, ReachedUse] = {}
-        self.undecided: dict[ReachedUse, Node] = {}
-        self.suspects: dict[ReachedUse, Node] = {}
-        """Functions of parameters alone, some of which samples meet in: samples may not be apart there."""
 
     @property
     def settled(self) -> set[Node]:
@@ -169,9 +166,8 @@ class Reading:
             use = self._use(node, given, reached[node])
             self.uses[node] = use
             if kind != "use":
-                self.undecided[use] = node
-            if kind == "suspect":
-                self.suspects[use] = node
+                use.undecided = functools.partial(self._reclassify, node)
+            use.suspect = kind == "suspect"
             data.add(node)
 
     def _kind(self, node: Node, given: Sequence[int]) -> str:
@@ -227,21 +223,19 @@ class Reading:
             read=functools.partial(entries_of_node, node, places, shapes, True),
         )
 
-    def reclassify(self, uses: Sequence[ReachedUse], samples: int) -> bool:
-        """Note that the samples meet behind some undecided uses; whether these are made of parameters alone."""
-        nodes = [self.undecided[use] for use in uses if use in self.undecided and not _is_layer(use, samples)]
-        if not nodes:
+    def _reclassify(self, node: Node, use: ReachedUse, samples: int) -> bool:
+        """Note that the samples meet behind an undecided use; whether it is made of parameters alone then."""
+        if _is_layer(node, use.recorded.shapes[0], samples):
             return False
         if len(_PARAMETRIC) >= MANY:
             _PARAMETRIC.clear()
-        _PARAMETRIC[self._structure] = self._parametric | {self._places[node] for node in nodes}
+        _PARAMETRIC[self._structure] = _PARAMETRIC.get(self._structure, self._parametric) | {self._places[node]}
         return True
 
 
-def _is_layer(use: ReachedUse, samples: int) -> bool:
-    """Whether a use is a product whose output has room for the samples."""
-    ((node, _), *_) = use.nodes.values()
-    return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(use.recorded.shapes[0], samples))
+def _is_layer(node: Node, shape: torch.Size, samples: int) -> bool:
+    """Whether a node is a product whose output has room for the samples."""
+    return name_of_node(node) in PRODUCTS - ENTRY_BY_ENTRY and bool(possible_layouts(shape, samples))
 
 
 def _can_be_called(node: Node) -> bool:

@@ -40,7 +40,7 @@ class Site:
         if parameter is None:
             same = False
         elif not self.direct:
-            same = not parameter.is_leaf
+            same = isinstance(parameter, Computed) or not parameter.is_leaf
         else:  # a leaf that the function makes itself, and lets require gradients, is another one each time
             same = _is_whole(parameter, self.leaf) or _is_made_alike(parameter, self.leaf)
         if not same:

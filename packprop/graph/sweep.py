@@ -20,6 +20,7 @@ from packprop.graph.checkpoint_uses import ReentrantInputs, walk_again
 from packprop.graph.graph import Graph, ReachedUse, ReentrantCheckpoint
 from packprop.graph.pull import pull_columns
 from packprop.graph.search import nodes_above
+from packprop.recording.reentrant import refused
 from packprop.tensors.hooks import Hooks
 
 Visit = Callable[[ReachedUse, list[Tensor | None]], None]
@@ -261,15 +262,16 @@ def sweep(
         empty: Reentrant checkpoints without uses that a sweep to the leaves may come through.
     """
     batched, create_graph = options.batched, options.create_graph
-    watched = [] if batched else [use for use in uses if not use.is_end]
+    calling = {use: _operands_of_called(use) for use in uses} if options.needs_inputs and not batched else {}
+    watched = [] if batched else [use for use in uses if not use.is_end or calling.get(use)]
     ends = [
         (use, index, GradientEdge(node, output))
         for use in uses
-        if batched or use.is_end
+        if batched or (use.is_end and not calling.get(use))
         for index, (node, output) in use.nodes.items()
     ]
     above_checkpoints = [_edge_above(checkpoint) for checkpoint in checkpoints_of(uses)]
-    called = _operands_of_called(watched) if options.needs_inputs else []
+    called = [edge for edges in calling.values() for edge in edges]
     wanted = [
         *(edge for _, _, edge in ends),
         *above_checkpoints,
@@ -299,15 +301,19 @@ def sweep(
                     cotangent = cotangent.unsqueeze(0)
                 watch.note(use, index, cotangent)
             complete = True
+        except RuntimeError as error:
+            if "selective activation checkpoint" in str(error):
+                raise refused("a selective one gives what it kept to one pass alone") from error
+            raise
         finally:
             watch.close(complete)
     return gradients[len(wanted) - len(leaves) :]
 
 
-def _operands_of_called(uses: Sequence[ReachedUse]) -> list[GradientEdge]:
-    """Where the parameters of nodes come from that are called in visits; see NOTE [Nodes as functions]."""
-    edges = [site.entry.calls_node(use.layouts) for use in uses if use.layouts for site in use.sites]
-    return list({(edge.node, edge.output_nr): edge for edge in edges if edge is not None}.values())
+def _operands_of_called(use: ReachedUse) -> list[GradientEdge]:
+    """Where the parameters of a node come from that is called in a visit; see NOTE [Nodes as functions]."""
+    edges = [site.entry.calls_node(use.layouts) for site in use.sites] if use.layouts else []
+    return [edge for edge in edges if edge is not None]
 
 
 @contextlib.contextmanager

@@ -81,6 +81,7 @@ class _Terms:
     def __init__(self, graph: Graph) -> None:
         self._use_at = {node: use for use in graph.uses for node in use.anchors}
         self._losses = {loss.node for loss in graph.losses}
+        self._data_leaves = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
         modules = {id(module): module for module in [*graph.modules, *EXTENDED]}.values()
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         own += [*graph.leaves(), *(whole for module in modules for _, whole in named_wholes(module))]
@@ -160,7 +161,9 @@ class _Terms:
             for above in self._upstream(node):
                 self._spoilt |= self._joins_above.get(above, 0)
         elif leaf is not None:
-            if isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
+            if id(leaf) in self._data_leaves:
+                self._data.add(node)
+            elif isinstance(leaf, nn.Parameter) or id(leaf) in self._owned:
                 self._parametric.add(node)
             else:
                 self._strange = True

@@ -35,7 +35,7 @@ from packprop.graph.site import Site
 from packprop.graph.terms import settle_terms
 from packprop.graph.traversal import depth_first, made_by, upstream_of
 from packprop.recording.marks import EXTENDED, LOSS, OUTPUT, TRANSFORMED, RecordedLoss, marks_of
-from packprop.recording.reentrant import is_reentrant
+from packprop.recording.reentrant import is_reentrant, refused
 from packprop.tensors.state import version
 
 SAME_AS = {"ReshapeAliasBackward0": "ViewBackward0"}
@@ -228,7 +228,8 @@ def _read_uses(
 
     ``ends``: Nodes that samples reach, if these are not those of losses and outputs of models.
     """
-    leaves = _parameters(graph, trail)
+    inside = ends is not None
+    leaves = _parameters(graph, trail, inside)
     if not leaves:
         return
     if ends is None:
@@ -242,6 +243,8 @@ def _read_uses(
     structure = hash((tuple(trail.names), trail.edges()))
     graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, structure)
     reading.sort(set(nodes_above(ends)), after | losses)
+    if inside and any(start in reading.made_of_parameters for start in ends):
+        raise refused("a tensor made of parameters alone leaves it, and what becomes of it is out of sight")
     settled = reading.settled
     trail.consumed = [(leaf, node) for leaf, node in trail.consumed if node not in settled]
     for node in trail.order:
@@ -258,7 +261,7 @@ def _read_uses(
             _find_sites(graph, use, chosen, trail)
 
 
-def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
+def _parameters(graph: Graph, trail: _Trail, inside: bool) -> dict[int, Tensor]:
     """The leaves that count as parameters, by identity.
 
     Other tensors that require gradients are data, unless they stand in the places of all parameters, as in
@@ -266,7 +269,7 @@ def _parameters(graph: Graph, trail: _Trail) -> dict[int, Tensor]:
     """
     leaves = {id(leaf): leaf for leaf, _ in trail.consumed}
     own = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter) or is_owned(leaf)}
-    if own:
+    if own or inside:
         return own
     given = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     return {key: leaf for key, leaf in leaves.items() if key not in given}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from packprop.errors import BadInput
+from packprop.functions.composites import COMPOSITES, body_of, has_parts
 from packprop.functions.losses.description import LOSSES, input_of
 from packprop.recording.aside import OwnMode, is_running
 from packprop.recording.marks import LOSS, OUTPUT, TRANSFORMED, ForwardCall, RecordedLoss, edge_of, marks_of
@@ -62,6 +63,9 @@ class LossRecorder(OwnMode):
         kwargs = kwargs or {}
         if type(func) is MethodWrapperType or is_compiling():
             return func(*args, **kwargs)
+        if func in COMPOSITES and has_parts(kwargs) and not _has_other_classes(args, kwargs):
+            with self:
+                return body_of(func)(*args, **kwargs)
         out = func(*args, **kwargs)
         if func in LOSSES and current.recorder is self and not current.disabled:
             self.note(func, args, kwargs, out)
@@ -71,6 +75,11 @@ class LossRecorder(OwnMode):
         """Leave a loss on the node that it made, with what was declared."""
         self.has_loss = True
         mark_loss(function, args, kwargs, out, self.sample_axis, self.documents)
+
+
+def _has_other_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor's class may take a call over."""
+    return any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors_in((args, kwargs)))
 
 
 def mark_loss(

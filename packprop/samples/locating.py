@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import cast
@@ -230,12 +231,11 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
             break
         mixing = mixing or found.mixing
         unfit += found.unfit
-    reading = graph.reading
-    if found.fitting is None and reading is not None and reading.reclassify(unfit, samples):
+    if found.fitting is None and _are_reclassified(unfit, samples):
         raise Reread
-    suspects = () if reading is None else reading.suspects
-    if found.fitting is not None and samples > 1 and suspects:
-        raise mixed(graph, next(iter(suspects)))
+    suspect = next((use for use in graph.uses if use.suspect), None)
+    if found.fitting is not None and samples > 1 and suspect is not None:
+        raise mixed(graph, suspect)
     places = [] if found.fitting is None else _first_of(found.fitting)
     in_order = all(layout.rows is None for own in places for layout in own)
     own = any(isinstance(node, BackwardCFunction) for use in graph.uses for node in use.anchors)
@@ -253,7 +253,7 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
     if shown.on_values:
         hidden = find_hidden(graph, outputs, chosen, shown.fitting)
         if hidden is not None:
-            if reading is not None and reading.reclassify([hidden[0]], samples):
+            if _are_reclassified([hidden[0]], samples):
                 raise Reread
             memory.looks.pop(graph.signature, None)  # it is refused in the next pass, too
             raise mixed(graph, *hidden)
@@ -264,6 +264,11 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
         memory.structures.add(graph.structure)
     lasting = shown.is_conclusive and not shown.on_values and in_order
     return _SampleLocations(samples, chosen, _first_of(shown.fitting), lasting)
+
+
+def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
+    """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
+    return any([use.undecided(use, samples) for use in uses if use.undecided is not None])
 
 
 def _first_of(fitting: Fitting) -> list[list[Layout]]:

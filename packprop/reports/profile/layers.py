@@ -13,6 +13,9 @@ from packprop.algebra.decompositions import eigvalsh
 ROOT = "(model)"
 """What the layer of the parameters that the model itself owns is called."""
 
+TOTAL = "(total)"
+"""The name of the row of all parameters."""
+
 
 @dataclass(frozen=True)
 class Spectrum:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from packprop.dataset.batch_pass import BatchPass
-from packprop.dataset.parts import readings_of
-from packprop.dataset.state import MergedResults
-from packprop.dataset.stream import BatchStream
 from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
-from packprop.memory.live import LiveBytes
 from packprop.memory.plan import Plan
 from packprop.memory.planning import plan_over_data
-from packprop.recording.switch import extended
+from packprop.reports.profile.costs import Cost, OneBatch, Phase, costs_of, phases_of
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.nesting import map_tensors, tensors_in
-from packprop.tensors.random import random_numbers_from, random_states
 from packprop.types import Extension
-
-ASKED = "The memory of a pass was to be noted."
 
 POINTS = 400
 """Points of the timeline that are kept; each is the most of the operations that it stands for."""
@@ -39,13 +30,16 @@ class MemoryUse:
         samples: Samples in the batch, by its leading axis.
         timeline: Bytes alive after each operation, at most ``POINTS`` of them: (operation, bytes).
         operations: How many operations the pass has.
-        forward: The operation with which the forward pass ends; ``None`` where the model computes the loss.
+        forward: The operation with which the forward pass ends.
         peak: The most bytes that were alive at once.
         budget: What it was to be kept within; ``None`` without a budget.
         planned: The peak by the plan, with the results of the batches before; ``None`` if there is no plan.
         why_not: Why there is no plan.
         parts: What the planned peak is made of: kind -> bytes.
         choices: What the plan chose for each parameter; the fields of ``Line``, and ``chunks``.
+        phases: The parts of the pass, in their order: name, first operation, the one after the last; none where
+            they cannot be told apart.
+        costs: What each quantity takes in each layer; see NOTE [Costs of layers].
     """
 
     samples: int
@@ -58,11 +52,18 @@ class MemoryUse:
     why_not: str | None = None
     parts: dict[str, int] = field(default_factory=dict)
     choices: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> MemoryUse:
         """From what JSON made of it."""
-        return cls(**{**saved, "timeline": [(at, size) for at, size in saved["timeline"]]})
+        read: dict[str, Any] = {
+            "timeline": [(at, size) for at, size in saved["timeline"]],
+            "phases": [(name, first, after) for name, first, after in saved.get("phases", [])],
+            "costs": [Cost(**cost) for cost in saved.get("costs", [])],
+        }
+        return cls(**{**saved, **read})
 
 
 def memory_use(
@@ -74,7 +75,9 @@ def memory_use(
     memory: int | str | None,
     device: torch.device,
 ) -> MemoryUse:
-    """Run the pass over one batch again, and count; random states are as before afterwards.
+    """Run the pass over one batch again, of all quantities and of each alone, and count.
+
+    Random states are as before afterwards.
 
     Args:
         model: The model, in the mode of the pass.
@@ -85,40 +88,26 @@ def memory_use(
         memory: The budget.
         device: Where the pass runs.
     """
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
-    planned, why_not = _planned(model, loss, (inputs, targets), extensions(), chunk_sizes, memory, device)
-    ends: list[int] = []
-
-    def marked(outputs: Any, target: Any) -> Tensor:
-        assert loss is not None
-        value = loss(outputs, target)
-        ends.append(len(live.history))
-        return value
-
-    chosen = tuple(extensions())
-    merged = MergedResults(chosen)
-    step = BatchPass(ASKED, model, None if loss is None else marked, merged, chosen, None)
-    with contextlib.ExitStack() as stack:
-        for module in (model, loss):
-            if isinstance(module, nn.Module):
-                stack.enter_context(extended(module))
-        stack.enter_context(random_numbers_from(random_states([device])))
-        live = stack.enter_context(LiveBytes())
-        live.own([*model.parameters(), *model.buffers(), *tensors_in((inputs, targets))], "before")
-        live.restart()
-        BatchStream(step, device).add((inputs, targets), chunk_sizes, readings_of(chosen)[0], False, 0)
-    first = next(tensors_in(inputs))
+    batch = map_tensors(lambda tensor: tensor.to(device), batch)
+    planned, why_not = _planned(model, loss, batch, extensions(), chunk_sizes, memory, device)
+    one = OneBatch(model, loss, batch, chunk_sizes, device)
+    chosen = [*extensions()]
+    noted = one.run(chosen, counted=True)
+    costs, alone = costs_of(one, extensions)
+    first = next(tensors_in(batch[0]))
     return MemoryUse(
         samples=len(first) if first.dim() else 1,
-        timeline=thinned(live.history),
-        operations=len(live.history),
-        forward=ends[0] if ends else None,
-        peak=live.peak,
+        timeline=thinned(noted.history),
+        operations=len(noted.history),
+        forward=None if noted.forward is None else noted.forward[1],
+        peak=noted.peak,
         budget=None if planned is None else planned.memory,
         planned=None if planned is None else planned.peak,
         why_not=why_not,
         parts={} if planned is None else planned.parts,
         choices=[] if planned is None else [{**asdict(line), "chunks": line.chunks} for line in planned.lines],
+        phases=phases_of(noted, chosen, alone),
+        costs=costs,
     )
 
 

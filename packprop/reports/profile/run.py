@@ -21,7 +21,8 @@ from packprop.engine.chunks import default_chunk_sizes
 from packprop.errors import BadInput, PackpropError
 from packprop.extensions import BatchL2Grad
 from packprop.recording.switch import disable
-from packprop.reports.profile.assembly import TOTAL, assemble
+from packprop.reports.profile.assembly import assemble
+from packprop.reports.profile.layers import TOTAL
 from packprop.reports.profile.memory_use import memory_use
 from packprop.reports.profile.outlying import (
     SHOWN,
@@ -103,7 +104,7 @@ def profile(
             ``[height, width]`` or ``[3, height, width]``. Without it images show themselves, and of anything
             else the first numbers are shown.
         timeline: Whether to plan the pass over the first batch, run it once more, and note the memory that
-            each operation leaves alive.
+            each operation leaves alive; and the time and the memory that each quantity takes in each layer.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or

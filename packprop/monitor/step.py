@@ -88,15 +88,17 @@ class MonitoredStep(Step):
         """Say which samples come next: one identifier for each, in the order of the batch."""
         self.identifiers += identifiers.tolist() if isinstance(identifiers, Tensor) else list(identifiers)
 
-    def open(self) -> None:
-        """Begin to watch."""
-        if innermost() is not None:
+    def open(self, gives_up: bool = False) -> None:
+        """Begin to watch; if it ``gives_up``, no pass is watched after one that has failed."""
+        around = innermost()
+        if around is not None and not (isinstance(around, MonitoredPass) and around.given_up):
             raise BadInput(
                 ASKED,
                 "a `with backpack(...)` that is around it",
                 "the inner one of two takes over the backward pass, so that the outer one would save nothing",
                 "put `with backpack(...)` around the steps that are not monitored: `if not step.monitored`",
             )
+        self._pass.gives_up = gives_up
         if self._updates and self._before is None:
             self._before = {name: p.detach().clone() for name, p in self._trainable()}
         with contextlib.ExitStack() as contexts:

@@ -65,6 +65,7 @@ class MonitoredStep(Step):
         watch: Makes what watches its passes.
         updates: Whether the optimizer's update is looked at.
         done: Called at the end with the step and its values.
+        told: What was said in a step before, and need not be said again.
     """
 
     monitored = True
@@ -77,10 +78,11 @@ class MonitoredStep(Step):
         *,
         updates: bool,
         done: Callable[[MonitoredStep, StepValues], None],
+        told: set[str],
     ) -> None:
         self.number, self.identifiers = number, list[Any]()
         self.is_open = False
-        self._model, self._done, self._updates = model, done, updates
+        self._model, self._done, self._updates, self._told = model, done, updates, told
         self._pass, self._contexts = watch(), contextlib.ExitStack()
         self._before: dict[str, Tensor] | None = None
 
@@ -120,7 +122,8 @@ class MonitoredStep(Step):
             warnings.warn(NOTHING_SEEN, PackpropWarning, stacklevel=3)
             return
         updates = self._updated()
-        if self._updates and not updates:
+        if self._updates and not updates and NO_UPDATE not in self._told:
+            self._told.add(NO_UPDATE)
             warnings.warn(NO_UPDATE, PackpropWarning, stacklevel=3)
         self._done(self, measured(passes, self._pass.gradients, updates))
 

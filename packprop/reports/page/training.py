@@ -172,13 +172,15 @@ def _scale_text(line: Line) -> str:
     return rounded_text(scale, scale - _interval(line)[0])
 
 
+def _value_text(line: Line, key: str) -> str:
+    if key == "samples":
+        return f"{line[key]:,}"
+    return _scale_text(line) if key == "critical_batch_size" else number_text(line[key])
+
+
 def _key_numbers(line: Line) -> list[tuple[str, str]]:
     names = {"samples": "samples a step", **{key: said[0].lower() for key, said in QUANTITIES.items()}}
-    return [
-        (name, _scale_text(line) if key == "critical_batch_size" else number_text(line[key]))
-        for key, name in names.items()
-        if _is_number(line.get(key))
-    ][:6]
+    return [(name, _value_text(line, key)) for key, name in names.items() if _is_number(line.get(key))][:6]
 
 
 def _is_number(value: Any) -> bool:

@@ -36,10 +36,10 @@ def rows_are_right(
     for n in range(samples):
         expected = torch.autograd.grad(single(slice(n, n + 1)), parameters, allow_unused=True)
         for parameter, each in zip(parameters, expected, strict=True):
-            row = parameter.grad_batch[n]  # type: ignore[attr-defined]
+            row = parameter.grad_batch[n]
             torch.testing.assert_close(samples * row, torch.zeros_like(row) if each is None else each)
     for parameter in parameters:
-        rows: Tensor = parameter.grad_batch  # type: ignore[attr-defined]
+        rows: Tensor = parameter.grad_batch
         torch.testing.assert_close(rows.sum(0), parameter.grad, rtol=1e-4, atol=1e-5)
 
 

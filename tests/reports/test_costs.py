@@ -93,3 +93,42 @@ def test_without_a_timeline_nothing_is_measured() -> None:
     page = read_page(found.to_html())
     assert not page.all("table", class_="costs")
     assert "takes longest" not in page.text
+
+
+def test_a_batch_that_takes_long_is_not_run_for_each_quantity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packprop.reports.profile.memory_use.PATIENCE", 0.0)
+    data = (torch.randn(9, 3), torch.randint(2, (9,)))
+    found = quiet(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, timeline=True)
+    assert found.memory is not None
+    assert (found.memory.costs, found.memory.phases) == ([], [])
+    assert "Not measured: the pass over the first batch took 0 s" in read_page(found.to_html()).text
+    assert found.memory.timeline
+
+
+class Uncommon(nn.Module):
+    """Tied weights, a module that is called twice, a recurrent layer, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.head.weight = self.words.weight
+        self.mix, self.memory = nn.Linear(6, 6), nn.GRU(6, 6, batch_first=True)
+        self.shift = nn.Parameter(torch.zeros(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.mix(self.mix(self.words(tokens)).tanh())
+        scores: torch.Tensor = self.head(self.memory(hidden)[0] + self.shift)
+        return scores.transpose(1, 2)
+
+
+def test_a_model_out_of_the_ordinary_is_measured_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(11, (20, 6))
+    data = (tokens[:, :-1], tokens[:, 1:])
+    without = quiet(Uncommon(), nn.CrossEntropyLoss(), data)
+    said = len(recwarn)
+    found = quiet(Uncommon(), nn.CrossEntropyLoss(), data, timeline=True)
+    assert len(recwarn) == 2 * said
+    assert found.memory is not None
+    assert found.memory.why_no_costs is None
+    assert {cost.layer for cost in found.memory.costs} == {layer.name for layer in without.layers} | {TOTAL}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from packprop.dataset.state import MergedResults
 from packprop.dataset.stream import BatchStream
 from packprop.engine.chunks import ChunkSizes
 from packprop.engine.request import tasks_by_seed
+from packprop.errors import PackpropWarning
 from packprop.memory.live import LiveBytes
 from packprop.recording.switch import extended
 from packprop.reports.profile.layers import ROOT, TOTAL, owner_of
@@ -46,6 +48,9 @@ TITLES = {
 
 PHASES = {"none": "inputs", "gradient": "gradients", "drawn": "drawn columns", "ggn": "exact columns"}
 """What the parts of a pass are called, by what is swept back in them."""
+
+PATIENCE = 60.0
+"""A batch that takes so many seconds is not run again for each quantity."""
 
 Extensions = Callable[[], Sequence[Extension]]
 Phase = tuple[str, int, int]
@@ -74,6 +79,7 @@ class Noted:
     """What was noted in a pass: places in time, and in the history of operations.
 
     Args:
+        start: When the pass began.
         forward: When the forward pass was done, if that is known.
         visits: The layer that was worked on, the parameter, and when the work was done.
         end: When the pass was done.
@@ -81,6 +87,7 @@ class Noted:
         peak: The most of them.
     """
 
+    start: tuple[float, int] = (0.0, 0)
     forward: tuple[float, int] | None = None
     visits: list[tuple[str, int, float, int]] = field(default_factory=list)
     end: tuple[float, int] = (0.0, 0)
@@ -131,6 +138,7 @@ class OneBatch:
         called = None if loss is None else marked
         step = BatchPass(ASKED, self.model, called, MergedResults(chosen), chosen, None, log=visited)
         with self._around(live, lambda *_: setattr(noted, "forward", now()) if loss is None else None):
+            noted.start = now()
             parts = readings_of(chosen)[0]
             BatchStream(step, self.device).add(self.batch, self.chunk_sizes, parts, False, 0)
             noted.end = now()
@@ -142,6 +150,8 @@ class OneBatch:
     def _around(self, live: LiveBytes | None, called: Callable[..., None]) -> Iterator[None]:
         """Inside, passes are watched; ``called`` when the model has returned."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
             stack.callback(self.model.register_forward_hook(called).remove)
             for module in (self.model, self.loss):
                 if isinstance(module, nn.Module):

@@ -13,7 +13,7 @@ from packprop.engine.chunks import ChunkSizes
 from packprop.errors import PackpropError
 from packprop.memory.plan import Plan
 from packprop.memory.planning import plan_over_data
-from packprop.reports.profile.costs import Cost, OneBatch, Phase, costs_of, phases_of
+from packprop.reports.profile.costs import PATIENCE, Cost, Noted, OneBatch, Phase, costs_of, phases_of
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
@@ -40,6 +40,7 @@ class MemoryUse:
         phases: The parts of the pass, in their order: name, first operation, the one after the last; none where
             they cannot be told apart.
         costs: What each quantity takes in each layer; see NOTE [Costs of layers].
+        why_no_costs: Why there are none.
     """
 
     samples: int
@@ -54,6 +55,7 @@ class MemoryUse:
     choices: list[dict[str, Any]] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    why_no_costs: str | None = None
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> MemoryUse:
@@ -93,7 +95,14 @@ def memory_use(
     one = OneBatch(model, loss, batch, chunk_sizes, device)
     chosen = [*extensions()]
     noted = one.run(chosen, counted=True)
-    costs, alone = costs_of(one, extensions)
+    seconds = noted.end[0] - noted.start[0]
+    costs: list[Cost] = []
+    alone: list[Noted] = []
+    why_no_costs = None
+    if seconds < PATIENCE:
+        costs, alone = costs_of(one, extensions)
+    else:
+        why_no_costs = f"the pass over the first batch took {seconds:.0f} s, and was not run for each quantity"
     first = next(tensors_in(batch[0]))
     return MemoryUse(
         samples=len(first) if first.dim() else 1,
@@ -106,8 +115,9 @@ def memory_use(
         why_not=why_not,
         parts={} if planned is None else planned.parts,
         choices=[] if planned is None else [{**asdict(line), "chunks": line.chunks} for line in planned.lines],
-        phases=phases_of(noted, chosen, alone),
+        phases=phases_of(noted, chosen, alone) if alone else [],
         costs=costs,
+        why_no_costs=why_no_costs,
     )
 
 

@@ -136,6 +136,26 @@ def test_a_loss_that_a_model_writes_down(names: dict[str, Any]) -> None:
     rows_are_right([*network.parameters()], lambda: value(slice(None)), value, 4)
 
 
+def test_a_loss_as_a_module_of_ones_own(names: dict[str, Any]) -> None:
+    class Formula(nn.Module):
+        def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+            return (scores.logsumexp(-1) - scores.gather(-1, targets[..., None])[..., 0]).mean()
+
+    tokens, network, loss = names["tokens"], names["network"], extend(Formula())
+
+    def value(part: slice) -> Tensor:
+        found: Tensor = loss(network(tokens[part, :-1]), tokens[part, 1:])
+        return found
+
+    rows_are_right([*network.parameters()], lambda: value(slice(None)), value, 4)
+    with backpack(extensions.DiagGGNExact()):
+        value(slice(None)).backward()
+    found = network[1].weight.diag_ggn_exact.clone()
+    with backpack(extensions.DiagGGNExact()):
+        names["cross_entropy"](network(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:]).backward()
+    torch.testing.assert_close(found, network[1].weight.diag_ggn_exact)
+
+
 def test_a_model_that_returns_a_loss_of_torch_works_inside_wrappers() -> None:
     torch.manual_seed(0)
 

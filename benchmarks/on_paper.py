@@ -160,26 +160,27 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 PAGE = """# Seven billion parameters on paper
 
 A decoder of {billions} billion parameters in bfloat16 ({depth} blocks of width {width}), {samples} samples of
-{length} tokens, {batch} at a time on each of {devices} devices, sharded by `fully_shard`. Nothing of this was
-run: it is `packprop.plan(..., mesh_shape={devices})`, and arithmetic, by `python -m benchmarks.on_paper`.
+{length} tokens, {batch} at a time on each of {devices} devices, sharded by `fully_shard`. Nobody ran this:
+`python -m benchmarks.on_paper` takes it from `packprop.plan(..., mesh_shape={devices})`, and arithmetic.
 
 {table}
 
-With P parameters, of which M are multiplied (all but the table of words), N samples of T tokens, B of them in a
-step of a device, D devices, L blocks of width W, d numbers kept of each sample's gradient:
+There are P parameters, M of them in products (all but the embedding table), N samples of T tokens, B of
+them in a step of a device, D devices, and L blocks of width W. packprop keeps d numbers of each
+sample's gradient.
 
 - memory: the plan. Shards at 1/D, the units that compute as a whole, results as a whole until a pass is over.
 - operations of a sample: `6 M T + 6 L W T^2`: forward pass, both halves of the backward pass, causal attention.
 - computing: `N (6 M T + 6 L W T^2) r / (D F u)`, with r the time over a plain pass, F operations a second of a
-  device, u the share of them that is reached.
+  device, u the share of them that the device reaches.
 - steps: `N / (B D)`.
 - sent by a device in a step: `(2 P 2 + 2 P) (D - 1) / D` bytes, parameters twice and gradients once, in two
   bytes; where values are sums of all ranks, `2 P 4 (D - 1) / D` more: `ranks="all"` merges them in each pass.
 - on disk: `2 N d` bytes of projections in half precision; `4 P` of a checkpoint of sums.
 
-Assumed, not measured: F = {flops} TFLOP/s (an H100 in bfloat16, by its data sheet), u = {utilisation},
-{network} GB/s from a device to the others. Measured, but on a processor and a small model: r, of the language
-model of [the benchmarks](benchmarks.md). So times are good to a factor of two at best.
+We assumed, and did not measure: F = {flops} TFLOP/s (an H100 in bfloat16, by its data sheet),
+u = {utilisation}, {network} GB/s from a device to the others. We measured r, but on a processor and a small
+model, the language model of [the benchmarks](benchmarks.md). So times are good to a factor of two at best.
 """
 
 

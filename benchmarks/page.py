@@ -46,17 +46,16 @@ STYLES: dict[str, tuple[str, str]] = {
 
 HEAD = """# Benchmarks
 
-Every number on this page was measured by `python -m benchmarks.run` (or `.compiled`, `.planning`,
-`.choices`, `.eager`) and stands in `benchmarks/results/`; `python -m benchmarks.page` wrote the page
-from there.
+`python -m benchmarks.run` (or `.compiled`, `.planning`, `.choices`, `.eager`) measured every number on
+this page and wrote it to `benchmarks/results/`. `python -m benchmarks.page` wrote the page from there.
 `plain` is a forward and a backward pass without any library.
 
-- **Time** is the median over rounds, in each of which every contestant has one turn in one process,
-  as a ratio to `plain` in the same round. Freeing the results is part of it.
-- **Memory** is the peak above the start of one call in a fresh process: *resident*, what the system
-  saw, the median of several processes; *allocated*, what PyTorch's allocator gave out; *results*,
-  what is handed to the user in the end.
-- **Agreement** is checked before anything is timed: equal to a relative 1e-3, or, for Monte Carlo
+- **Time** is the median over rounds. In each round every contestant has one turn in one process, and
+  its time counts as a ratio to `plain` in the same round. Freeing the results is part of it.
+- **Memory** is the peak above the start of one call in a fresh process. *Resident* is the system's
+  figure, the median of several processes; *allocated* is the figure of PyTorch's allocator; *results*
+  are the tensors that you get in the end.
+- **Agreement** comes before any timing: values are equal to a relative 1e-3, or, for Monte Carlo
   quantities, equal in expectation within five standard errors.
 """
 
@@ -293,20 +292,20 @@ def _exponents(records: Sequence[Record], points: dict[str, int]) -> str:
 
 
 REASONS = {
-    "N": "All work is done sample by sample, so time is proportional to N from where the fixed cost of a "
-    "pass no longer counts. What is kept of `BatchGrad` is N gradients; of the others a chunk of "
-    "samples at a time, so that their memory grows as that of plain does, by the activations, while "
-    "BackPACK holds all samples of all columns.",
-    "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps them one after "
-    "the other where they are large, so its memory does not depend on C; BackPACK's holds all columns "
-    "at once. `BatchGrad` and `KFAC` sweep one column, whatever C.",
-    "width": "Products with a weight of width x width entries make time grow towards the square of the width, "
-    "below that while kernels and passes through memory still count. `BatchGrad` keeps N such "
-    "weights, the square again; `KFAC` factors of (9 width)^2 entries; activations are proportional "
-    "to the width.",
+    "N": "All work goes sample by sample, so time is proportional to N once the fixed cost of a pass no "
+    "longer counts. `BatchGrad` keeps N gradients. The others keep a chunk of samples at a time, so their "
+    "memory grows by the activations, as the memory of plain does. BackPACK holds all samples of all "
+    "columns.",
+    "C": "An exact GGN sweeps C - 1 columns: its time is proportional to C. packprop sweeps large ones one "
+    "after the other, so its memory does not depend on C; BackPACK holds all columns at once. `BatchGrad` "
+    "and `KFAC` sweep one column, whatever C.",
+    "width": "Products with a weight of width x width entries make time grow towards the square of the "
+    "width. The growth is slower while kernels and passes through memory still count. `BatchGrad` keeps N "
+    "such weights, and so grows with the square; `KFAC` keeps factors of (9 width)^2 entries; activations "
+    "are proportional to the width.",
     "depth": "Each layer adds the same: time and the memory of results and activations are proportional to "
-    "depth. Temporary memory is that of one layer, so that of `DiagGGNExact` grows by activations and "
-    "results alone.",
+    "depth. Temporary memory covers one layer, so the memory of `DiagGGNExact` grows only by activations "
+    "and results.",
 }
 """Why cost grows as it does, by axis."""
 
@@ -320,9 +319,9 @@ def _section(suite: str, content: dict[str, Any], images: Path) -> list[str]:
         draw_growth(records, points, axis, picture)
         body = [
             f"## How cost grows with {axis}",
-            "The model is a stem and equal 3 x 3 convolutions on 16 x 16 pixels; N = 32, C = 10, "
-            f"width 32 and depth 4 where {axis} is not the one that grows. The exponents are those "
-            "between the two largest sizes.",
+            "The model is a stem and equal 3 x 3 convolutions on 16 x 16 pixels. All sizes but "
+            f"{axis} keep their defaults: N = 32, C = 10, width 32, depth 4. The exponents compare the two "
+            "largest sizes.",
             REASONS[axis],
             f"![Time and memory over {axis}](images/{picture.name})",
             _exponents(records, points),
@@ -385,9 +384,9 @@ def _eager_section(content: dict[str, Any]) -> list[str]:
         for name, row in content["tiny_branch_microseconds"].items()
     ]
     parts += [
-        "Each figure comes from a fresh process. *Without heap*: each block of 1 MiB and more mapped by "
-        "itself, so that what the C library keeps of freed tensors is not counted.",
-        "A branch with next to no work, microseconds for both passes:",
+        "Each figure comes from a fresh process. *Without heap* maps each block of 1 MiB and more by itself, "
+        "so it does not count freed tensors that the C library keeps.",
+        "A branch with almost no work, in microseconds for both passes:",
         markdown(["branch", "plain", "eager", "difference"], tiny),
     ]
     return [*parts, _environment(content["environment"])]
@@ -448,8 +447,8 @@ def _planning_section(content: dict[str, Any], images: Path) -> list[str]:
     parts = [
         "## Predicted and measured peaks",
         f"{len(points)} passes over five problems, six extensions and budgets down to the least that is "
-        f"possible. The prediction is off by at most {worst:.1%}; {len(over)} passes went over their budget, "
-        f"by {excess:.1%} at most. On the right, what a smaller peak costs in time.",
+        f"possible. The prediction errs by at most {worst:.1%}; {len(over)} passes went over their budget, "
+        f"by {excess:.1%} at most. The right figure shows the time that a smaller peak costs.",
         "![Predicted over measured peaks, and the time of smaller ones](images/benchmark-planning.png)",
     ]
     for title, text in content["plans"].items():
@@ -475,9 +474,10 @@ def _choices_section(content: dict[str, Any]) -> list[str]:
     most = max(len(point["first_round_over_plain"]) for point in points) - 1
     return [
         "## The default beside every fixed choice",
-        "Without a budget packprop chooses sizes of chunks and algorithms itself. The same passes with each of "
-        f"up to {most} choices fixed, as many as an extension takes note of, the best of them timed again: the "
-        f"default is within a tenth of the best in {within} of {len(points)} cases. Times over plain.",
+        "Without a budget, packprop chooses sizes of chunks and algorithms itself. We ran the same passes with "
+        f"each of up to {most} choices fixed, as many as an extension takes note of, and timed the best of "
+        f"them again: the default is within a tenth of the best in {within} of {len(points)} cases. Times over "
+        "plain.",
         markdown(["problem", "extension", "default", "best", "default / best", "which"], rows),
         _environment(content["environment"]),
     ]
@@ -490,9 +490,9 @@ def _compiled_section(content: dict[str, Any], images: Path) -> list[str]:
     heads = ["time over plain", "plain", *(label for label, *_ in CONTENDERS.values())]
     return [
         "## Compiled steps (`packprop.compile`)",
-        "Steps whose pass is run as a graph: replayed operation by operation, or compiled by Inductor. Beside "
-        "them ordinary passes, plain passes that went through `torch.compile`, and BackPACK where it has what "
-        "is asked for. Tracing and compiling happen once; "
+        "These steps run a pass as a graph: packprop replays it operation by operation, or Inductor compiles "
+        "it. Beside them are ordinary passes, plain passes through `torch.compile`, and BackPACK if it has "
+        "the quantity. Tracing and compiling happen once; "
         + (
             "no cache of an earlier run was used."
             if content["fresh_caches"]
@@ -541,8 +541,8 @@ def _clipping_section(content: dict[str, Any]) -> list[str]:
     return [
         "## Clipped gradients (`packprop.clipped_gradients`)",
         "Forward pass, backward pass and clipping of one step by the norm of all parameters. What the others "
-        f"leave in `.grad` differs by at most so much of its largest entry: {said}. Peaks are those of what "
-        "one step allocates, in a fresh process.",
+        f"leave in `.grad` differs by at most so much of its largest entry: {said}. Peaks count the "
+        "allocations of one step, in a fresh process.",
         markdown(CLIPPING, rows_of_clipping(content)),
         _environment(content["environment"]),
     ]
@@ -552,8 +552,8 @@ def _monitor_section(content: dict[str, Any]) -> list[str]:
     """What ``python -m benchmarks.monitor`` found."""
     return [
         "## Monitored steps (`packprop.Monitor`)",
-        "A training step beside monitored ones, with the quantities that are asked for by default. A loop with "
-        "a monitored step at every 100th is to take at most 1.01 of a plain one.",
+        "A training step beside monitored ones, with the default quantities. A loop that monitors every "
+        "100th step should take at most 1.01 of a plain one.",
         markdown(MONITOR, rows_of_monitor(content)),
         _environment(content["environment"]),
     ]
@@ -572,7 +572,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = [HEAD.strip()]
     if suites:
         everything = Records(r for content in suites.values() for r in content["records"])
-        parts += ["## Figures aimed at", targets(everything)]
+        parts += ["## Targets", targets(everything)]
     for suite, content in suites.items():
         parts += _section(suite, content, images)
     compiled = options.results / "compiled.json"

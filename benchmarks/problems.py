@@ -342,9 +342,9 @@ PROBLEMS: dict[str, Problem] = {
         partial(digits, size=28),
         batch=64,
         quantities=("DiagHessian", "KFLR", "KFRA", PRODUCT),
-        note="BackPACK's KFRA is one of the options of its HBP. Like the one here it is defined on chains of "
-        "layers alone, but only on sequences of modules that it knows: linear and convolutional layers, "
-        "pooling, and elementwise activations.",
+        note="BackPACK's KFRA is an option of its HBP. Like packprop's, it needs a chain of layers. It takes "
+        "only sequences of modules that it knows: linear and convolutional layers, pooling, and elementwise "
+        "activations.",
     ),
     "sigmoid-3c3d": Problem(
         "3C3D with sigmoids: random images 3 x 16 x 16, N = 2, C = 10",
@@ -372,8 +372,8 @@ PROBLEMS: dict[str, Problem] = {
         tokens,
         batch=8,
         quantities=("BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC", "KFAC", "gradient seed"),
-        note="A token is no sample: exact columns would be 256 x 8191, so that Monte Carlo quantities are not "
-        "compared with exact ones here; the tests do that on small models.",
+        note="A token is not a sample: there would be 256 x 8191 exact columns. So we do not compare Monte "
+        "Carlo quantities with exact ones here; the tests do that on small models.",
     ),
     "low-rank-adapters": Problem(
         "The language model, frozen, with adapters of rank 8 at 16 linear layers, N = 8",

@@ -46,10 +46,10 @@ PAGES = (
 )
 INDEX = """# Gallery
 
-Programs to read from top to bottom and to copy from. Each does a job by hand first, then as people
-who come from BackPACK are used to, where it has a way, and then shows what need not be done by hand
-any more. Each checks its own claims whenever the tests run. What is printed and drawn here comes from
-the handwritten digits that ship with scikit-learn; run by yourself, pages take MNIST where it is at hand.
+You can read these programs from top to bottom, and copy from them. Each does a job by hand first, then the
+BackPACK way, if BackPACK has one, and then with packprop alone. Each checks its own claims whenever the tests
+run. The output and the figures come from the handwritten digits that ship with scikit-learn. If you have
+MNIST, the programs use it when you run them.
 """
 
 

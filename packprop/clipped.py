@@ -1,4 +1,4 @@
-"""``with clipped_gradients(...):`` around ``backward()``: gradients of samples are clipped, then summed."""
+"""``with clipped_gradients(...):`` around ``backward()`` clips each sample's gradient, then sums."""
 
 from __future__ import annotations
 
@@ -25,51 +25,50 @@ def clipped_gradients(
 ) -> ClippedGradients:
     """Clip the gradient of each sample in every backward pass inside the context, before they are summed.
 
-    What is added to ``.grad`` is what a plain pass would add, with each sample's part of it multiplied by
-    ``min(1, max_norm / norm)``. The norm is that of the gradient of the sample's own loss: of N times its part
-    of a loss that is a mean, of its part of one that is a sum. So a step is that of Abadi et al. (2016), up to
-    noise, which is left to the caller. A penalty that no sample enters is added as it is.
+    The pass adds to ``.grad`` what a plain pass would add, with each sample's part multiplied by
+    ``min(1, max_norm / norm)``. The norm is that of the gradient of the sample's own loss: N times its part of
+    a mean loss, or its part of a sum. So this is the step of Abadi et al. (2016), except for the noise, which
+    you add. A penalty that no sample enters is added unclipped.
 
-    There is one backward pass, and gradients of samples are formed only where they take no more memory than
-    what they are made of. Until all norms are known, gradients at the outputs of all functions with parameters
-    are kept, and their inputs, which autograd would free along the way. See NOTE [Clipping]
+    One backward pass does it. It forms per-sample gradients only if they take no more memory than the tensors
+    that they are made of. It keeps the inputs of all functions with parameters, and the gradients at their
+    outputs, until it knows all norms; autograd would free these along the way. See NOTE [Clipping]
     (``packprop/engine/clipping.py``).
 
-    Tables that are looked up with ``sparse=True`` have a sparse gradient, as without clipping, of those rows
-    that are not zero; for a moment there is a dense one.
+    A table that is looked up with ``sparse=True`` gets a sparse gradient of its nonzero rows, as without
+    clipping; a dense one exists for a moment.
 
-    What a loss is multiplied or divided by after its loss function is part of it, and of the norms: a sum that
-    is divided by N by hand is meant as a mean, and needs ``loss_scale=1 / N``.
+    A factor on the loss after its loss function is part of it, and of the norms. If you divide a sum by N by
+    hand, you mean a mean: pass ``loss_scale=1 / N``.
 
-    Where a mean is divided by what depends on data (``ignore_index``, weights of classes), so do the losses of
+    If the divisor of a mean depends on data (``ignore_index``, weights of classes), so do the losses of
     samples; a sum does not. An empty batch, as Poisson sampling draws it, adds what a plain pass adds: zeros,
-    and penalties. Each process clips its own samples. There is no budget of memory here: ``backpack`` has one.
-    Of nested contexts the inner one is in force: a ``backpack`` inside of this one clips nothing, and a warning
-    says so.
+    and penalties. Each process clips its own samples. There is no memory budget here: ``backpack`` has one. If
+    you nest contexts, the inner one is active: a ``backpack`` inside this one clips nothing, and a warning says
+    so.
 
     Args:
-        extensions: Quantities to compute along, as in ``backpack``; they are those of gradients as they were
-            before clipping.
+        extensions: Quantities to compute along, as in ``backpack``, from the gradients before clipping.
         max_norm: The largest norm; with ``per="module"`` or ``"parameter"`` also one for each of them by name.
-            A tensor of one entry is not waited for: gradients are NaN if it is not positive.
-        per: What a norm is taken over: ``"all"`` parameters, those of each ``"module"`` by themselves, or each
-            ``"parameter"`` by itself.
-        reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the losses of its samples; needed only
-            where it is not a loss function of torch that says so, and refused where that says something else.
-        loss_scale: What the loss that is meant was multiplied by before ``backward()``, by a gradient scaler or
-            for gradient accumulation. Norms are those of the loss that is meant; ``.grad`` has the factor.
+            packprop does not wait for a tensor of one entry: gradients are NaN if it is not positive.
+        per: The parameters that share a norm: ``"all"``, those of each ``"module"``, or each ``"parameter"`` by
+            itself.
+        reduction: Says that the loss is the ``"mean"`` or the ``"sum"`` of its samples' losses. You need it
+            only if no loss function of torch says so; packprop refuses it if one says something else.
+        loss_scale: The factor on the loss before ``backward()``, from a gradient scaler or gradient
+            accumulation. Norms are those of the loss without it; ``.grad`` has the factor.
         extension_hook: As in ``backpack``.
-        probes: As in ``backpack``: samples that are left out of ``.grad``, as if the loss were taken over the
-            others alone. Norms and factors are of the others, in their order; nothing of probes is clipped.
+        probes: As in ``backpack``: samples that do not count in ``.grad``, as if the loss were taken over the
+            others alone. Norms and factors are those of the others, in their order; probes are not clipped.
 
     Returns:
         The context, which also holds ``norms``, ``layer_norms``, ``fraction`` and ``bound`` after a pass.
 
     Raises:
-        BadInput: For arguments that are none of these; in the backward pass for a loss of which it is not known
-            whether it is a mean, or which is not what ``reduction`` says, or for a name without bound.
-        PackpropError: In the backward pass, before any work: where samples are mixed, and for hooks inside the
-            model, reentrant checkpoints, sharded or complex parameters, ``create_graph`` and ``inputs``.
+        BadInput: For arguments that are none of these. In the backward pass, if packprop cannot tell whether
+            the loss is a mean, if it is not what ``reduction`` says, or for a name without bound.
+        PackpropError: In the backward pass, before any work, for mixed samples, hooks inside the model,
+            reentrant checkpoints, sharded or complex parameters, ``create_graph`` and ``inputs``.
 
     >>> import packprop
     >>> _ = torch.manual_seed(0)
@@ -84,7 +83,7 @@ def clipped_gradients(
 
 
 class ClippedGradients(Backpack):
-    """The context that ``clipped_gradients`` returns, and what its last pass has found out."""
+    """The context that ``clipped_gradients`` returns, with the results of its last pass."""
 
     call = "clipped_gradients"
 

@@ -18,12 +18,12 @@ INTRODUCTION = f"""# Model families
 Models as their libraries ship them, tiny and with random weights, in evaluation mode, {SAMPLES} samples each.
 First order: `BatchGrad` and `BatchL2Grad` equal a loop over samples in plain autograd. Second order: each
 column that `SqrtGGNMC` draws lies in the span of the sample's Jacobian, of all parameters together, and
-`DiagGGNMC` and `KFAC` are what the columns make them. Numbers are the largest relative error, in double
+`DiagGGNMC` and `KFAC` agree with these columns. Numbers are the largest relative error, in double
 precision. Experts run as loops (`experts_implementation="eager"`), attention as it is written (`"eager"`).
-What is refused names what is in the way.
+Each refusal names its cause.
 
-Written by `python -m benchmarks.families` with `pip install '.[models]'`. Models that do not run by
-themselves are left out.
+`python -m benchmarks.families` writes this page, with `pip install '.[models]'`. It leaves out models
+that do not run by themselves.
 """
 
 WORDS = {"right": "✓", "refused": "refused", "wrong": "**wrong**"}

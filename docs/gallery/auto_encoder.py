@@ -1,9 +1,9 @@
 """# The curvature of an auto-encoder, in the memory you have
 
 The exact diagonal of the generalized Gauss-Newton matrix (GGN) is a sum over all
-outputs of a model. Ten classes are few; an auto-encoder has an output for each pixel,
-and what is swept back from all of them at once soon does not fit. Passes can be split
-by hand, or given a budget.
+outputs of a model. Ten classes are few. An auto-encoder has an output for each pixel,
+and the columns of all outputs together soon do not fit in memory. You can split passes
+by hand, or give them a budget.
 """
 
 # %%
@@ -29,8 +29,8 @@ pixels = images.flatten(1)
 
 # %% [markdown]
 # Encoder and decoder share one kernel, as the principal components of a linear
-# auto-encoder do: what the encoder convolves with, the decoder convolves back with. A
-# list of layers cannot say that; two calls of functions can.
+# auto-encoder do: the encoder convolves with it, and the decoder convolves back. A list
+# of layers cannot express that; two calls of functions can.
 
 
 # %%
@@ -69,8 +69,9 @@ def peak_of(step: Callable[[], Diagonal]) -> tuple[int, Diagonal]:
 # ## By hand
 #
 # The Hessian of the mean squared error in the output is `2 / numel` times the identity.
-# So the diagonal is the sum of the squares of all entries of the Jacobian, times that:
-# one backward pass for each of the 196 outputs of each image, or all of them at once.
+# So the diagonal is the sum of the squares of all entries of the Jacobian, times that
+# factor: one backward pass for each of the 196 outputs of each image, or all of them at
+# once.
 
 
 # %%
@@ -125,15 +126,15 @@ for name, peak in peaks.items():
     print(f"{name:8s} peak {byte_text(peak)}")
 
 # %% [markdown]
-# The kernel's block is not the sum of an encoder's and a decoder's: the two uses of a
-# shared weight meet in the squares. Both ways above see it as one parameter.
+# The kernel's block is not the sum of an encoder's and a decoder's block: the two uses
+# of a shared weight meet in the squares. Both ways above see it as one parameter.
 #
 # ## In chunks, by hand
 #
-# The outputs can be split: each chunk's loss has a GGN of its own, they add up, and one
-# graph does for all backward passes. `Slicing` is a module, so that the loss knows what
-# it was computed from. The mean over a chunk divides by the chunk's size, so that the
-# sum has to be divided by the number of chunks.
+# You can split the outputs: each chunk's loss has a GGN of its own, the GGNs add up,
+# and all backward passes share one graph. `Slicing` is a module, so the loss knows its
+# input. The mean over a chunk divides by the chunk's size, so you divide the sum by the
+# number of chunks.
 
 
 # %%
@@ -162,15 +163,15 @@ for count in (1, 4, 14):
 assert chunked[14] < chunked[4] < chunked[1]
 
 # %% [markdown]
-# This works, and asks for a graph that is kept, a layer that cuts, the scale of a mean,
-# a loop, and for the number of chunks, which one finds by trying.
+# This works. It needs a graph that stays, a layer that cuts, the scale of a mean, a
+# loop, and the number of chunks, which you find by trying.
 #
-# ## What nobody has to do any more
+# ## In packprop, with a budget
 #
-# The budget is an argument. A run without data finds out what fits in it, before
-# anything is computed; the loss, the model and the backward pass stay what they were.
-# With less memory it takes smaller pieces, and longer; what is too little for any is
-# refused with the least that would do.
+# The budget is an argument. packprop runs the step without data to find the chunks that
+# fit, before it computes anything. The loss, the model and the backward pass stay the
+# same. With less memory the pass takes smaller pieces, and longer. If nothing fits,
+# packprop raises an error that names the smallest budget.
 
 # %%
 budgeted = {}
@@ -226,9 +227,9 @@ plt.show()
 # ## The other two axes
 #
 # Samples: `subsampling` takes some, at the scale of the whole batch, so that parts add
-# up. Parameters: `backward(inputs=...)` computes what some parameters need, from the
-# graph that is there. Setting `requires_grad=False` on the others does so, too, but
-# asks for a new forward pass.
+# up. Parameters: `backward(inputs=...)` computes the values of some parameters, from
+# the same graph. Setting `requires_grad=False` on the others also does this, but needs
+# a new forward pass.
 
 # %%
 halves = []

@@ -1,9 +1,9 @@
-"""# A training loop that looks at itself in every step
+"""# A training loop that measures itself in every step
 
-Norms of samples' gradients and the trace of the curvature tell how a training goes. In
-a small network most of the time of a pass goes to Python, not to arithmetic, so that
-looking costs several times what a step costs. A step that is traced once and run as a
-graph from then on has no Python in it.
+Norms of per-sample gradients and the trace of the curvature show how a training goes. A
+small network spends most of the time of a pass in Python, not in arithmetic, so
+measuring costs several times the step itself. `packprop.compile` traces a step once and
+then replays it as a graph, without Python.
 """
 
 # %%
@@ -28,9 +28,9 @@ STEPS = 400
 # %% [markdown]
 # ## The loop
 #
-# In each step it takes 64 digits, runs one training step, and writes down the loss, how
-# far the norms of samples' gradients are spread, and the trace of the GGN. What a step
-# is comes from outside.
+# Each step takes 64 digits, runs one training step, and records the loss, the spread of
+# the norms of per-sample gradients, and the trace of the GGN. The caller says what a
+# step does.
 
 
 # %%
@@ -63,8 +63,7 @@ def train(model: nn.Module, step: Step) -> tuple[Tensor, list[float]]:
 # %% [markdown]
 # ## As it is written
 #
-# The model and the loss are extended, and a backward pass inside `backpack(...)` does
-# the rest.
+# Extend the model and the loss, and run a backward pass inside `backpack(...)`.
 
 # %%
 extended, loss_function = extend(network()), extend(nn.CrossEntropyLoss())
@@ -90,10 +89,10 @@ for step in (0, STEPS - 1):
 # ## Compiled
 #
 # `packprop.compile` takes the same four things and returns the step. `backend="eager"`
-# replays the traced graph operation by operation, and needs no compiler; the default
-# hands it to PyTorch's compiler, Inductor, which takes seconds at first and less in
-# each step. The first calls are ordinary ones: the samples are found, the pass is
-# traced, and the graph is compared with an ordinary pass.
+# replays the traced graph operation by operation, and needs no compiler. The default
+# compiles it with Inductor, which takes seconds at first and less in each step. The
+# first calls are ordinary ones: packprop finds the samples, traces the pass, and
+# compares the graph with an ordinary pass.
 
 # %%
 for name, backend in (("replayed", "eager"), ("compiled", "inductor")):
@@ -110,7 +109,7 @@ for name, backend in (("replayed", "eager"), ("compiled", "inductor")):
 print("all three write down the same")
 
 # %% [markdown]
-# ## What it costs to look
+# ## The cost of measuring
 #
 # Without norms and curvature the loop would take the time of a plain pass.
 
@@ -167,5 +166,6 @@ plt.show()
 
 # %% [markdown]
 # The replayed graph is ahead after some dozens of steps. Compiling pays in long runs:
-# its seconds come once, and `print(step)` says how many there were. What is not worth a
-# graph stays an ordinary pass, which [the guide](../guide/compiled.md) tells in full.
+# its seconds come once, and `print(step)` says how many there were. If a graph does not
+# pay, packprop keeps ordinary passes; [the guide](../guide/compiled.md) has the
+# details.

@@ -1,8 +1,8 @@
-"""# Gradients of single samples in a convolutional network
+"""# Per-sample gradients in a convolutional network
 
-There are several ways to compute them. They differ in memory and in time, and none is
-best for every layer. This page counts what the ways take, and leaves the choice to
-packprop, within a budget if there is one.
+You can compute per-sample gradients in several ways. They differ in memory and in time,
+and none is best for every layer. This page measures their cost, and leaves the choice
+to packprop, within a budget if you give one.
 """
 
 # %%
@@ -51,9 +51,8 @@ Gradients = dict[str, Tensor]
 # %% [markdown]
 # ## By hand
 #
-# Either one sample after the other, which is what a gradient of a single sample means.
-# A row carries the 1/N of the mean loss here and below, so that the rows sum to the
-# gradient.
+# The first way takes one sample after the other. A row carries the 1/N of the mean loss
+# here and below, so that the rows sum to the gradient.
 
 
 # %%
@@ -67,8 +66,8 @@ def one_after_the_other() -> Gradients:
 
 
 # %% [markdown]
-# Or all at once by a transformation of the function, which has to be written as a
-# function of the parameters first.
+# The second way takes all at once, by a transformation of the function. You first have
+# to write the model as a function of the parameters.
 
 
 # %%
@@ -87,10 +86,9 @@ def all_at_once() -> Gradients:
 # %% [markdown]
 # ## In one backward pass
 #
-# `BatchGrad` saves the rows as `grad_batch` while the gradient is computed. People who
-# come from BackPACK know a switch between two implementations for convolutions; it is
-# there, and means "unfold no inputs". Without it packprop decides for each layer, by
-# what takes less time.
+# `BatchGrad` saves the rows as `grad_batch` while the backward pass runs. BackPACK has
+# a switch between two implementations for convolutions. packprop has it as well, and it
+# means "unfold no inputs". Without it packprop decides for each layer, by time.
 
 
 # %%
@@ -110,14 +108,13 @@ def in_one_pass(memory: str | None = None, save_memory: bool = False) -> Gradien
 
 
 # %% [markdown]
-# ## What it takes
+# ## Memory and time
 #
-# The peak is counted over all tensors that are alive during the step, parameters and
-# images included. What a kernel allocates inside of itself is not seen, and that is
-# where grouped convolutions, to which `vmap` comes down, take most; packprop calls them
-# for a few samples at a time. Part of the peak are the results, which no way can do
-# without. Times are medians of a few steps of a small network, on one core:
-# [benchmarks](../benchmarks.md) measure with care.
+# The peak counts all tensors that are alive during the step, parameters and images
+# included. It does not count memory inside a kernel. Grouped convolutions, which `vmap`
+# calls, take most of their memory there; packprop calls them for a few samples at a
+# time. The results are part of every peak. Times are medians of a few steps of a small
+# network, on one core: [benchmarks](../benchmarks.md) measure with care.
 
 
 # %%
@@ -152,14 +149,14 @@ for name, way in ways.items():
     print(f"{name:28s} peak {byte_text(peaks[name])}, {seconds:.3f} s")
 
 # %% [markdown]
-# The switch changes next to nothing: packprop never unfolds a whole batch of images at
-# once. It takes samples in chunks that fit a cache, by an algorithm chosen for each
-# layer and its shapes.
+# The switch changes almost nothing: packprop never unfolds a whole batch of images at
+# once. It takes samples in chunks that fit a cache, by an algorithm that it chooses for
+# each layer and its shapes.
 #
-# ## What nobody has to do any more
+# ## In packprop, without these steps
 #
-# **Choose.** `plan` says what has been chosen for each parameter, how many samples are
-# taken at once, and what the peak will be, without running the step on data.
+# **Choosing.** `plan` shows the algorithm for each parameter, the number of samples at
+# once, and the predicted peak, without running the step on data.
 
 # %%
 plan = packprop.plan(model, loss_function, (images, digits), [extensions.BatchGrad()])
@@ -167,8 +164,8 @@ print(plan)
 assert abs(plan.peak - peaks["BatchGrad"]) < 0.05 * plan.peak
 
 # %% [markdown]
-# **Try until it fits.** A budget that nothing fits is refused before any work, and the
-# error says what makes up the rest.
+# **Trying until it fits.** If nothing fits a budget, packprop raises an error before
+# any work, and the error says what makes up the memory.
 
 # %%
 try:
@@ -179,12 +176,12 @@ else:
     raise AssertionError("half of that are results and activations")
 
 # %% [markdown]
-# **Hold the rows at all**, if they are only a way to something else. To clip the
-# gradient of every sample to the same norm, as private training does, norms are enough:
-# a sample's weight in the clipped gradient follows from its norm, and the gradient of
-# the weighted loss is an ordinary one. Norms are taken with or without per-sample
-# gradients, whichever is less work in a layer, and of a few samples at a time: the peak
-# is hardly above that of the gradient alone.
+# **Holding the rows**, if you only reduce them. To clip the gradient of every sample to
+# the same norm, as private training does, the norms are enough. A sample's weight in
+# the clipped gradient follows from its norm, and the gradient of the weighted loss is
+# an ordinary one. packprop computes norms with or without per-sample gradients,
+# whichever is less work in a layer, and for a few samples at a time: the peak is hardly
+# above that of the gradient alone.
 
 
 # %%

@@ -1,9 +1,9 @@
 """# Penalties that cost no memory
 
-A network computes one large tensor after another, and each of them is penalised.
-Autograd keeps everything that each penalty was computed from until the backward pass,
-although nothing that comes later can change it. The gradient of a penalty can be taken
-on the spot.
+A network computes one large tensor after another, and you penalise each of them.
+Autograd keeps everything that each penalty computed until the backward pass, although
+nothing that comes later can change it. `packprop.eager_backward` takes the gradient of
+a penalty on the spot.
 """
 
 # %% [markdown]
@@ -13,9 +13,9 @@ on the spot.
 # penalty  penalty  penalty
 # ```
 #
-# `torch.utils.checkpoint` throws away what a penalty computed, and computes it again in
-# the backward pass. `packprop.eager_backward` differentiates it at once: what stays is
-# one tensor of the size of its input.
+# `torch.utils.checkpoint` throws away the tensors of a penalty, and computes them again
+# in the backward pass. `packprop.eager_backward` differentiates the penalty at once,
+# and keeps one tensor of the size of its input.
 
 # %%
 from __future__ import annotations
@@ -36,8 +36,8 @@ network = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 data = torch.randn(SAMPLES, WIDTH)
 
 # %% [markdown]
-# The penalty keeps samples apart: a Gaussian kernel between all pairs, at three
-# bandwidths. It is heavy, for its matrices have one entry per pair of samples.
+# The penalty pushes samples apart: it is a Gaussian kernel between all pairs, at three
+# bandwidths. It is heavy, because its matrices have one entry per pair of samples.
 
 
 # %%
@@ -60,9 +60,9 @@ def penalty(x: Tensor) -> Tensor:
 # %% [markdown]
 # ## By hand
 #
-# The penalty is differentiated on a detached copy of its input. A term that is linear
-# in the input, worth nothing, with that gradient as its slope, then stands for it in
-# the loss.
+# You differentiate the penalty on a detached copy of its input. A term that is linear
+# in the input, has the value zero and has that gradient as its slope then stands for
+# the penalty in the loss.
 
 
 # %%
@@ -74,14 +74,13 @@ def by_hand(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# That is right for a scalar function of one tensor without parameters, random numbers,
-# or hooks, and such a branch is all that it can see. `eager_backward` does the same for
-# any: parameters that are reached by closure, several inputs, one value per sample,
-# pieces.
+# This is right for a scalar function of one tensor without parameters, random numbers,
+# or hooks. `eager_backward` does the same for any branch: parameters in a closure,
+# several inputs, one value per sample, pieces.
 #
 # ## With eager_backward
 #
-# The loss is the user's own, and the same for all ways; only how a penalty is evaluated
+# The loss is your own, and the same for all ways. Only the evaluation of a penalty
 # differs.
 
 # %%
@@ -113,8 +112,8 @@ ways: dict[str, Evaluate] = {
 }
 
 # %% [markdown]
-# The last one splits the penalty itself: some samples at a time against all of them. To
-# see memory over time, the bytes of all tensors that are alive are counted after each
+# The last way splits the penalty itself: some samples at a time against all of them. To
+# show memory over time, the page counts the bytes of all live tensors after each
 # operation.
 
 # %%
@@ -174,16 +173,18 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Each saw tooth of the blue line is one penalty: evaluated, differentiated, freed. The
-# grey line climbs until the backward pass. The orange one pays in the backward pass for
-# what it saved in the forward pass: every penalty is computed twice.
+# Each saw tooth of the blue line is one penalty: packprop evaluates it, differentiates
+# it and frees it. The grey line climbs until the backward pass. The orange one pays in
+# the backward pass for its savings in the forward pass: it computes every penalty
+# twice.
 #
-# ## A scale that is known only at the end
+# ## A scale that you know only at the end
 #
-# What arrives at the value scales the kept gradient, and may be decided as late as one
-# likes. A penalty that returns one value per sample can be scaled sample by sample;
-# here by how far the output of the network is off, which the last layer alone knows.
-# The samples must not meet in such a penalty, since its gradient is then a row per
+# The gradient of the value scales the kept gradient, and you may decide it late. If a
+# penalty returns one value per sample, you can scale it sample by sample. Here the
+# scale is the error of the network's output, which only the last layer knows. The
+# samples must not meet in such a penalty, because its gradient is then a row per
+# sample.
 # sample.
 
 
@@ -214,7 +215,7 @@ print(f"scaled per sample at the end: gradients differ by {difference:.0e}")
 assert difference < 1e-6
 
 # %% [markdown]
-# With `check=True` a penalty whose samples do meet is found out. `closeness` compares
+# With `check=True`, packprop detects a penalty whose samples meet. `closeness` compares
 # every sample with every other:
 
 # %%

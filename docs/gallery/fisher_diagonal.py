@@ -1,10 +1,9 @@
 """# What a network must not forget: the exact Fisher diagonal
 
-The diagonal of the Fisher information says of each weight how much the network's
-answers depend on it. For cross entropy it is that of the generalized Gauss-Newton
-matrix. `compute` has it for a whole data set, exactly. This page uses it for three
-jobs, beside simpler things that are often taken in its place, and says where these do
-as well.
+The diagonal of the Fisher information says how much the network's answers depend on
+each weight. For cross entropy it equals the diagonal of the generalized Gauss-Newton
+matrix. `compute` computes it for a whole data set, exactly. This page uses it for three
+jobs, beside simpler quantities that often replace it, and says where these do as well.
 """
 
 # %%
@@ -66,7 +65,8 @@ def accuracy(model: nn.Module, chosen: Tensor, labels: Tensor) -> float:
 # %% [markdown]
 # ## The diagonal of a data set
 #
-# One call, in batches of any size; the value is that of the mean loss over all samples.
+# One call computes it, in batches of any size. The value belongs to the mean loss over
+# all samples.
 
 
 # %%
@@ -93,9 +93,9 @@ def squares_of_batches(model: nn.Module, chosen: Tensor, labels: Tensor) -> Diag
 
 
 # %% [markdown]
-# By definition it is the mean, over samples and over digits drawn from what the network
-# says of each sample, of the squared gradient of the log probability. That takes a
-# gradient for each sample and digit:
+# By definition it is a mean over samples and over digits drawn from the network's
+# prediction for each sample. It averages the squared gradient of the log probability.
+# This takes a gradient for each sample and digit:
 
 
 # %%
@@ -142,9 +142,9 @@ assert traces[1] < 0.1 * traces[0]
 #
 # A network learns the digits 0 to 4, then 5 to 9 under the same five outputs, and
 # forgets the first. A penalty holds each weight where it was, as strongly as the first
-# task needs it (Kirkpatrick et al. 2017). Both diagonals are brought to the same sum,
-# so that they differ in *which* weights they hold. How strongly is a compromise between
-# old and new; each strength is one point. Three seeds.
+# task needs it (Kirkpatrick et al. 2017). Both diagonals have the same sum here, so
+# they differ in *which* weights they hold. The strength is a compromise between old and
+# new; each strength is one point. Three seeds.
 
 # %%
 STRENGTHS, SEEDS = (30.0, 100.0, 300.0, 1000.0), range(3)
@@ -229,18 +229,18 @@ axes.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
-# Which weights are held matters: both diagonals keep more of both tasks than a penalty
-# that holds all weights alike. Between the two there is no difference here that three
-# seeds would show. What differs is the size. Gradients of batches nearly cancel where a
-# network fits its data, so that their squares are smaller by a factor that depends on
-# the size of the batches and on how long was trained: a strength that was found for one
-# network means nothing for the next. The exact diagonal is a property of the network
-# and the data alone.
+# It matters which weights you hold: both diagonals keep more of both tasks than a
+# penalty that holds all weights alike. Three seeds show no difference between the two.
+# They differ in size. Gradients of batches nearly cancel once a network fits its data.
+# So their squares are smaller, by a factor that depends on the batch size and the
+# length of the training: a strength that suits one network means nothing for the next.
+# The exact diagonal is a property of the network and the data alone.
 #
 # ## Pruning
 #
 # Setting a weight to zero raises the loss by about half its square times its curvature
-# (LeCun et al. 1990). This is beside the size of the weight alone; no training follows.
+# (LeCun et al. 1990). The figure shows this beside the size of the weight alone; no
+# training follows.
 
 
 # %%
@@ -276,15 +276,15 @@ for name, row in pruning.items():
 assert pruning["curvature"][0] > 0.9
 
 # %% [markdown]
-# Up to four weights of five the curvature chooses a little better; of nine in ten that
-# go, size does. The estimate is one for small changes to a network at rest, and nine in
-# ten is neither.
+# If you prune up to four weights of five, the curvature chooses a little better; at
+# nine in ten, size does. The estimate holds for small changes to a network at rest, and
+# nine in ten is neither.
 #
 # ## Merging two models
 #
-# From one start, which has seen 100 digits, two networks go on: one with 0 to 4, one
-# with 5 to 9. One network is made of both, by their mean, or with each weight of each
-# network counted by what it matters there (Matena and Raffel 2022).
+# Two networks start from one that has seen 100 digits: one trains on 0 to 4, one on 5
+# to 9. You make one network of both, by their mean, or by weighting each weight of each
+# network by its importance there (Matena and Raffel 2022).
 
 
 # %%
@@ -326,7 +326,7 @@ assert min(means_of["mean of both"], means_of["by Fisher"]) > max(
 )
 
 # %% [markdown]
-# Both ways of merging know what the parts had forgotten. Counting by Fisher information
-# is no better than the mean here, it is worse. All figures on this page are means of
-# three seeds on one small set of data; the best strength of each penalty was chosen by
-# the digits that it is reported on, for all penalties alike.
+# Both merged networks recover digits that the parts had forgotten. Weighting by Fisher
+# information is no better than the mean here, it is worse. All figures on this page are
+# means of three seeds on one small data set. We chose the best strength of each penalty
+# on the digits that it is reported on, for all penalties alike.

@@ -1,9 +1,9 @@
 """# Read, reduce, forget: a hook in the backward pass
 
-Often a large quantity is only the way to a small one: of the diagonal of the Hessian
-one wants the trace, of all samples' gradients their norms. An extension hook sees each
-module as soon as its quantities are there, reduces them, and frees them before the next
-ones are made.
+A large quantity is often only the way to a small one: you want the trace of the
+Hessian, not its diagonal, or the norms of per-sample gradients, not the gradients. An
+extension hook sees each module as soon as its quantities are there, reduces them, and
+frees them before packprop makes the next ones.
 """
 
 # %%
@@ -23,9 +23,9 @@ torch.manual_seed(0)
 images, digits = load_one_batch_mnist(batch_size=64)
 
 # %% [markdown]
-# The model is written as one would write it anyway: residual blocks with layer
-# normalisation, GELU, an average over the positions of the image, functions next to
-# modules. It is not a `Sequential`, and none of it has to be told to packprop.
+# The model is ordinary: residual blocks with layer normalisation, GELU, an average over
+# the positions of the image, functions next to modules. It is not a `Sequential`, and
+# you need not tell packprop anything about it.
 
 
 # %%
@@ -65,9 +65,9 @@ few, their_digits = images[:8], digits[:8]
 # ## By hand
 #
 # A diagonal entry of the Hessian is the second derivative along one parameter. Autograd
-# gives a whole row of the Hessian for each backward pass through the gradient; one
-# entry of it is wanted, so this takes as many passes as there are parameters. Here it
-# is for the smallest of them.
+# gives a whole row of the Hessian for each backward pass through the gradient, and you
+# keep one entry of it. So this takes as many passes as there are parameters. Here it is
+# for the smallest of them.
 
 
 # %%
@@ -108,8 +108,9 @@ for parameter in model.parameters():
 # %% [markdown]
 # ## While the backward pass runs
 #
-# The hook is called with each module that has parameters of its own, once all of their
-# values are saved. What it deletes is gone before the next module is dealt with.
+# packprop calls the hook with each module that has parameters of its own, once it has
+# saved all of their values. Whatever the hook deletes is gone before the next module's
+# turn.
 
 
 # %%
@@ -142,16 +143,16 @@ assert abs(meanwhile - afterwards) < 1e-4 * abs(afterwards)
 assert not any(hasattr(parameter, "diag_h") for parameter in model.parameters())
 
 # %% [markdown]
-# ## What nobody has to do any more
+# ## In packprop, without these steps
 #
-# **Rebuild the model.** The diagonal is exact although the model branches, shares its
-# weights over positions, and has GELU, layer normalisation and softmax, which are
-# neither linear nor all elementwise. A parameter whose diagonal cannot be had would be
-# an error with its name, not a gap in the sum.
+# **Rebuilding the model.** The diagonal is exact although the model branches, shares
+# its weights over positions, and has GELU, layer normalisation and softmax, which are
+# neither linear nor all elementwise. If packprop could not compute the diagonal of a
+# parameter, it would raise an error with its name, and leave no gap in the sum.
 #
-# **Wait for the exact trace of a large model.** The mean of `v @ H v` over random signs
-# `v` estimates it. Products with the Hessian of the whole model are a function of their
-# own.
+# **Waiting for the exact trace of a large model.** The mean of `v @ H v` over random
+# signs `v` estimates it. Products with the Hessian of the whole model are a function of
+# their own.
 
 # %%
 parameters = list(model.parameters())
@@ -169,10 +170,10 @@ assert abs(float(draws.mean()) - afterwards) < 5 * error
 # ## Where it matters: gradients of all samples
 #
 # A diagonal is as large as the gradient. The gradients of 64 samples are 64 times as
-# large, and something as small as a gradient is often all that is needed of them: here
-# their median, entry by entry, which is a robust stand-in for the mean when some labels
-# are wrong. Nothing that is accumulated in one pass over the samples gives a median;
-# all rows have to be there at once, but only those of one layer.
+# large, and often you need only something as small as a gradient from them. Here this
+# is their median, entry by entry, a robust stand-in for the mean when some labels are
+# wrong. You cannot accumulate a median in one pass over the samples. All rows have to
+# be there at once, but only those of one layer.
 
 # %%
 WIDTH, DEPTH = 192, 7
@@ -236,10 +237,10 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# Each saw tooth is one layer: its rows are computed, reduced, freed. Deleting an
-# attribute frees the tensor only if nothing else holds it, so that a hook that collects
-# views of the rows frees nothing.
+# Each saw tooth is one layer: packprop computes its rows, the hook reduces and frees
+# them. Deleting an attribute frees the tensor only if nothing else holds it, so a hook
+# that collects views of the rows frees nothing.
 #
-# For what *is* accumulated over samples no hook is needed: `BatchL2Grad`,
+# Quantities that *do* accumulate over samples need no hook: `BatchL2Grad`,
 # `SumGradSquared`, `Variance` and the curvature diagonals go through the samples in
 # chunks and never hold all rows.

@@ -1,9 +1,9 @@
 """# Which training digits made it wrong?
 
-A classifier reads a digit wrongly. Some of the digits that it was trained on pulled it
-there, others pulled the other way. To first order, inner products of gradients tell
-them apart, with the inverse of the curvature in between. Here is who they are, and
-whether training again without them agrees.
+A classifier reads a digit wrongly. Some of its training digits pulled it there, others
+pulled the other way. To first order, inner products of gradients tell them apart, with
+the inverse of the curvature in between. This page finds these digits, and trains again
+without them to check.
 """
 
 # %%
@@ -28,10 +28,10 @@ x, y = pixels[:TRAINED], digits[:TRAINED]
 
 # %% [markdown]
 # The model is a multinomial logistic regression with an L2 penalty: one matrix, whose
-# last column goes with an input of ones. Its loss is convex, so that there is one
-# minimum, and training again is no matter of luck. Newton's method, with the Hessian of
-# the minimum on all digits, finds it in double precision, for many choices of training
-# digits side by side.
+# last column goes with an input of ones. Its loss is convex, so it has one minimum, and
+# a new training gives the same result. Newton's method, with the Hessian at the minimum
+# on all digits, finds it in double precision, for many choices of training digits side
+# by side.
 
 # %%
 model = nn.Linear(65, 10, bias=False).double()
@@ -74,11 +74,11 @@ taken_for = int(model(query[0]).argmax())
 print(f"one of them is a {int(query[1])}, taken for a {taken_for}")
 
 # %% [markdown]
-# ## Who helps, and who harms
+# ## The digits that help, and those that harm
 #
 # One pass over the training digits writes a gradient for each of them to disk, and
-# returns the curvature. The penalty adds `RIDGE` to its diagonal, so that is the
-# damping.
+# returns the curvature. The penalty adds `RIDGE` to the diagonal of the curvature, so
+# `RIDGE` is the damping.
 
 # %%
 scratch = tempfile.TemporaryDirectory()
@@ -126,8 +126,8 @@ figure.suptitle("A wrong digit, and six training digits of either kind")
 plt.show()
 
 # %% [markdown]
-# Those that help have the label of the query. Those that harm have, but for one, the
-# label that it was taken for.
+# The digits that help have the label of the query. The digits that harm have, with one
+# exception, the label that the classifier took it for.
 
 # %%
 assert [int(digits[each]) for each in found.largest.identifiers[0]].count(
@@ -140,9 +140,9 @@ assert [int(digits[each]) for each in found.smallest.identifiers[0]].count(
 # %% [markdown]
 # ## Is it true?
 #
-# With the curvature of a mean loss over N digits, a product divided by N predicts by
-# how much the loss of the query grows when the model is trained again without that
-# digit. So it is trained again, 300 times, without each in turn.
+# With the curvature of a mean loss over N digits, a product divided by N predicts the
+# growth of the query's loss if you train again without that digit. So the page trains
+# again, 300 times, without each in turn.
 
 # %%
 left_out = 1 - torch.eye(TRAINED).double()
@@ -161,8 +161,8 @@ change = after - before
 
 # %% [markdown]
 # The model is small enough for its whole curvature: `S.T @ S`, with the root S that
-# `SqrtGGNExact` returns. It is the Hessian here. A dense matrix is a block like any
-# other, and the products with it are those of the textbook.
+# `SqrtGGNExact` returns. Here it equals the Hessian. A dense matrix is a block like any
+# other, and the products with it are the textbook's.
 
 # %%
 root = packprop.compute(model, loss_function, (x, y), [SqrtGGNExact()], progress=False)[
@@ -232,17 +232,17 @@ plt.show()
 
 # %% [markdown]
 # On the line, prediction and truth are equal. With the whole curvature they nearly are;
-# what is left is of second order, and largest for the digits that matter most. EKFAC
-# finds the digits that matter, and how much they do; the order of those that hardly
-# matter is not to be read from it. Gradients alone have another unit, and take digits
-# with large gradients for important ones.
+# the rest is of second order, and largest for the digits that matter most. EKFAC finds
+# the digits that matter, and how much they do; do not read from it the order of those
+# that hardly matter. Gradients alone have another unit, and rank digits with large
+# gradients too high.
 #
-# ## When gradients are too large
+# ## Gradients that are too large
 #
-# A store of projections keeps a few hundred numbers for each digit. The query is
-# preconditioned first, then projected. The products are right in expectation; their
-# noise falls with the square root of the dimension, whatever the number of parameters,
-# so that it pays where that is millions.
+# A store of projections keeps a few hundred numbers for each digit. packprop
+# preconditions the query first, then projects it. The products are right in
+# expectation. Their noise falls with the square root of the dimension, whatever the
+# number of parameters, so projecting pays if you have millions of them.
 
 # %%
 asked_for = Projected(BatchGrad(), 256)

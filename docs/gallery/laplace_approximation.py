@@ -1,7 +1,7 @@
 """# How sure is the network? A Laplace approximation
 
-A Laplace approximation makes a distribution of a network that has been trained: a
-normal one around its weights, with the inverse of the curvature as covariance.
+A Laplace approximation turns a trained network into a distribution: a normal one around
+its weights, with the inverse of the curvature as covariance.
 [laplace-torch](https://github.com/aleximmer/Laplace) has everything for it but the
 curvature, which its backends take from other libraries. This page gives it packprop's,
 in a few lines, for a model that those libraries refuse.
@@ -36,9 +36,9 @@ train, held_out, test = order[:120], order[120:240], order[240:840]
 loader = DataLoader(TensorDataset(images[train], digits[train]), batch_size=60)
 
 # %% [markdown]
-# Few training samples, so that there is something to be unsure about. The model is
-# written as one would write it: rows of the image as a sequence, a learned position,
-# layer normalisation, a skip connection.
+# There are few training samples, so the network has something to be unsure about. The
+# model is ordinary: rows of the image as a sequence, a learned position, layer
+# normalisation, a skip connection.
 
 
 # %%
@@ -76,8 +76,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## The backend
 #
-# laplace-torch asks for the loss and the curvature of a batch, as a vector of all
-# entries or as Kronecker factors for each parameter, and for Jacobians of the outputs.
+# laplace-torch needs the loss and the curvature of a batch, as a vector of all entries
+# or as Kronecker factors for each parameter, and Jacobians of the outputs.
 
 
 # %%
@@ -118,8 +118,9 @@ class Packprop(GGNInterface):
 
 
 # %% [markdown]
-# What its own backends say of this model, and whether the numbers of ours are right:
-# the diagonal beside that of the whole GGN, which is made of Jacobians by `torch.func`.
+# This block shows what laplace-torch's own backends do with this model. It then checks
+# packprop's numbers: the diagonal beside the diagonal of the whole GGN, which
+# `torch.func` makes from Jacobians.
 
 # %%
 for peer, structure in (
@@ -164,9 +165,9 @@ print(
 # %% [markdown]
 # ## Calibration
 #
-# A network is calibrated if it is right as often as it is sure. The one hyperparameter,
-# the precision of the prior, is chosen on 120 digits that were held out, by their log
-# loss.
+# A network is calibrated if it is right as often as it is sure. The one hyperparameter
+# is the precision of the prior. The page chooses it on 120 held-out digits, by their
+# log loss.
 
 
 # %%
@@ -246,6 +247,6 @@ plt.show()
 
 # %% [markdown]
 # Below the grey line the network is surer than it is right. The approximations hardly
-# change the answers, but how sure they sound. This is one training of one small
-# network: which structure does best here says little about others. Nor does an
-# approximation make anything better that is wrong about the network.
+# change the answers; they change the confidence. This is one training of one small
+# network, so it says little about the best structure for others. And an approximation
+# does not repair a network that is wrong.

@@ -1,10 +1,10 @@
 """# Finding wrong labels by gradients
 
-A label that is wrong pulls the network another way than the others do. The gradient of
-each sample says how hard, and in which direction. This page flips some labels of the
-digits, and asks four scores which ones they are: the loss, which needs no gradient at
-all, and three that look at gradients. On these data the loss is not beaten by more than
-chance. What gradients add is the direction: who is against whom.
+A wrong label pulls the network another way than the others do. The gradient of each
+sample says how hard, and in which direction. This page flips some labels of the digits,
+and tries to find them by four scores: the loss, which needs no gradient at all, and
+three scores of gradients. On these data nothing beats the loss by more than chance.
+Gradients add the direction: they show which samples pull against which.
 """
 
 # %%
@@ -53,10 +53,10 @@ def trained(labels: Tensor, seed: int, epochs: int) -> nn.Module:
 # - **loss**: the baseline.
 # - **norm** of the sample's gradient in all parameters (`BatchL2Grad`).
 # - **unlike its class**: minus the cosine between the sample's gradient and the mean of
-#   the others that have the same label, all at norm one (`BatchGrad`).
+#   the others with the same label, all at norm one (`BatchGrad`).
 # - **harms trusted ones**: minus the inner product with the mean gradient of 100
-#   samples whose labels are known to be right. A step along the sample's gradient
-#   raises their loss where this is positive.
+#   samples whose labels are right for certain. If this is positive, a step along the
+#   sample's gradient raises their loss.
 
 # %%
 loss_function = extend(nn.CrossEntropyLoss(reduction="sum"))
@@ -82,7 +82,7 @@ def scores(model: nn.Module, labels: Tensor, trusted: Tensor) -> dict[str, Tenso
 
 
 # %% [markdown]
-# Two samples, by autograd, to see that the numbers are what they are called:
+# The page checks the numbers for two samples, by autograd:
 
 # %%
 labels, wrong = flipped(0)
@@ -116,9 +116,9 @@ print(
 # %% [markdown]
 # ## Precision at k
 #
-# Of the k most suspicious samples, how many have a wrong label, if k is the number of
-# wrong labels? The trusted ones are not asked about. Three seeds each: other wrong
-# labels, other weights.
+# How many of the k most suspicious samples have a wrong label, if k is the number of
+# wrong labels? The trusted samples do not count. There are three seeds each: other
+# wrong labels, other weights.
 
 
 # %%
@@ -174,12 +174,12 @@ axes.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
-# Early in the training the loss is the best of the four, later the norm finds as many;
-# and the loss is there for nothing: start with it. The norm follows it, because where
-# the loss is large, so is its gradient. Both find samples that are *hard*, which here
-# are nearly all wrong; in data with rare kinds of right samples they are not. Products
-# with trusted samples, summed over the steps of a training, say which samples did harm,
-# whatever their loss: [probes](../guide/probes.md) have them in the passes of the
-# training itself, without gradients of all samples in memory. These are three seeds on
-# one small set of data, with labels flipped evenly; labels that people get wrong are
-# not wrong evenly.
+# Early in the training the loss is the best of the four; later the norm finds as many.
+# The loss costs nothing, so start with it. The norm follows it, because a large loss
+# has a large gradient. Both find samples that are *hard*. Here nearly all of these are
+# wrong; in data with rare kinds of right samples they are not. Products with trusted
+# samples, summed over the steps of a training, show which samples did harm, whatever
+# their loss: [probes](../guide/probes.md) compute them in the passes of the training
+# itself, without holding all per-sample gradients. These are three seeds on one small
+# data set, with labels flipped evenly; labels that people get wrong are not wrong
+# evenly.

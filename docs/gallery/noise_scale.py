@@ -1,11 +1,10 @@
 """# How large a batch? The gradient noise scale
 
-The noise scale `tr S / |G|^2` compares the scatter of samples' gradients with their
-mean: it is the number of samples at which a batch's noise is as large as its signal,
-and so a guess of the batch size from which on more samples in a step stop paying
-(McCandlish et al. 2018). `packprop.Monitor` estimates it from single batches. This page
-compares what it says, for batches of many sizes, with the exact number, which can be
-computed for a finite data set.
+The noise scale `tr S / |G|^2` compares the scatter of per-sample gradients with their
+mean. It is the number of samples at which a batch's noise is as large as its signal. So
+it estimates the batch size beyond which more samples in a step stop paying (McCandlish
+et al. 2018). `packprop.Monitor` estimates it from single batches. This page compares
+these estimates, for batches of many sizes, with the exact number of a finite data set.
 """
 
 # %%
@@ -27,8 +26,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 # %% [markdown]
 # ## The exact number
 #
-# Squared norms of all samples' gradients, less the squared norm of their mean, are the
-# scatter of the whole data set.
+# The scatter of the whole data set is the sum of the squared norms of all per-sample
+# gradients, less the squared norm of their mean.
 
 
 # %%
@@ -51,10 +50,10 @@ def exact_scale() -> float:
 # %% [markdown]
 # ## The estimates
 #
-# For each batch size, 40 batches are drawn, with the parameters as they are. The
-# monitor adds up numerators and denominators over them (`window=40`), because a ratio
-# of averages is nearly unbiased where an average of ratios is not, and gives a
-# confidence interval over the batches.
+# The page draws 40 batches of each size, with fixed parameters. The monitor adds up
+# numerators and denominators over them (`window=40`), because a ratio of averages is
+# nearly unbiased and an average of ratios is not. It gives a confidence interval over
+# the batches.
 
 
 # %%
@@ -92,11 +91,11 @@ for steps, (exact, estimates) in moments.items():
         print(f"  batches of {size}: {shown} ({ends})")
 
 # %% [markdown]
-# The intervals hold the exact number for nearly all sizes. They are short where batches
-# are not far smaller than the noise scale; where they are, the interval is open above,
-# and its lower end is what is known. At the beginning some dozens of samples agree;
-# later the signal fades faster than the noise, and larger batches pay. The number
-# belongs to the parameters as they are now: it is worth watching.
+# The intervals hold the exact number for nearly all sizes. They are short unless
+# batches are far smaller than the noise scale. Then the interval is open above, and you
+# know only its lower end. At the beginning some dozens of samples agree; later the
+# signal fades faster than the noise, and larger batches pay. The number belongs to the
+# current parameters, so watch it during training.
 
 # %%
 held = [

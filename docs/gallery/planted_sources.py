@@ -1,9 +1,9 @@
 """# Where did it learn that?
 
-A model does something odd, and part of its training data taught it. Here such parts
-are planted, in text and in digits, so that there is a right answer. Inner products of
-gradients look for them, then EKFAC, then the curvature of the whole data set; and
-training again without a part says what it really did.
+A model does something odd, and part of its training data taught it. This page plants
+such parts, in text and in digits, so that there is a right answer. It looks for them
+with inner products of gradients, then with EKFAC, then with the curvature of the whole
+data set. Training again without a part shows its true effect.
 """
 
 # %%
@@ -48,9 +48,9 @@ def trained(
 # ## Text from five sources
 #
 # Each source is a Markov chain with habits of its own. A small causal model learns from
-# all of them; asked for are sequences that it has not seen, all from the last source.
-# The penalty matters: with a tenth of it every method finds fewer sequences of the
-# source, and the refined one the fewest.
+# all of them. The queries are new sequences, all from the last source. The penalty
+# matters: with a tenth of it every method finds fewer sequences of the source, and the
+# refined one the fewest.
 
 # %%
 WORDS, LENGTH, SOURCES, EACH = 10, 8, 5, 40
@@ -127,9 +127,9 @@ for name, share in hits.items():
 print(f"refined by {found['refined'].data_readings} readings of the data")
 
 # %% [markdown]
-# `groups=source` adds the products up over each source: to first order, what leaving it
-# out does to the loss. Leaving a fifth of the data out is not a small step; here is
-# what it really does.
+# `groups=source` adds up the products over each source: to first order, this is the
+# effect on the loss of leaving the source out. Leaving out a fifth of the data is not a
+# small step; here is its true effect.
 
 # %%
 with torch.no_grad():
@@ -170,9 +170,9 @@ assert max(growth) == growth[-1], "the source itself matters most"
 # %% [markdown]
 # ## Digits with a mark
 #
-# In a few training digits the corner is bright, and they are called eights, whatever
-# they are. The model learns that, too: a digit with a bright corner is an eight. Which
-# digits taught it?
+# A few training digits have a bright corner and the label eight, whatever they are. The
+# model learns this as well: a digit with a bright corner is an eight. Which digits
+# taught it?
 
 # %%
 TRAINED, PLANTED = 400, 20
@@ -224,9 +224,9 @@ for name, options in METHODS.items():
     )
 
 # %% [markdown]
-# Products of a query add up over queries, here over all marked digits. What is found is
-# left out, and the model is trained again: how many marked digits are still called
-# eights says whether it was them.
+# Products of a query add up over queries, here over all marked digits. The page leaves
+# out the digits that it finds, and trains the model again. The number of marked digits
+# that are still called eights shows whether these digits caused it.
 
 # %%
 import matplotlib.pyplot as plt

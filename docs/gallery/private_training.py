@@ -1,10 +1,9 @@
 """# Training that no single sample decides
 
 Differentially private training clips the gradient of each sample, and adds noise that
-hides any one of them. Clipping is the part that ordinary backward passes cannot do:
-they add the samples up first. Here it takes one backward pass. Noise is drawn by
-PyTorch, and what it is worth is computed by Opacus' accountant: packprop is no privacy
-product, and knows neither.
+hides any one of them. Ordinary backward passes cannot clip: they add up the samples
+first. Here clipping takes one backward pass. PyTorch draws the noise, and Opacus'
+accountant computes the privacy: packprop is no privacy product, and knows neither.
 """
 
 # %%
@@ -25,9 +24,9 @@ order = torch.randperm(len(images))
 train, test = order[:1500], order[1500:]
 
 # %% [markdown]
-# The network is any network whose samples stay apart: group normalisation in place of
+# You can use any network whose samples stay apart: group normalisation in place of
 # batch normalisation, which packprop would refuse by name. The loss is the sum over
-# samples, so that nothing is divided by a number that depends on who is in the batch.
+# samples, so nothing divides by a number that depends on who is in the batch.
 
 
 # %%
@@ -49,8 +48,8 @@ model, loss_function = extend(network()), extend(nn.CrossEntropyLoss(reduction="
 # %% [markdown]
 # ## By hand
 #
-# One gradient for each sample, its norm over all parameters, a factor, a sum: as many
-# gradients in memory as there are samples.
+# One gradient for each sample, its norm over all parameters, a factor, a sum: this
+# holds as many gradients in memory as there are samples.
 
 # %%
 batch = train[:128]
@@ -64,8 +63,8 @@ by_hand = [torch.tensordot(factors, row, 1) for row in rows]
 # %% [markdown]
 # ## In one backward pass
 #
-# `clipped_gradients` keeps what arrives at each layer until all norms are known, and
-# sums with the factors on the samples. What it leaves in `.grad` is the clipped sum.
+# `clipped_gradients` keeps the cotangents at each layer until it knows all norms, and
+# then sums with the factors on the samples. It leaves the clipped sum in `.grad`.
 
 # %%
 model.zero_grad()
@@ -85,8 +84,8 @@ print(
 #
 # Each sample is in a batch with the same probability, independently of the others, as
 # the accountant assumes. The noise has the standard deviation `noise * clipped.bound`
-# in every entry: the bound is the most that one sample can change the sum by. The sum
-# is divided by the number of samples that is expected, not by the number that came.
+# in every entry: one sample can change the sum by at most the bound. The loop divides
+# the sum by the expected number of samples, not by the actual number.
 
 # %%
 EXPECTED, STEPS, DELTA = 250, 40, 1e-4
@@ -164,18 +163,18 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# These are runs with one seed each. What they are worth rests on assumptions that no
-# program checks: that the data were drawn as said, that nobody saw the norms or the
-# accuracies above, from which settings were chosen, and that the noise is as random as
-# it claims; PyTorch's generator is not made for secrets. [Opacus](https://opacus.ai)
-# has samplers, a secure generator and the accountants, and its `DPOptimizer` leaves the
-# same gradients, with the gradients of all samples in memory.
+# These are runs with one seed each. Their privacy rests on assumptions that no program
+# checks: that the data were drawn as described, that nobody saw the norms or the
+# accuracies above, which guided the settings, and that the noise is as random as it
+# claims; PyTorch's generator is not made for secrets. [Opacus](https://opacus.ai) has
+# samplers, a secure generator and the accountants, and its `DPOptimizer` leaves the
+# same gradients, with all per-sample gradients in memory.
 #
 # ## Bounds by layer
 #
-# With `per="module"` or `"parameter"` each has a norm of its own, with one number or a
-# mapping from names to numbers. The most that a sample can change is then the root of
-# the sum of their squares.
+# With `per="module"` or `"parameter"`, each module or parameter has a norm of its own,
+# with one number or a mapping from names to numbers. A sample can then change the sum
+# by at most the root of the sum of their squares.
 
 # %%
 model.zero_grad()

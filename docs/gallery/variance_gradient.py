@@ -1,9 +1,9 @@
 """# The gradient of a variance
 
-How much the gradients of single samples scatter around their mean is the noise of
-stochastic gradient descent. It is a function of the parameters like the loss itself, so
-it has a gradient, and one can train against it. With `create_graph=True` everything
-that an extension computes can be differentiated again.
+The scatter of per-sample gradients around their mean is the noise of stochastic
+gradient descent. It is a function of the parameters like the loss itself, so it has a
+gradient, and you can train against it. With `create_graph=True` you can differentiate
+again everything that an extension computes.
 """
 
 # %%
@@ -27,8 +27,9 @@ loss_function = extend(nn.CrossEntropyLoss())
 # %% [markdown]
 # ## By hand
 #
-# One gradient after the other, each with a graph of its own, stacked; their variance;
-# its gradient. The total variance is the sum over all entries of all parameters.
+# This takes one gradient after the other, each with a graph of its own, stacks them,
+# and differentiates their variance. The total variance is the sum over all entries of
+# all parameters.
 
 # %%
 Gradients = tuple[Tensor, ...]
@@ -52,7 +53,8 @@ def by_hand(model: nn.Module) -> tuple[Tensor, Gradients]:
 # `Variance` saves the variance of each entry. With `create_graph=True` it comes with a
 # graph, and `torch.autograd.grad` does the rest. PyTorch warns that such a backward
 # pass ties parameters and their gradients together: `p.grad` has a graph that leads
-# back to `p`, and neither is freed before that is undone. Here it is undone at once.
+# back to `p`, and Python frees neither before you undo that. Here the code undoes it at
+# once.
 
 
 # %%
@@ -73,10 +75,10 @@ def in_one_pass(model: nn.Module) -> tuple[Tensor, Gradients]:
 
 
 # %% [markdown]
-# Both agree, on a linear model, on a small convolutional network, and on one that no
-# list of layers describes: patches of an image are embedded, mixed by a residual
-# connection whose weight is normalised first, and read with the weight that they were
-# embedded with.
+# Both agree, on a linear model, on a small convolutional network, and on a third model
+# that no list of layers describes. It embeds patches of an image, mixes them by a
+# residual connection with a normalised weight, and reads them with the embedding's
+# weight.
 
 
 # %%
@@ -119,16 +121,16 @@ for name, model in models.items():
     print(f"{torch.cat([g.flatten() for g in gradients]).norm():.5f}")
 
 # %% [markdown]
-# ## What nobody has to do any more
+# ## In packprop, without these steps
 #
-# **Write a loop, or restrict the model.** The third model above has a shared weight, a
-# weight that is computed from others, and positions that share all of them; its rows
-# are still one backward pass.
+# **Writing a loop, or restricting the model.** The third model above has a shared
+# weight, a weight that it computes from others, and positions that share all of them;
+# its rows are still one backward pass.
 #
-# **Wonder which quantities can be differentiated.** Nearly all can, and an error names
-# the function where PyTorch has no further derivative to give, or a wrong one. A
-# penalty on curvature, for flat minima, is the gradient of a trace; here it is compared
-# with a difference quotient along a random direction, in double precision.
+# **Guessing which quantities you can differentiate.** Nearly all can be differentiated.
+# If PyTorch has no further derivative, or a wrong one, an error names the function. A
+# penalty on curvature, for flat minima, is the gradient of a trace; this block compares
+# it with a difference quotient along a random direction, in double precision.
 
 
 # %%
@@ -158,7 +160,7 @@ print(f"slope of the GGN's trace: {slope:.6f}; difference quotient: {quotient:.6
 assert abs(slope - quotient) < 1e-5 * abs(slope)
 
 # %% [markdown]
-# **Hunt for leaks.** Once `p.grad` and the value on `p` are gone, so is the graph,
+# **Hunting for leaks.** Once `p.grad` and the value on `p` are gone, so is the graph,
 # without waiting for the garbage collector.
 
 # %%
@@ -181,7 +183,7 @@ assert live.now == 0
 #
 # The gradient of the loss is a by-product of the pass that computes the variance. So
 # one step with the penalty takes one forward pass, one backward pass, and one backward
-# pass through that.
+# pass through that backward pass.
 
 
 # %%
@@ -263,5 +265,5 @@ axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# On the way down the penalised runs scatter less at the same loss, for which they take
-# more steps.
+# On the way down, the penalised runs scatter less at the same loss. They take more
+# steps to reach it.

@@ -46,7 +46,7 @@ def cells(source: str) -> list[tuple[str, int, str]]:
 
 
 def notebook(source: str) -> dict[str, Any]:
-    """A page as a notebook (nbformat 4.4), without outputs; cells that draw are folded."""
+    """Return a page as a notebook (nbformat 4.4), without outputs; cells that draw are folded."""
     made = []
     for kind, _, text in cells(source):
         cell: dict[str, Any] = {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True)}

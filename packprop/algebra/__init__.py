@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: structures, their statistics, how results merge."""
+"""Tensors in, tensors out: structures, their statistics, and the merging of results."""

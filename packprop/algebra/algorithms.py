@@ -1,4 +1,4 @@
-"""Algorithms by name: the one that the user forces, else the fastest that may hold the memory it needs."""
+"""Algorithms by name: the one that you force, else the fastest that may hold the memory it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICES = {
     "factors": ("patches", "shifts"),
     "convolutions": ("patches", "groups"),
 }
-"""What there is to compute -> the names of the algorithms for it."""
+"""The names of the algorithms for each kind of computation."""
 
 
 _FORCED: ContextVar[dict[str, str] | None] = ContextVar("packprop_forced", default=None)
@@ -40,7 +40,7 @@ def algorithms(
             with ``"groups"`` for every sample, which unfolds nothing.
 
     Raises:
-        BadInput: For a name that is not known.
+        BadInput: For an unknown name.
     """
     asked = {"norms": norms, "products": products, "factors": factors, "convolutions": convolutions}
     chosen = {kind: name for kind, name in asked.items() if name is not None}
@@ -60,23 +60,23 @@ def algorithms(
 
 
 def forced_algorithm(kind: str) -> str | None:
-    """The name of the algorithm that is forced, if one is."""
+    """Return the name of the forced algorithm, if there is one."""
     chosen = _FORCED.get()
     return None if chosen is None else chosen.get(kind)
 
 
 def choose_algorithm(kind: str, fastest: str, holds: Mapping[str, int], held: int | None) -> str:
-    """The name of the algorithm that one use takes.
+    """Return the name of the algorithm that one use takes.
 
     Args:
-        kind: What there is to compute, a key of ``CHOICES``.
+        kind: The kind of computation, a key of ``CHOICES``.
         fastest: The algorithm that takes the least time.
         holds: For each algorithm, the bytes that it keeps for one sample and that the others do not need.
         held: The limit on these bytes; ``None`` for no limit.
 
     Returns:
-        The algorithm that is forced, if one is. Otherwise the fastest, if it stays within the limit; else the
-        one that holds the least.
+        The forced algorithm, if there is one. Otherwise the fastest, if it stays within the limit; else the one
+        that holds the least.
     """
     forced = forced_algorithm(kind)
     if forced is not None:

@@ -1,7 +1,7 @@
-"""Fast cells: statistics of one structure that are computed without per-sample gradients.
+"""Fast cells: statistics of one structure without per-sample gradients.
 
 A cell belongs to one statistic and one structure, and equals the statistic's default (``statistics.py``). It
-returns ``None`` where it does not apply.
+returns ``None`` if it does not apply.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def fast_cell(statistic: str, structure: type) -> Callable[[Cell], Cell]:
 
 @fast_cell("sum_sq", Outer)
 def _outer_sum_sq(structure: Outer) -> Tensor | None:
-    """Without shared positions the square of a product is the product of squares: one matrix product.
+    """Multiply squares, without shared positions: the square of a product is the product of squares.
 
-    With them, gradients are formed, squared and added up, and where that is faster one after the other.
+    With shared positions it forms gradients, squares them and adds them up, one after the other if that is
+    faster.
     """
     assert structure.cotangent is not None
     columns, _, positions, groups, fan_out = structure.cotangent.shape
@@ -59,7 +60,7 @@ def _outer_sum_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("batch_sq", Outer)
 def _outer_batch_sq(structure: Outer) -> Tensor | None:
-    """As for ``sum_sq``; squares of cotangents are summed over columns before the products are formed."""
+    """Work as for ``sum_sq``, but sum squares of cotangents over columns before the products."""
     assert structure.cotangent is not None
     if structure.cotangent.shape[2] != 1:
         return None
@@ -69,10 +70,10 @@ def _outer_batch_sq(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Outer)
 def _outer_sq_norm(structure: Outer) -> Tensor | None:
-    """From inner products between pairs of positions, where these are few (Goodfellow 2015).
+    """Sum inner products between pairs of positions, if these are few (Goodfellow 2015).
 
-    Positions may cancel. The products are formed in a wider precision, where there is one: its rounding is no
-    more than what gradients rounded to their own precision would add to their squares.
+    Positions may cancel. So the products have a wider precision, if there is one. Their rounding is then no
+    more than the rounding of gradients to their own precision would add to the squares.
     """
     cotangent = structure.cotangent
     assert cotangent is not None
@@ -95,7 +96,7 @@ def _outer_sq_norm(structure: Outer) -> Tensor | None:
 
 
 def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited: bool) -> Tensor:
-    """Squared norms of gradients, ``[n]``, from inner products between pairs of positions."""
+    """Return squared norms of gradients, ``[n]``, from inner products between pairs of positions."""
     at_once = features_at_once(x.shape[1]) if limited else max(x.shape[3], cotangent.shape[4])
     inputs = _products_of_positions(x[None], wide, at_once)
     cotangents = _products_of_positions(cotangent, wide, at_once)
@@ -104,9 +105,9 @@ def _norms_by_products(cotangent: Tensor, x: Tensor, wide: torch.dtype, limited:
 
 
 def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> Tensor:
-    """Inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, added up in a wider precision.
+    """Return inner products between positions, ``[v, n, s, g, f] -> [n*g, s, s]``, in a wider precision.
 
-    Of the f entries so many are widened ``at_once``: a copy as large as the values need not be made.
+    It widens ``at_once`` of the f entries at a time: it need not make a copy as large as the values.
     """
     blocks = [slice(None)] if values.dtype == wide else _blocks(values.shape[4], at_once)
     total: Tensor | None = None
@@ -119,10 +120,10 @@ def _products_of_positions(values: Tensor, wide: torch.dtype, at_once: int) -> T
 
 @fast_cell("moments", Outer)
 def _outer_moments(structure: Outer) -> Moments | None:
-    """Without shared positions: by matrix products in a wider precision, a block of outputs at a time.
+    """Return moments without shared positions, by matrix products in a wider precision.
 
-    The mean is subtracted after the squares were summed. What cancels then are digits that per-sample gradients
-    would not have had: rounding them to their own precision costs more than the sum in the wider one.
+    It subtracts the mean after summing the squares. This cancels only digits that per-sample gradients would
+    not have had: rounding them to their own precision costs more than the sum in the wider one.
     """
     cotangent = structure.cotangent
     assert cotangent is not None
@@ -144,7 +145,7 @@ def _outer_moments(structure: Outer) -> Moments | None:
 
 @fast_cell("gram", Outer)
 def _outer_gram(structure: Outer) -> Tensor | None:
-    """The Gram matrix of outer products is the product of two Gram matrices."""
+    """Multiply two Gram matrices: their product is the Gram matrix of outer products."""
     cotangent, x = structure.cotangent, structure.x
     assert cotangent is not None
     if cotangent.shape[2] != 1:
@@ -156,7 +157,7 @@ def _outer_gram(structure: Outer) -> Tensor | None:
 
 @fast_cell("sq_norm", Lookup)
 def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
-    """Cotangents are added up at the first position that looked up the same row; no sample needs a table."""
+    """Add up cotangents at the first position that looked up the same row; no sample needs a table."""
     cotangent = structure.cotangent
     assert cotangent is not None
     same = structure.index[:, :, None] == structure.index[:, None, :]
@@ -167,7 +168,7 @@ def _lookup_sq_norm(structure: Lookup) -> Tensor | None:
 
 @fast_cell("sq_norm", Tied)
 def _tied_sq_norm(structure: Tied) -> Tensor | None:
-    """Norms of both uses, and twice their inner product: look-ups meet single rows of the other gradient."""
+    """Add both norms, and twice their inner product: look-ups meet single rows of the other gradient."""
     outer, lookup = structure.parts
     if structure.formed or not norms_by_products(outer.extents):
         return None
@@ -190,5 +191,5 @@ def _tied_sq_norm(structure: Tied) -> Tensor | None:
 
 
 def _blocks(count: int, step: int) -> list[slice]:
-    """Slices of an axis, ``step`` indices in each."""
+    """Yield slices of an axis, ``step`` indices in each."""
     return [slice(start, start + step) for start in chunk_starts(count, step)]

@@ -1,4 +1,4 @@
-"""Which algorithm an affine use takes, by its sizes; results do not depend on it, time and memory do."""
+"""Choices of algorithms for an affine use, by its sizes; they change time and memory, not results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW_CHANNELS = 8
 
 
 class Extents(NamedTuple):
-    """The sizes of an affine use that its algorithms are chosen by, and what else the choice depends on.
+    """The sizes of an affine use, and the other facts that choose its algorithms.
 
     Args:
         positions: Positions of one sample that share the parameter.
@@ -40,15 +40,15 @@ class Extents(NamedTuple):
 
     @property
     def unfolded(self) -> int:
-        """Entries of one sample's unfolded inputs; 0 where inputs are there by position anyway."""
+        """Entries of one sample's unfolded inputs; 0 if inputs are there by position anyway."""
         return self.positions * self.groups * self.fan_in if self.channels else 0
 
 
 def norms_by_products(extents: Extents) -> bool:
-    """Whether norms of per-sample gradients are best computed without forming the gradients.
+    """Tell whether norms of per-sample gradients are best computed without forming the gradients.
 
     Products between pairs of positions take ``s^2 (i + o)`` multiplications, gradients ``s i o``. Gradients
-    also add up to the summed gradient, which need not be computed again; so they are preferred up to twice the
+    also add up to the summed gradient, which then needs no product of its own. So gradients win up to twice the
     multiplications of the products.
     """
     positions, groups, fan_in, fan_out = extents[:4]
@@ -65,10 +65,10 @@ def norms_by_products(extents: Extents) -> bool:
 
 
 def samples_in_products(extents: Extents, samples: int) -> int:
-    """How many of some samples products between pairs of positions are formed of at once.
+    """Return the number of samples whose products between pairs of positions exist at once.
 
-    Gradients come one by one where they are large. So products must not be there for all samples where one
-    sample's gradient is too much.
+    Large gradients come one by one. So products must not exist for all samples if one sample's gradient is too
+    much.
     """
     if extents.held is None:
         return samples
@@ -76,12 +76,12 @@ def samples_in_products(extents: Extents, samples: int) -> int:
 
 
 def features_at_once(positions: int) -> int:
-    """Entries of each position that are widened at once for products: less than the products themselves."""
+    """Return the entries of each position that are widened at once for products: fewer than the products."""
     return max(32, positions // 4)
 
 
 def _held_by_products(extents: Extents) -> int:
-    """Bytes of one sample's products between pairs of positions, and of what is widened for them."""
+    """Return the bytes of one sample's products between positions, and of the entries widened for them."""
     positions, groups, fan_in, fan_out = extents[:4]
     wide = wider_dtype(extents.dtype, extents.device)
     widened = 0 if wide is None else min(max(fan_in, fan_out), features_at_once(positions))
@@ -89,11 +89,11 @@ def _held_by_products(extents: Extents) -> int:
 
 
 def convolved_by_groups(extents: Extents) -> bool:
-    """Whether per-sample gradients of a convolution are best computed by ``grouped_gradients``.
+    """Tell whether per-sample gradients of a convolution are best computed by ``grouped_gradients``.
 
-    oneDNN's gradient of a weight takes images as they are. Where positions are many, unfolding the images is
-    most of the work; where they are few, oneDNN spends more on rearranging its results. It takes channels by
-    the eight: of fewer, as of the first layer's images, it makes as much work as of eight.
+    oneDNN's gradient of a weight takes images as they are. If there are many positions, unfolding the images is
+    most of the work; if there are few, oneDNN spends more on rearranging its results. It takes channels in
+    groups of eight: fewer channels, such as those of the first layer's images, cost as much as eight.
     """
     if not extents.channels or extents.dtype not in (torch.float32, torch.float64):
         return False

@@ -1,17 +1,17 @@
 """Conjugate gradients for many right-hand sides at once, each product of which is one block of vectors.
 
-All systems share the matrix, so a step looks for every solution in the space that the directions of all of
-them span (block conjugate gradients: O'Leary 1980). A product with ``m`` directions is what a step costs, and
-a reading of the data makes one product of a block in any case. Directions of similar systems become nearly
-dependent, which breaks the plain recurrence. They are made orthonormal here, and those that are nothing but
-rounding are left out (Ji and Li 2017, "A breakdown-free block conjugate gradient method"). Systems that have
-converged give no directions any more, so that blocks become smaller.
+All systems share the matrix, so a step looks for every solution in the space that the directions of all of them
+span (block conjugate gradients: O'Leary 1980). A step costs a product with ``m`` directions, and a reading of
+the data makes one product of a block in any case. Directions of similar systems become nearly dependent, which
+breaks the plain recurrence. So they are made orthonormal here, without those that are only rounding (Ji and Li
+2017, "A breakdown-free block conjugate gradient method"). Converged systems give no more directions, so blocks
+become smaller.
 
-A few systems search a narrow space, and take many steps. Random right-hand sides beside them widen it: they are
-not solved for their own sake, and no solution of theirs is kept.
+A few systems search a narrow space, and take many steps. Random right-hand sides beside them widen it: nobody
+needs their solutions, and none is kept.
 
-What a step solves is the system seen from its directions, ``P A P^T``: its eigenvalues are between those of A.
-A negative one beyond rounding proves that A is not positive.
+A step solves the system seen from its directions, ``P A P^T``: its eigenvalues are between those of A. A
+negative one beyond rounding proves that A is not positive.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 Rows = Callable[[Tensor], Tensor]
-"""From vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
+"""A function from vectors ``[m, p]`` to products with a symmetric matrix ``[m, p]``."""
 
-BITE = 2**20
-"""Entries of a row that are taken to double precision at once."""
+BLOCK = 2**20
+"""Entries of a row that are converted to double precision at once."""
 
 
 class NotPositive(ArithmeticError):
-    """The matrix has a negative eigenvalue.
+    """Raised if the matrix has a negative eigenvalue.
 
     Args:
-        value: A value of ``v^T A v / |v|^2`` that is negative: the least eigenvalue is at most that.
-        largest: The largest such value that was seen.
+        value: A negative value of ``v^T A v / |v|^2``: the least eigenvalue is at most that.
+        largest: The largest such value so far.
     """
 
     def __init__(self, value: float, largest: float) -> None:
@@ -48,13 +48,13 @@ class ConjugateGradients:
 
     Args:
         right: The right-hand sides b ``[q, p]``.
-        precondition: Products with something like the inverse of A, symmetric and positive; ``None`` for none.
-        tolerance: A system has converged where ``|b - A x|`` is at most this much of ``|b|``.
-        beside: How many random right-hand sides widen the space that is searched.
+        precondition: Products with an approximate inverse of A, symmetric and positive; ``None`` for none.
+        tolerance: A system has converged if ``|b - A x|`` is at most this much of ``|b|``.
+        beside: The number of random right-hand sides that widen the search space.
 
     Attributes:
-        solutions: What is found so far ``[q, p]``.
-        steps: How many products with blocks were taken.
+        solutions: The solutions so far ``[q, p]``.
+        steps: The number of products with blocks.
     """
 
     def __init__(self, right: Tensor, precondition: Rows | None, tolerance: float, beside: int = 0) -> None:
@@ -69,14 +69,14 @@ class ConjugateGradients:
 
     @property
     def residuals(self) -> Tensor:
-        """``|b - A x| / |b|`` for each system ``[q]``, in double precision; 0 where b is zero."""
+        """Return ``|b - A x| / |b|`` for each system ``[q]``, in double precision; 0 if b is zero."""
         shares = _norms(self._rests[: len(self._norms)]) / self._norms
         found: Tensor = torch.where(self._norms > 0, shares, 0.0)
         return found
 
     @property
     def is_done(self) -> bool:
-        """Whether all systems have converged, or no direction is left that is more than rounding."""
+        """Tell whether all systems have converged, or no direction is left that is more than rounding."""
         if self._directions is not None and not len(self._directions):
             return True
         return self._are_solved
@@ -85,7 +85,7 @@ class ConjugateGradients:
         """Take one product with a block of directions ``[m, p]``, m at most q, and improve all solutions.
 
         Raises:
-            NotPositive: If A is found to have a negative eigenvalue; nothing is changed then.
+            NotPositive: If A turns out to have a negative eigenvalue; this changes nothing.
         """
         if self._directions is None:
             self._directions = _orthonormal(self._precondition(self._rests[self._open]))
@@ -109,13 +109,13 @@ class ConjugateGradients:
         self._directions = following
 
     def state(self) -> dict[str, Tensor]:
-        """What ``restore`` goes on from."""
+        """Return the state from which ``restore`` continues."""
         assert self._directions is not None
         tensors = {"norms": self._norms, "rests": self._rests, "solutions": self.solutions}
         return {**tensors, "directions": self._directions, "steps": torch.tensor(self.steps)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state of the same systems."""
+        """Continue from a state of the same systems."""
         like = self.solutions
         self._norms = state["norms"].to(like.device)
         self._rests, self.solutions = state["rests"].to(like), state["solutions"].to(like)
@@ -127,27 +127,27 @@ class ConjugateGradients:
 
     @property
     def _open(self) -> Tensor:
-        """Systems that give directions: those beside the others to the end."""
+        """Systems that give directions: the random ones do so to the end."""
         beside = self._norms.new_ones(len(self._rests) - len(self._norms), dtype=torch.bool)
         return torch.cat([self.residuals > self._tolerance, beside])
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Lengths of rows, in double precision."""
+    """Return lengths of rows, in double precision."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products of rows ``[m, n]``, added up in double precision."""
+    """Return inner products of rows ``[m, n]``, added up in double precision."""
     found = left.new_zeros(len(left), len(right), dtype=torch.float64)
-    for first, second in zip(left.split(BITE, 1), right.split(BITE, 1), strict=True):
+    for first, second in zip(left.split(BLOCK, 1), right.split(BLOCK, 1), strict=True):
         found += first.double() @ second.double().mT
     return found
 
 
 def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of a positive matrix whose entries are as exact as ``dtype``; of its zeros, zero.
+    """Return the inverse of a positive matrix whose entries are as exact as ``dtype``; zero for its zeros.
 
     Raises:
         NotPositive: If an eigenvalue is negative, beyond rounding.
@@ -163,7 +163,7 @@ def _inverse(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal rows that span what some rows span, but for what is nothing but their rounding."""
+    """Return orthonormal rows that span some rows, without directions that are only rounding."""
     norms = _norms(rows)
     rows = rows[norms > 0] / norms[norms > 0].to(rows)[:, None]
     least = torch.finfo(rows.dtype).eps

@@ -1,4 +1,4 @@
-"""Eigenvalues and inverses of matrices: in float64 where float32 does not do, else an error in four parts."""
+"""Eigenvalues and inverses of matrices: in float64 if float32 does not do, else an error in four parts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _DAMPING = "give more damping, as in kronecker.inverse(factors, damping=1e-3)"
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in ascending order and eigenvectors of symmetric matrices ``[..., p, p]``.
+    """Return eigenvalues in ascending order and eigenvectors of symmetric matrices ``[..., p, p]``.
 
     Raises:
-        OfParameter: If they cannot be found in float64 either, or a matrix is not finite.
+        OfParameter: If float64 does not give them either, or a matrix is not finite.
     """
     values, vectors = _tried(_EIGENVALUES, torch.linalg.eigh, matrix)
     return values, vectors
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
-    """Eigenvalues of symmetric matrices ``[..., p, p]`` in ascending order.
+    """Return eigenvalues of symmetric matrices ``[..., p, p]`` in ascending order.
 
     Raises:
         OfParameter: As for ``eigh``.
@@ -40,17 +40,17 @@ def eigvalsh(matrix: Tensor) -> Tensor:
 
 
 def inverted(matrix: Tensor) -> Tensor:
-    """The inverse of a matrix ``[p, p]``.
+    """Return the inverse of a matrix ``[p, p]``.
 
     Raises:
-        OfParameter: If it is singular in float64, too, or not finite.
+        OfParameter: If it is singular even in float64, or not finite.
     """
     inverse: Tensor = _tried(_INVERSE, torch.linalg.inv, matrix, _DAMPING)
     return inverse
 
 
 def singular(values: Tensor) -> OfParameter:
-    """The error for eigenvalues some of which are zero where an inverse was asked for."""
+    """Make the error for zero eigenvalues where an inverse needs none."""
     count, most = int((values == 0).sum()), float(values.abs().max())
     return OfParameter(
         _INVERSE,
@@ -76,7 +76,7 @@ def require_finite(asked: str, matrix: Tensor) -> None:
 
 
 def _tried(asked: str, function: Callable[[Tensor], Any], matrix: Tensor, instead: str = _OTHER_UNITS) -> Any:
-    """What a function makes of a matrix, in float64 if it fails in float32."""
+    """Apply a function to a matrix, in float64 if it fails in float32."""
     wide = wider_dtype(matrix.dtype, matrix.device.type)
     try:
         return function(matrix)

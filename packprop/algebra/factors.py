@@ -15,23 +15,23 @@ from packprop.algebra.structures import Dense, Lookup, Outer, Structure
 from packprop.errors import OfParameter
 
 Approximation = Literal["mixed", "expand", "reduce"]
-"""How positions that share a weight enter its factors; see NOTE [Kronecker factors]."""
+"""The way in which positions that share a weight enter its factors; see NOTE [Kronecker factors]."""
 
 Otherwise = Literal["error", "diagonal", "skip"]
-"""What becomes of a factor that would be too large."""
+"""The replacement for a factor that would be too large."""
 
 LARGEST_FACTOR = 2**14
-"""Rows of the largest matrix that is built for one parameter: 1 GiB in single precision."""
+"""Rows of the largest matrix that packprop builds for one parameter: 1 GiB in single precision."""
 
 
 def cotangent_gram(
     structure: Structure, approximation: Approximation = "mixed", otherwise: Otherwise = "error"
 ) -> Tensor:
-    """Second moment of cotangents, summed over columns and samples.
+    """Return the second moment of cotangents, summed over columns and samples.
 
-    ``[g*o, g*o]`` for an affine use, ``[o, o]`` for a table; cotangents are summed over positions first, or for
-    ``"expand"`` taken at every position. For anything else ``[p, p]`` of per-sample gradients: the exact block.
-    In place of a matrix that would be too large comes its diagonal ``[p]``, an empty tensor, or an error, as
+    It is ``[g*o, g*o]`` for an affine use, ``[o, o]`` for a table. Cotangents are summed over positions first,
+    or for ``"expand"`` taken at every position. Other structures give ``[p, p]`` of per-sample gradients: the
+    exact block. A matrix that would be too large becomes its diagonal ``[p]``, an empty tensor, or an error, as
     ``otherwise`` says.
     """
     if isinstance(structure, Dense):
@@ -54,12 +54,12 @@ def cotangent_gram(
 def input_gram(
     structure: Structure, approximation: Approximation = "mixed", otherwise: Otherwise = "error"
 ) -> Tensor | None:
-    """Second moment of the inputs of an affine use, summed over samples, ``[i, i]``.
+    """Return the second moment of the inputs of an affine use, summed over samples, ``[i, i]``.
 
-    Positions are summed (``"mixed"``), averaged (``"expand"``) or the inputs averaged over positions
-    first (``"reduce"``); groups are averaged. ``None`` for parameters that no input multiplies. The moment of a
-    large table is given as its diagonal ``[i]``: unless averages are taken, it has no other entries. For
-    another matrix that would be too large ``otherwise`` is as in ``cotangent_gram``.
+    It sums positions (``"mixed"``), averages them (``"expand"``), or averages the inputs over positions first
+    (``"reduce"``); it averages groups. It returns ``None`` for parameters that no input multiplies. The moment
+    of a large table is its diagonal ``[i]``: unless averages are taken, it has no other entries. For another
+    matrix that would be too large, ``otherwise`` is as in ``cotangent_gram``.
     """
     if isinstance(structure, Dense):
         return None
@@ -92,9 +92,9 @@ def input_gram(
 
 
 def input_sum(structure: Structure, otherwise: Otherwise = "error") -> Tensor | None:
-    """Inputs of an affine use, summed over samples, positions and groups ``[i]``; ``None`` for other uses.
+    """Return an affine use's inputs, summed over samples, positions and groups ``[i]``, or ``None``.
 
-    Where ``mean_product`` would make too large a matrix of it, ``otherwise`` is as in ``cotangent_gram``.
+    If ``mean_product`` would make too large a matrix of it, ``otherwise`` is as in ``cotangent_gram``.
     """
     if not isinstance(structure, Outer):
         return None
@@ -104,13 +104,13 @@ def input_sum(structure: Structure, otherwise: Otherwise = "error") -> Tensor | 
 
 
 def mean_product(total: Tensor, samples: int) -> Tensor:
-    """``[i] -> [i, i]``: the mean over samples times itself; the diagonal ``[i]`` of a large matrix."""
+    """Return the mean over samples times itself, ``[i] -> [i, i]``; the diagonal ``[i]`` of a large matrix."""
     mean = total / samples
     return torch.outer(mean, mean) if len(mean) <= LARGEST_FACTOR else mean.square()
 
 
 def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
-    """Squares of per-sample gradients in an orthonormal basis, summed over columns and samples.
+    """Return squares of per-sample gradients in an orthonormal basis, summed over columns and samples.
 
     Args:
         structure: Structure of a parameter.
@@ -145,17 +145,17 @@ def rotated_sum_sq(structure: Structure, first: Sequence[Any]) -> Tensor:
 
 
 def is_skipped(factor: Tensor | None) -> bool:
-    """Whether nothing stands in place of a factor, which would have been too large."""
+    """Tell whether no factor is missing that would have been too large."""
     return factor is not None and factor.dim() == 1 and not factor.numel()
 
 
 def _rotated(tensor: Tensor, basis: Tensor) -> Tensor:
-    """The last axis in a basis of columns; a vector stands for unit vectors."""
+    """Express the last axis in a basis of columns; a vector stands for unit vectors."""
     return tensor if basis.dim() == 1 else tensor @ basis
 
 
 def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tensor:
-    """``input_gram`` of a look-up, which is an affine map of one-hot inputs: two of them never meet."""
+    """Compute ``input_gram`` of a look-up, an affine map of one-hot inputs: two of them never meet."""
     if approximation != "reduce":
         return torch.diag(_lookup_input_diagonal(structure, approximation))
     index = structure.index
@@ -165,7 +165,7 @@ def _lookup_input_gram(structure: Lookup, approximation: Approximation) -> Tenso
 
 
 def _lookup_input_diagonal(structure: Lookup, approximation: Approximation) -> Tensor:
-    """The diagonal of ``_lookup_input_gram``, without one-hot inputs."""
+    """Return the diagonal of ``_lookup_input_gram``, without one-hot inputs."""
     index, positions = structure.index, structure.index.shape[1]
     counts = torch.zeros(structure.entries, dtype=structure.dtype, device=index.device)
     if approximation != "reduce":
@@ -183,7 +183,7 @@ def _matrix(gradient: Tensor) -> Tensor:
 
 
 def _too_large(like: Tensor, size: int, otherwise: Otherwise, dtype: torch.dtype | None = None) -> Tensor:
-    """Nothing in place of a factor that would be too large, or an error."""
+    """Return nothing in place of a factor that would be too large, or raise an error."""
     if otherwise == "skip":
         return like.new_empty(0, dtype=dtype)
     raise OfParameter(

@@ -1,4 +1,4 @@
-"""Which statistics form per-sample gradients: those decide how much memory a chunk of samples takes."""
+"""Statistics that form per-sample gradients: they decide how much memory a chunk of samples takes."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ MATRICES = (cotangent_gram, input_gram)
 """Statistics that are one matrix of all samples, as large for one of them as for many."""
 
 LINEAR = (per_sample_grad, token_grads, summed_grad, total_grad, entry_order_of)
-"""Statistics that multiply no two gradients, so that those of complex parameters have them, too."""
+"""Statistics that multiply no two gradients, so they also exist for complex parameters."""
 
 
 def forms_rows(statistic: Statistic, extents: Extents) -> bool:
-    """Whether a statistic of an affine use with shared positions forms per-sample gradients."""
+    """Tell whether a statistic of an affine use with shared positions forms per-sample gradients."""
     if extents.positions == 1:
         return False
     if statistic is sq_norm:
@@ -72,13 +72,13 @@ def forms_rows(statistic: Statistic, extents: Extents) -> bool:
 
 
 def is_for_real_numbers(statistic: Statistic) -> bool:
-    """Whether a statistic of this library multiplies gradients with each other, as real numbers."""
+    """Tell whether a statistic of this library multiplies gradients with each other, as real numbers."""
     plain = getattr(statistic, "func", statistic)
     return plain in (*OF_ROWS, *FACTORED) and plain not in LINEAR
 
 
 def forms_no_rows(statistic: Statistic, groups: int, like: Tensor) -> bool:
-    """Whether a statistic of an affine use without shared positions forms no per-sample gradients.
+    """Tell whether a statistic of an affine use without shared positions forms no per-sample gradients.
 
     Two of those in ``FACTORED`` depend on more: a basis of all output channels mixes the groups of a
     convolution, and moments need a precision wider than that of sums for a parameter ``like`` this one.

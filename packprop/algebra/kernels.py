@@ -14,16 +14,16 @@ from packprop.tensors.device import device_kind
 from packprop.tensors.traced import is_traced
 
 WORTH_A_CALL = 12 * 2**20
-"""Multiplications for each thread from which on a product is faster in a call of its own than in a batch.
+"""Multiplications for each thread from which on a product is faster in its own call than in a batch.
 
-The products of a batch are shared out among threads at no cost; in a call for one small product threads wait.
+The threads share the products of a batch at no cost; in a call for one small product they wait.
 """
 
 LONG_ROW = 4096
 """Entries from which on a norm is computed in pieces."""
 
 WORTH_BLOCKS = 2**28
-"""Multiplications from which on a symmetric product is computed in blocks, up to the diagonal."""
+"""Multiplications from which on packprop computes a symmetric product in blocks, up to the diagonal."""
 
 BLOCKS = 4
 """Blocks of rows; these leave out three eighths of the multiplications. More would be too small to be fast."""
@@ -35,17 +35,17 @@ LARGE_IMAGE = 100
 """Pixels from which on gradients of filters for single channels are computed sample by sample."""
 
 FULL = 16
-"""A row of so many numbers in single precision, or a multiple of it, is what MKL fills fastest."""
+"""MKL fills rows of so many numbers in single precision, or a multiple of it, fastest."""
 
 SMALL_ROW = 2**14
-"""Entries of a row below which all rows are squared at once: calls would cost more than what they read."""
+"""Entries of a row below which all rows are squared at once: calls would cost more than reading the rows."""
 
 SHORT = 32
 """Sums of fewer terms wait for memory, not for multiplications: no kernel is faster than another."""
 
 
 def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """``[b, o, s]`` times ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if that is given."""
+    """Multiply ``[b, o, s]`` by ``[b, i, s]``, summed over s: ``[b, o, i]``, written to ``out`` if given."""
     products = products_one_by_one(left, right)
     if products is None and out is None and _is_faster_swapped(left, right):
         return torch.bmm(right, left.mT).mT
@@ -59,22 +59,22 @@ def outer_products(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
 
 
 def products_one_by_one(left: Tensor, right: Tensor, by_rows: bool = True) -> Iterator[Tensor] | None:
-    """The products of ``outer_products`` one after the other; ``None`` where a batch is faster.
+    """Yield the products of ``outer_products`` one after the other; return ``None`` if a batch is faster.
 
     Args:
         left: Matrices ``[b, o, s]``.
         right: Matrices ``[b, i, s]``.
-        by_rows: Whether each product shall be kept in memory by rows: it is copied to such a place.
+        by_rows: Keeps each product in memory by rows: it is then copied to such a place.
     """
     kernel = _kernel_for(left, right, by_rows)
     return None if kernel is None else map(kernel, _plain(left), _plain(right))
 
 
 def squared_products(left: Tensor, right: Tensor) -> Tensor:
-    """Squares of the entries of ``outer_products``, summed over b: ``[o, i]``.
+    """Sum squares of the entries of ``outer_products`` over b: ``[o, i]``.
 
-    Products that are formed one by one are dropped one by one. This is for several columns at once; for a
-    single column ``one_by_one`` gives each product to all statistics.
+    It drops each product that it forms by itself. This is for several columns at once; for a single column
+    ``one_by_one`` gives each product to all statistics.
     """
     products = products_one_by_one(left, right)
     if products is None and _is_faster_swapped(left, right):
@@ -88,9 +88,9 @@ def squared_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
+    """Return ``sum_m r r^T`` of the rows of ``[m, p]``: ``[p, p]``.
 
-    Of a large moment, only blocks up to the diagonal are computed, and copied to above it: no public product
+    For a large moment it computes only blocks up to the diagonal, and copies them above it: no public product
     makes use of symmetry.
     """
     transposed = rows.mT
@@ -112,35 +112,35 @@ def second_moment(rows: Tensor) -> Tensor:
 
 
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """``[n, g, o]`` times ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
+    """Multiply ``[n, g, o]`` by ``[n, g, i]``, summed over samples: ``[g, o, i]``."""
     return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
 
 
 def sum_of_squares(rows: Tensor, centre: Tensor | None = None) -> Tensor:
-    """Squares of entries, or of their deviations from ``centre``, summed over the leading axis."""
+    """Sum squares of entries, or of their deviations from ``centre``, over the leading axis."""
     differentiated = torch.is_grad_enabled() and rows.requires_grad
     if rows.is_complex() or differentiated or is_traced():
         return (rows if centre is None else rows - centre).square().sum(0)
     if not 0 < len(rows) <= 64 or rows[0].numel() < SMALL_ROW:
         return (rows.square() if centre is None else (rows - centre).square_()).sum(0)
     total = torch.zeros_like(rows[0])
-    for row in rows:  # each is read once, and nothing as large as all of them is written
+    for row in rows:  # read each once, and write nothing as large as all of them
         deviation = row if centre is None else row - centre
         total.addcmul_(deviation, deviation)
     return total
 
 
 def square_norms(rows: Tensor) -> Tensor:
-    """Squares of entries, summed over the last axis."""
+    """Sum squares of entries over the last axis."""
     if rows.is_complex() or (torch.is_grad_enabled() and rows.requires_grad):
         return rows.square().sum(-1)
     return norms_of(rows).square_()
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Euclidean norms over the last axis.
+    """Return Euclidean norms over the last axis.
 
-    PyTorch adds the squares of a row up in a few places, one after the other: from a million entries on, single
+    PyTorch adds up the squares of a row in a few places, one after the other: from a million entries on, single
     precision keeps three or four digits. So long rows go in pieces.
     """
     norms: Tensor
@@ -154,11 +154,11 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 def worth_a_call(terms: int, entries: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether a product of so many entries, each a sum of ``terms``, is faster by itself than in a batch."""
+    """Tell whether a product of so many entries, sums of ``terms``, is faster by itself than in a batch."""
     large = terms * entries >= WORTH_A_CALL * torch.get_num_threads() and terms >= SHORT
     forced = forced_algorithm("products")
     fits = dtype == torch.float32 and device == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    fits = fits and not is_traced()  # a graph has no use for many calls, a compiler no lowering for this one
+    fits = fits and not is_traced()  # a graph gains nothing from many calls, a compiler cannot lower this one
     return fits and (large if forced is None else forced == "single")
 
 
@@ -171,7 +171,7 @@ def grouped_gradients(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
+    """Return gradients of a convolution's weight ``[*p]`` for each image, by one call: ``[1, n, *p]``.
 
     The samples become groups of a convolution of one image; the gradients are those of its weight.
 
@@ -207,7 +207,7 @@ def grouped_gradients(
 
 
 def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: int) -> bool:
-    """Whether oneDNN's gradient of a convolution with a filter for each channel is faster for single samples.
+    """Tell whether oneDNN's gradient of a depthwise convolution is faster sample by sample.
 
     It has a kernel for channels that lie side by side; samples that are merged into groups do not.
     """
@@ -220,15 +220,15 @@ def _is_faster_by_channels_last(cotangent: Tensor, shape: torch.Size, groups: in
 def _kernel_for(
     left: Tensor, right: Tensor, by_rows: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A product of two matrices ``[o, s]`` and ``[i, s]`` that is faster in calls of its own than in a batch.
+    """Multiply two matrices ``[o, s]`` and ``[i, s]``, faster in its own call than in a batch.
 
     This calls the one private operator: ``torch.ops.mkldnn._linear_pointwise``, which torch itself uses in
-    compiled models. Public products go to MKL. On processors that Intel did not make MKL takes a slower path,
-    at half the speed of the convolutions that PyTorch hands to oneDNN on the same machine. Without the operator
+    compiled models. Public products go to MKL. On processors that Intel did not make, MKL takes a slower path,
+    at half the speed of the convolutions that PyTorch gives to oneDNN on the same machine. Without the operator
     everything works by ``torch.bmm``.
 
-    The operator copies its first matrix unless that is kept by rows. Where both are kept by columns, the
-    smaller one goes first, unless the product shall be kept ``by_rows``: it is then kept by columns.
+    The operator copies its first matrix unless that one is in memory by rows. If both are there by columns, the
+    smaller one goes first, unless you want the product ``by_rows``: it is then there by columns.
     """
     fits = (
         device_kind(left) == device_kind(right)
@@ -249,13 +249,13 @@ def _kernel_for(
 
 
 def _is_faster_swapped(left: Tensor, right: Tensor) -> bool:
-    """Whether MKL forms the products ``[b, o, i]`` faster as ``[b, i, o]``: filters of three channels, say."""
+    """Tell whether MKL forms products ``[b, o, i]`` faster as ``[b, i, o]``, as for three-channel filters."""
     fits = left.dtype == torch.float32 and device_kind(left) == "cpu" and not is_traced()
     return fits and left.shape[1] % FULL == 0 and right.shape[1] % FULL != 0
 
 
 def _plain(matrices: Tensor) -> Tensor:
-    """Matrices without gaps, by rows or by columns: for others oneDNN falls back to a loop over entries."""
+    """Return matrices without gaps, by rows or columns: for others oneDNN loops over entries."""
     _, rows, columns = matrices.shape
     fits = matrices.stride()[1:] in ((columns, 1), (1, rows))
     return matrices if fits else matrices.contiguous()

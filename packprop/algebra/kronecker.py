@@ -2,8 +2,8 @@
 
 Every function takes a block as the extensions save it. A list of factors ``[B, A]`` stands for ``B kron A``
 over entries ``[o, i]``, ``[B]`` for ``B`` itself; a factor that is a vector stands for the diagonal matrix.
-Weights that keep fan-in first (transposed convolutions, tables) must be brought to ``[o, i]`` before.
-``Eigen``, which EKFAC saves, knows the order of its parameter.
+Some weights keep fan-in first (transposed convolutions, tables): bring them to ``[o, i]`` before. ``Eigen``,
+which EKFAC saves, knows the order of its parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Eigen(NamedTuple):
         values: Eigenvalues ``[o, i]``, or ``[p]`` for one factor.
         vectors: Orthonormal columns ``[U_B, U_A]``, ``[o, o]`` and ``[i, i]``, or ``[U_B]``, ``[p, p]``; a
             vector of ones for a factor that is diagonal itself.
-        order: Where the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
+        order: The order in which the parameter keeps entries ``[o, i]``; ``None`` for this order itself.
     """
 
     values: Tensor
@@ -45,7 +45,7 @@ Block = Factors | Eigen
 
 
 def eigen(block: Block) -> Eigen:
-    """The eigendecomposition of ``B kron A``, from those of the factors.
+    """Return the eigendecomposition of ``B kron A``, from those of the factors.
 
     Example:
         >>> eigen([torch.eye(2), 3 * torch.eye(1)]).values.tolist()
@@ -60,12 +60,12 @@ def eigen(block: Block) -> Eigen:
 
 
 def eigenvectors(factor: Tensor) -> Tensor:
-    """Orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
+    """Return orthonormal eigenvectors of a symmetric matrix as columns ``[p, p]``, cut from the graph.
 
-    Where the matrix is singular, rounding would decide between the bases of its null space. The basis taken is
-    the one without correlation under fixed weights of the coordinates. The largest entry of each column is
-    positive. If the matrix is not finite the eigenvectors are NaN, which shows in everything they rotate.
-    Those of a diagonal matrix, which is given as a vector, are unit vectors: a vector of ones.
+    If the matrix is singular, rounding would decide between the bases of its null space. This function takes
+    the basis without correlation under fixed weights of the coordinates. The largest entry of each column is
+    positive. If the matrix is not finite, the eigenvectors are NaN, which shows in everything they rotate. The
+    eigenvectors of a diagonal matrix, given as a vector, are unit vectors: a vector of ones.
     """
     factor = factor.detach()
     if factor.dim() == 1:
@@ -88,9 +88,9 @@ def eigenvectors(factor: Tensor) -> Tensor:
 
 
 def _settled(vectors: Tensor, null: Tensor) -> Tensor:
-    """Eigenvectors with the basis of a null space whose dimension no value may be asked for.
+    """Return eigenvectors with the basis of a null space, without asking for its dimension.
 
-    The others are given eigenvalues of 3, beyond those of the weights, and stay what they are.
+    The others get eigenvalues of 3, beyond those of the weights, and stay what they are.
     """
     weights = torch.linspace(1, 2, len(null), dtype=vectors.dtype, device=vectors.device)
     within = null[:, None] & null
@@ -99,7 +99,7 @@ def _settled(vectors: Tensor, null: Tensor) -> Tensor:
 
 
 def dense(block: Block) -> Tensor:
-    """The whole matrix ``[p, p]``; for small blocks.
+    """Return the whole matrix ``[p, p]``; for small blocks.
 
     Example:
         >>> dense([torch.eye(2), 3 * torch.eye(1)]).tolist()
@@ -115,7 +115,7 @@ def dense(block: Block) -> Tensor:
 
 
 def multiply(block: Block, vectors: Tensor) -> Tensor:
-    """The matrix times one or many vectors, without forming it.
+    """Multiply the matrix by one or many vectors, without forming it.
 
     Args:
         block: ``[B, A]``, ``[B]`` or ``Eigen``.
@@ -147,7 +147,7 @@ def inverse(block: list[Tensor] | tuple[Tensor, ...], damping: float) -> list[Te
 
 
 def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
-    """The damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
+    """Return the damped inverse in the form of the block: exact for ``Eigen``, approximate for two factors.
 
     Two factors share the damping (Martens and Grosse 2015, 6.3):
     ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1``, with ``pi^2`` the mean eigenvalue of A over that of B.
@@ -174,11 +174,11 @@ def inverse(block: Block, damping: float) -> list[Tensor] | Eigen:
 
 
 def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
-    """``(block + damping I)^-1`` times one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
+    """Multiply ``(block + damping I)^-1`` by one or many vectors ``[*p]`` or ``[v, *p]``, exactly.
 
-    Uses the eigenvectors of the factors, whose products are those of the block. Eigenvalues of a factor that
-    rounding made negative count as zero, and without damping all that are zero up to rounding: the inverse of
-    rounding would be the largest part of the result.
+    It uses the eigenvectors of the factors: their products are those of the block. Eigenvalues of a factor that
+    are negative by rounding count as zero. Without damping, all that are zero up to rounding count as zero: the
+    inverse of rounding would be the largest part of the result.
 
     Raises:
         BadInput: If damping is negative, or the vectors do not fit the block.
@@ -196,7 +196,7 @@ def solve(block: Block, vectors: Tensor, damping: float) -> Tensor:
 
 
 def trace(block: Block) -> Tensor:
-    """The trace: the sum of the eigenvalues, or the product of the traces of the factors."""
+    """Return the trace: the sum of the eigenvalues, or the product of the traces of the factors."""
     if isinstance(block, Eigen):
         return block.values.sum()
     _require_factors("trace", block)
@@ -204,9 +204,9 @@ def trace(block: Block) -> Tensor:
 
 
 def logdet(block: Block, damping: float = 0.0) -> Tensor:
-    """Logarithm of the determinant of ``block + damping I``; ``-inf`` where that is singular.
+    """Return the logarithm of the determinant of ``block + damping I``; ``-inf`` if that is singular.
 
-    Eigenvalues that rounding made negative count as zero.
+    Eigenvalues that are negative by rounding count as zero.
     """
     _require_damping("logdet", damping)
     if isinstance(block, Eigen):
@@ -221,7 +221,7 @@ def logdet(block: Block, damping: float = 0.0) -> Tensor:
 
 
 def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor:
-    """Vectors whose coordinates in the eigenbasis are multiplied by ``values``."""
+    """Multiply the coordinates of vectors in the eigenbasis by ``values``."""
     flat = _as_matrices(asked, block, vectors).to(values.dtype)
     left, right = block.vectors[0], block.vectors[1] if len(block.vectors) > 1 else None
     rotated = _from_left(left if left.dim() == 1 else left.mT, flat)
@@ -233,26 +233,26 @@ def _scaled(asked: str, block: Eigen, vectors: Tensor, values: Tensor) -> Tensor
 
 
 def _widened(factor: Tensor) -> Tensor:
-    """The factor, which is to be decomposed, in a precision that PyTorch does that in."""
+    """Return the factor in a precision in which PyTorch decomposes it."""
     require_finite("A Kronecker factor was to be decomposed.", factor)
     return factor.to(accumulation_dtype(factor.dtype))
 
 
 def _decomposed(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a factor; those of a diagonal one are unit vectors, in their order."""
+    """Return eigenvalues and eigenvectors of a factor; for a diagonal one unit vectors, in their order."""
     if factor.dim() == 1:
         return factor, torch.ones_like(factor)
     return eigh(factor)
 
 
 def _eigenvalues(factor: Tensor) -> Tensor:
-    """Eigenvalues, of which rounding makes none negative."""
+    """Return eigenvalues, of which rounding makes none negative."""
     wide = _widened(factor)
     return (wide if wide.dim() == 1 else eigvalsh(wide)).clamp(min=0)
 
 
 def _without_rounding(values: Tensor, damping: float) -> Tensor:
-    """Eigenvalues of a factor ``[p]``, with zero for those that rounding may have made; see ``solve``."""
+    """Return eigenvalues of a factor ``[p]``, with zero for those that may be rounding; see ``solve``."""
     if not len(values):
         return values
     digit = math.sqrt(len(values)) * torch.finfo(values.dtype).eps * values.abs().amax()
@@ -260,7 +260,7 @@ def _without_rounding(values: Tensor, damping: float) -> Tensor:
 
 
 def _reciprocals(values: Tensor, damping: float) -> Tensor:
-    """``1 / (values + damping)`` for eigenvalues, none of which may be zero then."""
+    """Return ``1 / (values + damping)`` for eigenvalues, none of which may be zero then."""
     damped = values + damping
     if has_fault((damped == 0).any()):
         raise singular(values)
@@ -276,12 +276,12 @@ def _inverted(factor: Tensor) -> Tensor:
 
 
 def _from_left(factor: Tensor, matrices: Tensor) -> Tensor:
-    """A factor times matrices ``[v, o, i]``."""
+    """Multiply a factor by matrices ``[v, o, i]``."""
     return factor[:, None] * matrices if factor.dim() == 1 else factor @ matrices
 
 
 def _from_right(matrices: Tensor, factor: Tensor) -> Tensor:
-    """Matrices ``[v, o, i]`` times a factor."""
+    """Multiply matrices ``[v, o, i]`` by a factor."""
     return matrices * factor if factor.dim() == 1 else matrices @ factor
 
 
@@ -316,7 +316,7 @@ def _require_damping(asked: str, damping: float) -> None:
 
 
 def _as_matrices(asked: str, block: Block, vectors: Tensor) -> Tensor:
-    """Vectors as matrices ``[v, o, i]``, with i = 1 for a single factor."""
+    """Return vectors as matrices ``[v, o, i]``, with i = 1 for a single factor."""
     order = block.order if isinstance(block, Eigen) else None
     factors = block.vectors if isinstance(block, Eigen) else block
     _require_factors(asked, factors)

@@ -1,4 +1,4 @@
-"""How partial results merge: associatively, so that chunks, batches and resumed runs merge alike."""
+"""Monoids of partial results: merges are associative, so chunks, batches and resumed runs merge alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packprop.tensors.nesting import map_tensors
 class Moments(NamedTuple):
     """Number, mean and sum of squared deviations of a set of rows (Chan et al. 1979).
 
-    The number is a tensor where data decide which rows count.
+    The number is a tensor if data decide which rows count.
     """
 
     samples: int | Tensor
@@ -30,10 +30,10 @@ class Monoid:
 
     Args:
         name: For messages and tables.
-        merge: Associative; from two partial results to one.
-        result: From the last partial result to the value.
+        merge: Merges two partial results into one; associative.
+        result: Turns the last partial result into the value.
         axis: The axis that the value grows along; ``None`` for a value of fixed size.
-        adds: Whether several partial results may have the same place along that axis, and are added up there.
+        adds: Adds up partial results that have the same place along that axis.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Monoid:
 
     @property
     def grows(self) -> bool:
-        """Whether the value grows with every partial result."""
+        """Tell whether the value grows with every partial result."""
         return self.axis is not None
 
     def __repr__(self) -> str:
@@ -83,34 +83,34 @@ def _refuse(a: Any, b: Any) -> Any:
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Sum of two tensors; ``None`` stands for a statistic that a structure does not have."""
+    """Add two tensors; ``None`` stands for a statistic that a structure does not have."""
     return a if b is None else b if a is None else a + b
 
 
 SUM = Monoid("SUM", _add, lambda total: total)
-"""Values are added up."""
+"""Add up values."""
 
 CAT = {axis: concatenate(axis) for axis in (0, 1)}
-"""Values are joined along an axis."""
+"""Join values along an axis."""
 
 ADD_IN_PLACE = replace(CAT[0], name="ADD(0)", adds=True)
-"""Values are joined along the leading axis; those that have the same place there are added up."""
+"""Join values along the leading axis; add up those that have the same place there."""
 
 SINGLE = Monoid("SINGLE", _refuse, lambda value: value)
-"""There is one value; merging is refused."""
+"""Keep the one value; refuse to merge."""
 
 KEEP = Monoid("KEEP", lambda a, b: a, lambda value: value)
-"""All values are equal, and the first is kept."""
+"""Keep the first value; all are equal."""
 
 MOMENTS = Monoid("MOMENTS", _merge_moments, lambda partial: partial)
-"""Moments are merged as by Chan et al. (1979)."""
+"""Merge moments as Chan et al. (1979) do."""
 
 
 def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
-    """A result for a loss that is multiplied by ``factor``.
+    """Return the result for a loss times ``factor``.
 
-    ``degree`` is that of the row; for moments it is that of their mean. A value that is no tensor, such as a
-    product with a block, says itself what its multiples are: by a method ``scaled``.
+    ``degree`` belongs to the row; for moments it is the degree of their mean. A value that is no tensor, such
+    as a product with a block, computes its own multiples, by a method ``scaled``.
     """
     if value is None or degree == 0:
         return value
@@ -122,12 +122,12 @@ def rescale(value: Any, factor: Tensor | float, degree: float) -> Any:
 
 
 def nothing_like(value: Any) -> Any:
-    """Zeros in place of all sums; the number of samples stays."""
+    """Return zeros in place of all sums; the number of samples stays."""
     if isinstance(value, Moments):
         return Moments(value.samples, torch.zeros_like(value.mean), torch.zeros_like(value.mean))
     return map_tensors(torch.zeros_like, value)
 
 
 def lift(monoid: Monoid, value: Any) -> Any:
-    """The partial result that consists of one value."""
+    """Make the partial result that consists of one value."""
     return [value] if monoid.grows else value

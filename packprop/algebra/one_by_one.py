@@ -19,25 +19,25 @@ from packprop.tensors.dry import is_dry_run
 
 # NOTE [One by one]
 #
-# The per-sample gradients of a large weight that is shared over positions cost less to form than to write to
-# memory and to read again for a sum and for each other statistic. So each is formed, given to all statistics
-# that were asked for while it is in the cache, and dropped.
+# Forming the per-sample gradients of a large weight that is shared over positions costs less than writing them
+# to memory and reading them again for each statistic. So packprop forms each one, gives it to all statistics of
+# the pass while it is in the cache, and drops it.
 
 Add = Callable[[Tensor, int], object]
-"""Takes the gradient of one sample ``[o, i]``, and its number, counted from one."""
+"""A function that takes the gradient of one sample ``[o, i]``, and its number, counted from one."""
 
 Tally = tuple[Add, Callable[[], Any]]
-"""Takes gradients one by one, and returns their statistic."""
+"""A function that takes gradients one by one, and returns their statistic."""
 
 MakeTally = Callable[[Outer, Tensor], Tally]
-"""Makes the tally of a structure; the first of its gradients shows how the others lie in memory, too."""
+"""A function that makes the tally of a structure; the first gradient shows the memory format of all."""
 
 TALLIES: dict[Statistic, MakeTally] = {}
-"""How each statistic is computed from gradients that come one by one."""
+"""The tally of each statistic, for gradients that come one by one."""
 
 
 def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -> list[Any]:
-    """Values of several statistics of one structure; see NOTE [One by one]."""
+    """Return values of several statistics of one structure; see NOTE [One by one]."""
     gradients = _gradients_one_by_one(structure, statistics)
     first = None if gradients is None else next(gradients, None)
     if gradients is None or first is None:
@@ -52,7 +52,7 @@ def evaluate_together(structure: Statistical, statistics: Sequence[Statistic]) -
 
 
 def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
-    """Whether statistics of one column of an affine use are best computed from gradients formed one by one."""
+    """Tell whether statistics of one column of an affine use are best computed from gradients one by one."""
     positions, groups, fan_in, fan_out = extents[:4]
     return (
         groups == 1
@@ -64,7 +64,7 @@ def goes_one_by_one(statistics: Sequence[Statistic], extents: Extents) -> bool:
 
 
 def _gradients_one_by_one(structure: Statistical, statistics: Sequence[Statistic]) -> Iterator[Tensor] | None:
-    """Per-sample gradients ``[o, i]`` where forming them one by one is best; else ``None``."""
+    """Yield per-sample gradients ``[o, i]`` if forming them one by one is best; else return ``None``."""
     if not isinstance(structure, Outer) or structure.cotangent is None or len(structure.cotangent) > 1:
         return None
     if structure.out is None and per_sample_grad in statistics:
@@ -116,7 +116,7 @@ def _tally_norms(structure: Outer, first: Tensor) -> Tally:
 
 @_tally_of(moments)
 def _tally_moments(structure: Outer, first: Tensor) -> Tally:
-    """Mean and squared deviation by Welford (1962)."""
+    """Compute mean and squared deviation as Welford (1962) does."""
     mean, deviation, samples = torch.zeros_like(first), torch.zeros_like(first), structure.shape[0]
 
     def add(gradient: Tensor, number: int) -> None:
@@ -128,5 +128,5 @@ def _tally_moments(structure: Outer, first: Tensor) -> Tally:
 
 
 def _folded(structure: Outer, total: Tensor) -> Tensor:
-    """``[o, i]`` as the parameter holds it, in memory, too."""
+    """Return ``[o, i]`` as the parameter holds it, also in memory."""
     return fold_matrix(structure, total.contiguous())

@@ -1,4 +1,4 @@
-"""Where a parameter keeps the entries of the matrix that it stands for."""
+"""The order in which a parameter keeps the entries of the matrix that it stands for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Fold = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EntryOrder:
-    """Where a parameter keeps the entries of the matrix ``[g*o, i]`` that it stands for.
+    """The order in which a parameter keeps the entries of the matrix ``[g*o, i]`` that it stands for.
 
     Args:
-        fold: From ``[..., g, o, i]`` to ``[..., *p]``.
+        fold: Maps ``[..., g, o, i]`` to ``[..., *p]``.
         shape: Extents of g, o and i.
     """
 
@@ -25,11 +25,11 @@ class EntryOrder:
     shape: tuple[int, int, int]
 
     def to_parameter(self, matrices: Tensor) -> Tensor:
-        """``[v, g*o, i] -> [v, *p]``."""
+        """Map ``[v, g*o, i]`` to ``[v, *p]``."""
         return self.fold(matrices.reshape(-1, *self.shape))
 
     def to_matrices(self, vectors: Tensor) -> Tensor:
-        """``[v, *p] -> [v, g*o, i]``."""
+        """Map ``[v, *p]`` to ``[v, g*o, i]``."""
         groups, fan_out, fan_in = self.shape
         places = torch.arange(groups * fan_out * fan_in, device=vectors.device)
         index = self.to_parameter(places).reshape(1, -1).expand(len(vectors), -1)
@@ -45,13 +45,13 @@ class EntryOrder:
 
 @functools.lru_cache(maxsize=4096)
 def fold_to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """``[..., g, o, i] -> [..., *p]``, order kept; cached, so that equal folds are one object."""
+    """Return ``[..., g, o, i] -> [..., *p]``, order kept; cached, so that equal folds are one object."""
     return functools.partial(_in_order, shape=shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def fold_swapped(shape: torch.Size) -> Callable[[Tensor], Tensor]:
-    """``[..., g, o, (c k)] -> [..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
+    """Map ``[..., g, o, (c k)]`` to ``[..., (g c), o, k]``: fan-in leads, as in transposed convolutions."""
     return functools.partial(_fan_in_leading, shape=shape)
 
 

@@ -1,4 +1,4 @@
-"""A result while its chunks arrive: pieces are written to their place, sums are added up."""
+"""A result while its chunks arrive: pieces go to their place, sums add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Extent(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is the whole axis."""
+        """Tell whether the piece is the whole axis."""
         return self.stop - self.start == self.total
 
 
@@ -32,13 +32,13 @@ ONE = Extent(0, 1, 1)
 class Partial:
     """A result while its chunks arrive: columns in any order, and for each of them all samples in order.
 
-    A result that grows is allocated once and filled, and sums are added up in place. So nothing larger than the
+    It allocates a result that grows once and fills it, and adds up sums in place. So nothing larger than the
     result stays after a chunk.
 
     Args:
-        over_v: How results of disjoint columns merge.
-        over_n: How results of disjoint samples merge.
-        spare: A tensor that nobody else uses, whose memory the result takes if it fits.
+        over_v: The merge of disjoint columns.
+        over_n: The merge of disjoint samples.
+        spare: A tensor that nobody else uses. The result takes its memory if it fits.
     """
 
     def __init__(self, over_v: Monoid, over_n: Monoid, spare: Tensor | None = None) -> None:
@@ -63,9 +63,9 @@ class Partial:
             self._total.add(lift(self._over_v, self._of_column.take()))
 
     def out(self, like: Tensor, shape: Sequence[int], columns: Extent, samples: Extent) -> Tensor | None:
-        """The place of a value ``[v, n, *p]`` in the result, to be written to at once.
+        """Return the place of a value ``[v, n, *p]`` in the result, for writing to it at once.
 
-        ``None`` unless values are joined along both axes.
+        It is ``None`` unless both axes join values.
         """
         if (self._over_v.axis, self._over_n.axis) != (0, 1) or torch.is_grad_enabled():
             return None
@@ -74,28 +74,28 @@ class Partial:
         return self._out
 
     def drop_spare(self) -> None:
-        """Let go of the spare tensor before a value is made that will not be written to it."""
+        """Release the spare tensor before a value is made that will not be written to it."""
         self._spare = None
 
     def result(self) -> Any:
-        """The value, once all chunks have arrived."""
+        """Return the value, once all chunks have arrived."""
         if self._filled is None:
             return self._total.take()
         return self._filled if self._total.value is None else self._filled + self._total.take()
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are kept until the result is complete."""
+        """Return the tensors that stay until the result is complete."""
         kept = [self._filled, self._of_column.value, self._total.value]
         flat = [item for part in kept for item in (part if isinstance(part, (list, tuple)) else [part])]
         return [item for item in flat if isinstance(item, Tensor)]
 
     @property
     def _is_written_once(self) -> bool:
-        """Whether each place of the result gets one value."""
+        """Tell whether each place of the result gets one value."""
         return self._over_v.grows and self._over_n.grows and not self._over_v.adds
 
     def _place(self, value: Tensor, grown: list[tuple[int, Extent]]) -> Tensor:
-        """The view of the whole result that a value is written to."""
+        """Return the view of the whole result that a value is written to."""
         if self._filled is None:
             shape = [*value.shape]
             for axis, extent in grown:
@@ -109,7 +109,7 @@ class Partial:
         return place
 
     def _allocated(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Memory for the whole result: the spare tensor's, if it fits."""
+        """Return memory for the whole result: the spare tensor's, if it fits."""
         spare, self._spare = self._spare, None
         if (
             spare is not None
@@ -122,7 +122,7 @@ class Partial:
 
 
 class _Running:
-    """The merge of the partial results so far; a sum that only this object refers to is added to in place."""
+    """Merge the partial results so far; add in place to a sum that only this object refers to."""
 
     def __init__(self, monoid: Monoid) -> None:
         self._monoid, self.value = monoid, cast(Any, None)

@@ -17,9 +17,9 @@ from packprop.algebra.kernels import outer_products, second_moment
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """Inputs of a convolution, already padded, one row for each output position.
+    """Return inputs of a convolution, already padded, one row for each output position.
 
-    A strided view of ``x``, copied once when it is reshaped; ``[b, g*c, *space] -> [b, s, g, i]``
+    This is a strided view of ``x``, copied once when it is reshaped; ``[b, g*c, *space] -> [b, s, g, i]``
     with ``i = c * prod(kernel)``, the order of a convolution weight's trailing axes.
     """
     dims = len(kernel)
@@ -34,9 +34,10 @@ def patches(
 def patch_moment(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """Products of the rows of ``patches`` summed over images, positions and groups, ``[i, i]``.
+    """Sum products of the rows of ``patches`` over images, positions and groups, ``[i, i]``.
 
-    The inputs are copied once, each entry of a patch for all positions of all images: what the product reads.
+    It copies the inputs once, in the order in which the product reads them: each entry of a patch for all
+    positions of all images.
     """
     dims = len(kernel)
     windows = _windows(x, kernel, stride, dilation).unflatten(1, (groups, -1))
@@ -45,7 +46,7 @@ def patch_moment(
 
 
 def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """A strided view, ``[b, c, *space] -> [b, c, *outputs, *kernel]``."""
+    """Return a strided view, ``[b, c, *space] -> [b, c, *outputs, *kernel]``."""
     batch, channels, *space = x.shape
     outputs = [
         (size - d * (k - 1) - 1) // st + 1
@@ -66,14 +67,13 @@ def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: 
 def shift_moment(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], sides: Sequence[tuple[int, int]], groups: int
 ) -> Tensor:
-    """The same as ``patch_moment``, without unfolding anything; for unit stride.
+    """Compute ``patch_moment`` without unfolding anything; for unit stride.
 
     # NOTE [Moments of patches]
     Kernel offsets k and k' multiply pixels that lie ``d = k' - k`` apart, and so do all other pairs with the
-    same d. They differ only in which pixels at the borders take part. So the sum over all pixels is computed
-    once for each d instead of once for each pair. It contains a few pairs of pixels that no output position
-    sees together. These lie in boxes at the borders, and are subtracted
-    by inclusion and exclusion over the axes.
+    same d. They differ only in which pixels at the borders take part. So one sum over all pixels serves all
+    pairs with the same d. It contains a few pairs of pixels that no output position sees together. These lie in
+    boxes at the borders, and inclusion and exclusion over the axes subtracts them.
 
     Args:
         x: Input without padding ``[b, g*c, *space]``.
@@ -147,7 +147,7 @@ def transposed_patches(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Inputs that each output position of a transposed convolution sees, ``[b, s, g, i]``.
+    """Return inputs that each output position of a transposed convolution sees, ``[b, s, g, i]``.
 
     A transposed convolution is a convolution of unit stride over the input with ``stride - 1`` zeros
     between its entries, with the kernel read backwards (Dumoulin and Visin 2016, section 4).
@@ -170,7 +170,7 @@ def transposed_patches(
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """An option of a convolution, once for each spatial axis."""
+    """Return an option of a convolution, once for each spatial axis."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)

@@ -15,11 +15,11 @@ from packprop.algebra.structures import Lookup, Outer, Structure, Tied, rows
 from packprop.tensors.dry import chunk_starts
 
 BLOCK = 2**21
-"""Entries of a matrix that are made at once."""
+"""Entries of a matrix that exist at once."""
 
 
 def projected(structure: Structure, projection: Projection, name: str, shape: Sequence[int]) -> Tensor:
-    """Per-sample gradients of one column, projected: ``[n, d]``.
+    """Project per-sample gradients of one column: ``[n, d]``.
 
     Args:
         structure: Structure of the parameter, with one column.
@@ -34,7 +34,7 @@ def projected(structure: Structure, projection: Projection, name: str, shape: Se
 
 
 def _by_factors(structure: Structure, projection: Projection, name: str, shape: Sequence[int]) -> Tensor:
-    """``A G B^T`` of each gradient G, from its factors where it has any: the gradient is not formed."""
+    """Compute ``A G B^T`` of each gradient G, from its factors if it has any: it does not form the gradient."""
     if isinstance(structure, Tied) and not structure.formed:
         both = [_by_factors(part, projection, name, shape) for part in structure.parts]
         return both[0] + both[1]
@@ -72,10 +72,10 @@ def _by_factors(structure: Structure, projection: Projection, name: str, shape: 
 
 
 def _summed(left: Tensor, right: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """``sum_s (rows^T left_ns) (columns^T right_ns)^T``, row by row ``[n, a*b]``.
+    """Compute ``sum_s (rows^T left_ns) (columns^T right_ns)^T``, row by row ``[n, a*b]``.
 
-    A side without a matrix stays as it is.
-    A side is projected before positions are summed if that makes it smaller, and after that if not.
+    A side without a matrix stays as it is. A side is projected before the sum over positions if that makes it
+    smaller, and after it if not.
 
     Args:
         left: ``[n, s, r]``.
@@ -105,7 +105,7 @@ def _real(structure: Outer | Lookup) -> torch.dtype:
 
 
 class _Sum:
-    """The projection of gradients of a parameter, of which some entries come at a time."""
+    """The projection of gradients of a parameter, some entries at a time."""
 
     def __init__(self, projection: Projection, name: str) -> None:
         self._projection, self._name = projection, name
@@ -124,7 +124,7 @@ class _Sum:
 
 
 def _by_blocks(structure: Structure, projection: Projection, name: str, shape: Sequence[int]) -> Tensor:
-    """Gradients times a matrix that is made, and a gradient that is formed, a block of entries at a time."""
+    """Multiply gradients by a matrix, both made a block of entries at a time."""
     total = _Sum(projection, name)
     if isinstance(structure, Tied) and not structure.formed:
         both = [_by_blocks(part, projection, name, shape) for part in structure.parts]
@@ -168,7 +168,7 @@ def _by_blocks(structure: Structure, projection: Projection, name: str, shape: S
 
 
 def _of_few_rows(cotangent: Tensor, index: Tensor, projection: Projection, name: str) -> Tensor:
-    """Gradients of a table of which few rows were looked up: only columns for those are made."""
+    """Project gradients of a table in which few rows were looked up, making only the columns of these rows."""
     samples, positions, width = cotangent.shape
     like = cotangent.new_empty((), dtype=cotangent.dtype.to_real())
     inside = torch.arange(width, device=index.device)
@@ -181,6 +181,6 @@ def _of_few_rows(cotangent: Tensor, index: Tensor, projection: Projection, name:
             columns = projection.columns(name, entries, like).to(cotangent.dtype)
             total = total + cotangent[sample, first : first + step].reshape(-1) @ columns
         found.append(total)
-    while len(found) < samples:  # a dry run, in which few stand for all
+    while len(found) < samples:  # in a dry run few stand for all
         found.append(found[0])
     return torch.stack(found)

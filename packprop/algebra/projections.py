@@ -1,4 +1,4 @@
-"""Random projections of per-sample gradients, by matrices that are made of a seed, on any device."""
+"""Random projections of per-sample gradients, by matrices made from a seed, on any device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from packprop.tensors.precision import wider_dtype
 
 # NOTE [Matrices of a seed]
 #
-# Entry (j, e) of a matrix is made of a 64-bit number that depends on the seed, the name of the parameter, j and
-# e alone: no entry has to be drawn before another, and every device makes the same ones. Integers wrap around.
+# Entry (j, e) of a matrix comes from a 64-bit number that depends only on the seed, the name of the parameter,
+# j and e: no entry has to be drawn before another, and every device makes the same ones. Integers wrap around.
 #
 #     key     = first 8 bytes, little-endian, of sha256(f"{seed}/{parameter}/{part}")
 #     word w  of entry e, w = 0 ... W - 1:   mix(key + (e * W + w + 1) * 0x9E3779B97F4A7C15)
@@ -35,7 +35,7 @@ from packprop.tensors.precision import wider_dtype
 #   "rows") and B [b, c] (part "columns") project it to A G B^T / sqrt(d), whose entries come row by row.
 
 Kind = Literal["rademacher", "gaussian", "kronecker"]
-"""What the matrix of a projection is made of."""
+"""The kind of random numbers in a projection's matrix."""
 
 WORD = 64
 """Bits of a word."""
@@ -46,7 +46,7 @@ class Projection:
     """A random matrix for each parameter; see NOTE [Matrices of a seed].
 
     Args:
-        kind: What it is made of.
+        kind: The kind of its entries.
         dimension: Rows of each matrix, d.
         seed: Chooses the matrices.
     """
@@ -86,13 +86,13 @@ class Projection:
         return self.columns(name, entries, like).mT.reshape(self.dimension, *shape) * scale
 
     def key(self, name: str, part: str) -> int:
-        """The number that all words of a matrix begin with."""
+        """Return the number that all words of a matrix begin with."""
         digest = hashlib.sha256(f"{self.seed}/{name}/{part}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the matrix that a parameter is taken for."""
+    """Return rows and columns of the matrix that a parameter counts as."""
     if len(shape) > 1:
         return shape[0], math.prod(shape[1:])
     entries = math.prod(shape)
@@ -101,7 +101,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def signs(key: int, entries: Tensor, dimension: int, like: Tensor) -> Tensor:
-    """Signs ``[e, d]`` for some entries ``[e]``, looked up eight at a time."""
+    """Return signs ``[e, d]`` for some entries ``[e]``, looked up eight at a time."""
     words = _words(key, entries, -(-dimension // WORD))
     bits = torch.arange(8, device=like.device)
     table = ((torch.arange(256, device=like.device)[:, None] >> bits) & 1).to(like.dtype) * 2 - 1
@@ -111,7 +111,7 @@ def signs(key: int, entries: Tensor, dimension: int, like: Tensor) -> Tensor:
 
 
 def normals(key: int, entries: Tensor, dimension: int, like: Tensor) -> Tensor:
-    """Normal numbers ``[e, d]`` for some entries ``[e]``, by Box and Muller (1958)."""
+    """Return normal numbers ``[e, d]`` for some entries ``[e]``, by Box and Muller (1958)."""
     words = _words(key, entries, -(-dimension // 2))
     wide = wider_dtype(torch.float32, device_kind(like)) or torch.float32
     upper = (_shifted(words, 32) + 1).to(wide) / 2**32
@@ -126,7 +126,7 @@ def _counted(number: int, like: Tensor) -> Tensor:
 
 
 def _words(key: int, entries: Tensor, number: int) -> Tensor:
-    """Words ``[e, w]`` of some entries."""
+    """Return words ``[e, w]`` of some entries."""
     places = entries[:, None] * number + torch.arange(1, number + 1, device=entries.device)
     mixed = places * _signed(0x9E3779B97F4A7C15) + _signed(key)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -136,11 +136,11 @@ def _words(key: int, entries: Tensor, number: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills up with zeros: that of whole numbers with a sign does not."""
+    """Shift to the right and fill up with zeros, which a shift of signed whole numbers does not."""
     shifted: Tensor = (words >> bits) & (2 ** (WORD - bits) - 1)
     return shifted
 
 
 def _signed(number: int) -> int:
-    """The whole number with a sign that has the same 64 bits."""
+    """Return the signed whole number that has the same 64 bits."""
     return number - 2**WORD if number >= 2 ** (WORD - 1) else number

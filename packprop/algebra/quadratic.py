@@ -1,4 +1,4 @@
-"""``sum_sq`` and ``batch_sq`` of what is not one set of columns: a ``Product`` of two, or a ``Diagonal``."""
+"""``sum_sq`` and ``batch_sq`` of a ``Product`` of two sets of columns, or of a ``Diagonal``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packprop.algebra.structures import Diagonal, Outer, Product, rows
 
 
 def product_sum(structure: Product) -> Tensor:
-    """Products of rows, summed over columns and samples ``[*p]``."""
+    """Sum products of rows over columns and samples ``[*p]``."""
     cotangents = _cotangent_products(structure)
     if cotangents is None:
         return _row_product_sum(structure)
@@ -20,7 +20,7 @@ def product_sum(structure: Product) -> Tensor:
 
 
 def product_batch_sum(structure: Product) -> Tensor:
-    """Products of rows, summed over columns ``[n, *p]``."""
+    """Sum products of rows over columns ``[n, *p]``."""
     cotangents = _cotangent_products(structure)
     if cotangents is None:
         return structure.products.sum(0)
@@ -30,7 +30,7 @@ def product_batch_sum(structure: Product) -> Tensor:
 
 
 def diagonal_sum(structure: Diagonal) -> Tensor:
-    """Diagonals summed over samples ``[*p]``; an affine use need not form those of single samples."""
+    """Sum diagonals over samples ``[*p]``; an affine use need not form those of single samples."""
     source = structure.source
     if isinstance(source, Outer) and source.cotangent is not None:
         return source.fold(torch.einsum("vnsgo,nsgi->goi", source.cotangent, source.x))
@@ -38,12 +38,12 @@ def diagonal_sum(structure: Diagonal) -> Tensor:
 
 
 def diagonal_batch(structure: Diagonal) -> Tensor:
-    """The diagonal of each sample ``[n, *p]``."""
+    """Return the diagonal of each sample ``[n, *p]``."""
     return rows(structure.source)[0]
 
 
 def _row_product_sum(structure: Product) -> Tensor:
-    """``product_sum`` from the rows themselves."""
+    """Compute ``product_sum`` from the rows themselves."""
     left, weights = rows(structure.left), structure.weights
     if weights is None or structure.right is not None:
         return structure.products.sum((0, 1))
@@ -52,7 +52,7 @@ def _row_product_sum(structure: Product) -> Tensor:
 
 
 def _cotangent_products(structure: Product) -> Tensor | None:
-    """Products of cotangents, summed over columns ``[n, g, o]``; ``None`` if positions are shared."""
+    """Sum products of cotangents over columns ``[n, g, o]``; return ``None`` if positions are shared."""
     left, right = structure.left, structure.left if structure.right is None else structure.right
     if not isinstance(left, Outer) or not isinstance(right, Outer):
         return None

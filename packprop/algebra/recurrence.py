@@ -1,9 +1,9 @@
-"""Recurrences opened up: what arrives at the affine maps of every step, from what arrives at the states.
+"""Recurrences step by step: from the cotangents of the states to those of the affine maps of every step.
 
-Axes are ``[t, b, *]``: steps in the order in which they are taken, and rows of the batch, which may be
-samples and positions; cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state
-before it, are affine; everything between them is entry by entry. So one product with derivatives that are known
-for all steps at once, and one product with a weight, lead from a step to the one before it.
+Axes are ``[t, b, *]``: steps in their order, and rows of the batch, which may be samples and positions;
+cotangents are ``[t, v, b, *]``. Both maps of a step, of its input and of the state before it, are affine;
+everything between them is entry by entry. So two products lead from a step to the one before it: one with
+derivatives that are known for all steps at once, and one with a weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["lstm", "gru", "tanh", "relu"]
-"""What a step does with its two affine maps."""
+"""The use of the two affine maps in a step."""
 
 
 class Weights(NamedTuple):
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What went into the affine maps of all steps.
+    """The inputs of the affine maps of all steps.
 
     Args:
         input: ``[t, b, f]``.
@@ -52,13 +52,13 @@ class Steps(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What arrives at the states.
+    """The cotangents of the states.
 
     Args:
-        states: At the state after each step ``[t, v, b, p]``.
-        memory: At the memory after the last step ``[v, b, h]``, or ``None``.
-        memories: At the memory after each step ``[t, v, b, h]``, if rows end at different steps.
-        is_total: Whether what arrives at the memory holds what comes through the state of that step.
+        states: Of the state after each step ``[t, v, b, p]``.
+        memory: Of the memory after the last step ``[v, b, h]``, or ``None``.
+        memories: Of the memory after each step ``[t, v, b, h]``, if rows end at different steps.
+        is_total: Says that the memory's cotangent includes the path through the state of that step.
     """
 
     states: Tensor
@@ -68,7 +68,7 @@ class Arrived(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """What arrives at the outputs of the affine maps, and at the first state.
+    """The cotangents of the outputs of the affine maps, and of the first state.
 
     Args:
         input: At the map of the inputs ``[t, v, b, k*h]``.
@@ -86,7 +86,7 @@ class Signals(NamedTuple):
 
 
 def states_after(kind: Kind, x: Tensor, state: Tensor, memory: Tensor | None, weights: Weights) -> Tensor:
-    """The state after every step ``[t, b, p]``, by basic operations: differentiable any number of times."""
+    """Return the state after every step ``[t, b, p]``, by basic, differentiable operations."""
     inputs = F.linear(x, weights.input, weights.input_bias)
     states = []
     for own in inputs.unbind(0):
@@ -110,7 +110,7 @@ def states_after(kind: Kind, x: Tensor, state: Tensor, memory: Tensor | None, we
 
 
 def gated_memory(steps: Steps, weights: Weights) -> Tensor:
-    """What the projection of an LSTM multiplies, at every step ``[t, b, h]``."""
+    """Return the input of an LSTM's projection, at every step ``[t, b, h]``."""
     *_, o, memories = _gates_of_lstm(steps, weights)
     return o * memories[1:].tanh()
 
@@ -121,7 +121,7 @@ def pull_back(kind: Kind, steps: Steps, weights: Weights, arrived: Arrived) -> S
 
 
 def _affine(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor]:
-    """The outputs of both affine maps of every step ``[t, b, k*h]``."""
+    """Return the outputs of both affine maps of every step ``[t, b, k*h]``."""
     return (
         F.linear(steps.input, weights.input, weights.input_bias),
         F.linear(steps.before, weights.state, weights.state_bias),
@@ -131,7 +131,7 @@ def _affine(steps: Steps, weights: Weights) -> tuple[Tensor, Tensor]:
 def _pull_back_plain(
     slope: Callable[[Tensor], Tensor], steps: Steps, weights: Weights, arrived: Arrived
 ) -> Signals:
-    """A state that is a function of the sum of both maps, entry by entry, with this derivative."""
+    """Step back through a state that is a function of the sum of both maps, entry by entry."""
     ours, theirs = _affine(steps, weights)
     scanned = _scan(weights, arrived, slope(ours + theirs).unsqueeze(-2))
     signals = scanned.products.flatten(3)
@@ -139,7 +139,7 @@ def _pull_back_plain(
 
 
 def _pull_back_gru(steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
-    """The map of the states is multiplied by a gate before it meets the other one: their signals differ."""
+    """Step back where a gate multiplies the map of the states before the sum: the two cotangents differ."""
     scanned = _scan(weights, arrived, _slopes_of_gru(steps, weights), hands_on=True)
     gates = scanned.products
     at_inputs = torch.cat([gates[..., :2, :], gates[..., 3:4, :]], -2)
@@ -147,7 +147,7 @@ def _pull_back_gru(steps: Steps, weights: Weights, arrived: Arrived) -> Signals:
 
 
 def _slopes_of_gru(steps: Steps, weights: Weights) -> Tensor:
-    """Derivatives of the state after each step in four gates, and in the state before it ``[t, b, 5, h]``."""
+    """Return derivatives of each state in four gates, and in the state before it ``[t, b, 5, h]``."""
     ours, theirs = _affine(steps, weights)
     size = steps.before.shape[-1]
     r, z = (ours[..., : 2 * size] + theirs[..., : 2 * size]).sigmoid().chunk(2, -1)
@@ -167,9 +167,10 @@ def _pull_back_lstm(steps: Steps, weights: Weights, arrived: Arrived) -> Signals
 
 
 def _slopes_of_lstm(steps: Steps, weights: Weights, is_total: bool) -> tuple[Tensor, Tensor]:
-    """Derivatives in four gates and in the memory before each step ``[t, b, 5, h]``.
+    """Return derivatives in four gates and in the memory before each step ``[t, b, 5, h]``.
 
-    First those of the state after it, by way of the memory, too, unless ``is_total``; then those of the memory.
+    First come those of the state after it, including the path through the memory unless ``is_total``; then
+    those of the memory.
     """
     i, f, g, o, memories = _gates_of_lstm(steps, weights)
     squashed, nothing = memories[1:].tanh(), torch.zeros_like(f)
@@ -180,7 +181,7 @@ def _slopes_of_lstm(steps: Steps, weights: Weights, is_total: bool) -> tuple[Ten
 
 
 def _gates_of_lstm(steps: Steps, weights: Weights) -> tuple[Tensor, ...]:
-    """The gates of every step ``[t, b, h]``; the memory before the first and after each ``[t + 1, b, h]``."""
+    """Return gates of every step ``[t, b, h]``; memory before the first and after each ``[t + 1, b, h]``."""
     assert steps.memory is not None
     ours, theirs = _affine(steps, weights)
     i, f, g, o = (ours + theirs).chunk(4, -1)
@@ -197,7 +198,7 @@ PULLS: dict[Kind, Callable[[Steps, Weights, Arrived], Signals]] = {
 
 
 def _memories(kept: Tensor, added: Tensor, first: Tensor) -> Tensor:
-    """The memory before the first step and after each ``[t + 1, b, h]``."""
+    """Return the memory before the first step and after each ``[t + 1, b, h]``."""
     if torch.is_grad_enabled():
         pieces = [first]
         for step in range(len(kept)):
@@ -211,12 +212,12 @@ def _memories(kept: Tensor, added: Tensor, first: Tensor) -> Tensor:
 
 
 class _Scanned(NamedTuple):
-    """What a way through all steps has given.
+    """The result of a way through all steps.
 
     Args:
-        products: What arrives at each step, times derivatives ``[t, v, b, k, h]``.
-        at_first: What arrives at the state before the first step ``[v, b, p]``.
-        projected: What arrives at the output of the projection, if there is one ``[t, v, b, p]``.
+        products: The cotangent of each step, times derivatives ``[t, v, b, k, h]``.
+        at_first: The cotangent of the state before the first step ``[v, b, p]``.
+        projected: The cotangent of the projection's output, if there is one ``[t, v, b, p]``.
     """
 
     products: Tensor
@@ -233,16 +234,17 @@ def _scan(
 ) -> _Scanned:
     """Go through all steps, the last one first.
 
-    What arrives at a step is multiplied by derivatives. As many of the products as the weight of the states has
-    rows go through it to the state before the step. Products are written to one tensor, or kept one by one
-    where they shall be differentiable.
+    It multiplies the cotangent of a step by derivatives. As many of the products as the weight of the states
+    has rows go through that weight to the state before the step. It writes products to one tensor, or keeps
+    them one by one if they have to be differentiable.
 
     Args:
         weights: The parameters.
-        arrived: What arrives from outside.
+        arrived: The cotangents from outside.
         of_state: Derivatives of the state after each step ``[t, b, k, h]``.
-        of_memory: Those of the memory after it; the last product is what arrives at the memory before the step.
-        hands_on: Whether the last product arrives at the state before the step.
+        of_memory: Those of the memory after it; the last product is the cotangent of the memory before the
+            step.
+        hands_on: Says that the last product is the cotangent of the state before the step.
     """
     count, columns, rows, _ = arrived.states.shape
     outside, width, size = arrived.states.flatten(1, 2), len(weights.state), of_state.shape[-1]

@@ -1,4 +1,4 @@
-"""Structures whose samples are multiplied by factors of their own."""
+"""Structures with a factor on each sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packprop.algebra.structures import Dense, Lookup, Outer, Structure, Tied, r
 
 
 def with_factors(structure: Structure, factors: Tensor) -> Structure:
-    """The same structure, the gradient of each sample multiplied by a factor ``[n]``."""
+    """Return the same structure, with the gradient of each sample multiplied by a factor ``[n]``."""
     if isinstance(structure, Tied):
         outer, lookup = (with_factors(part, factors) for part in structure.parts)
         assert isinstance(outer, Outer)

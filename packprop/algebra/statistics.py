@@ -34,17 +34,17 @@ Statistic = Callable[..., Any]
 
 
 def per_sample_grad(structure: Structure) -> Tensor:
-    """Gradients of single samples, ``[v, n, *p]``."""
+    """Return gradients of single samples, ``[v, n, *p]``."""
     return rows(structure)
 
 
 def summed_grad(structure: Structure) -> Tensor:
-    """The gradient of one column, summed over samples, ``[*p]``."""
+    """Return the gradient of one column, summed over samples, ``[*p]``."""
     return structure.total if isinstance(structure, Outer) else rows(structure)[0].sum(0)
 
 
 def total_grad(structure: Structure) -> Tensor:
-    """As ``summed_grad``, by one product over samples and positions: no sample's gradient is formed."""
+    """Compute ``summed_grad`` by one product over samples and positions: it forms no sample's gradient."""
     if isinstance(structure, Tied) and not structure.formed:
         return total_grad(structure.parts[0]) + total_grad(structure.parts[1])
     if isinstance(structure, Outer) and not structure.formed and structure.cotangent is not None:
@@ -58,7 +58,7 @@ def total_grad(structure: Structure) -> Tensor:
 
 
 def sum_sq(structure: Quadratic) -> Tensor:
-    """Squares of per-sample gradients (or products, or diagonals), summed over columns and samples ``[*p]``."""
+    """Sum squares of per-sample gradients (or products, or diagonals) over columns and samples ``[*p]``."""
     if isinstance(structure, Diagonal):
         return diagonal_sum(structure)
     if isinstance(structure, Product):
@@ -68,7 +68,7 @@ def sum_sq(structure: Quadratic) -> Tensor:
 
 
 def batch_sq(structure: Quadratic) -> Tensor:
-    """Squares of per-sample gradients (or products, or diagonals), summed over columns, ``[n, *p]``."""
+    """Sum squares of per-sample gradients (or products, or diagonals) over columns, ``[n, *p]``."""
     if isinstance(structure, Diagonal):
         return diagonal_batch(structure)
     if isinstance(structure, Product):
@@ -78,13 +78,13 @@ def batch_sq(structure: Quadratic) -> Tensor:
 
 
 def sq_norm(structure: Structure) -> Tensor:
-    """Squared norms of per-sample gradients, summed over columns, ``[n]``."""
+    """Return squared norms of per-sample gradients, summed over columns, ``[n]``."""
     fast = _fast("sq_norm", structure)
     return square_norms(flat_rows(structure)).sum(0) if fast is None else fast
 
 
 def gram(structure: Structure) -> Tensor:
-    """Inner products of per-sample gradients, summed over columns, ``[n, n]``."""
+    """Return inner products of per-sample gradients, summed over columns, ``[n, n]``."""
     fast: Tensor | None = _fast("gram", structure)
     if fast is not None:
         return fast
@@ -93,7 +93,7 @@ def gram(structure: Structure) -> Tensor:
 
 
 def along(structure: Structure, first: Sequence[Any]) -> Tensor:
-    """Inner products of per-sample gradients of one column with a direction, ``[n]``.
+    """Return inner products of per-sample gradients of one column with a direction, ``[n]``.
 
     Args:
         structure: Structure of a parameter.
@@ -118,7 +118,7 @@ def along(structure: Structure, first: Sequence[Any]) -> Tensor:
 
 
 def moments(structure: Structure) -> Moments:
-    """Count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
+    """Return count, mean and summed squared deviation of per-sample gradients of one column, ``[*p]`` each."""
     fast: Moments | None = _fast("moments", structure)
     if fast is not None:
         return fast
@@ -128,12 +128,12 @@ def moments(structure: Structure) -> Moments:
 
 
 def flat_rows(structure: Structure) -> Tensor:
-    """Per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
+    """Return per-sample gradients with all entries of the parameter on one axis, ``[v, n, p]``."""
     gradients = rows(structure)
     return gradients.reshape(*gradients.shape[:2], gradients.shape[2:].numel())
 
 
 def _fast(statistic: str, structure: Structure) -> Any:
-    """The value of the fast cell, if there is one for the structure and it applies; else ``None``."""
+    """Return the value of the fast cell, if there is one for the structure and it applies; else ``None``."""
     cell = FAST_CELLS.get(statistic, {}).get(type(structure))
     return None if cell is None else cell(structure)

@@ -1,4 +1,4 @@
-"""How a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses of one parameter.
+"""Structures, in which a parameter meets a cotangent: ``Outer``, ``Lookup``, ``Dense``; joining several uses.
 
 A structure holds the tensors of some samples and some columns of a seed, in the canonical axes
 ``v n s g o`` and ``n s g i``. It does not know which function they come from.
@@ -21,7 +21,7 @@ from packprop.tensors.device import device_kind
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is made when it is needed, and its shape."""
+    """A tensor that is made on demand, and its shape."""
 
     shape: Sequence[int]
     make: Callable[[], Tensor]
@@ -33,11 +33,10 @@ class Outer:
 
     Args:
         given: Inputs ``[n, s, g, i]``, as a tensor or as the function that makes it; read them from ``x``.
-        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` where only inputs are asked for.
-        fold: From ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
-        moment: Computes ``sum_nsg x x^T``, ``[i, i]``, where that takes less than making the inputs.
-        out: The memory that per-sample gradients ``[1, n, *p]`` are written to, in the order ``g o i``; else
-            ``None``.
+        cotangent: Cotangent at the output ``[v, n, s, g, o]``; ``None`` if only inputs are needed.
+        fold: Maps ``[..., g, o, i]`` to ``[..., *p]``; a linear rearrangement of entries.
+        moment: Computes ``sum_nsg x x^T``, ``[i, i]``, if that takes less than making the inputs.
+        out: The memory for per-sample gradients ``[1, n, *p]``, in the order ``g o i``; else ``None``.
         direct: Computes per-sample gradients ``[1, n, *p]`` without inputs by position; ``None`` where no
             function does.
         inner: Computes inner products of per-sample gradients with a direction, ``[*p] -> [n]``, without inputs
@@ -45,7 +44,7 @@ class Outer:
         channels: Channels of a group of the images that inputs by position are unfolded from.
         held: The bytes of one sample that an algorithm may hold; one that holds more is taken only if no other
             holds less. ``None`` for no limit.
-        is_filled_up: Whether some samples have fewer positions, and zeros in place of the others.
+        is_filled_up: Says that some samples have fewer positions, and zeros in place of the others.
     """
 
     given: Tensor | LazyTensor
@@ -71,7 +70,7 @@ class Outer:
 
     @property
     def extents(self) -> Extents:
-        """The sizes that algorithms are chosen by."""
+        """The sizes that choose algorithms."""
         cotangent = self.cotangent
         assert cotangent is not None
         _, positions, groups, fan_in = self.shape
@@ -80,12 +79,12 @@ class Outer:
 
     @property
     def formed(self) -> bool:
-        """Whether per-sample gradients were computed already."""
+        """Tell whether per-sample gradients were computed already."""
         return "rows" in vars(self)
 
     @cached_property
     def by_groups(self) -> bool:
-        """Whether per-sample gradients are computed by ``direct``."""
+        """Tell whether ``direct`` computes per-sample gradients."""
         return self.cotangent is not None and self.direct is not None and convolved_by_groups(self.extents)
 
     @cached_property
@@ -130,8 +129,8 @@ class Lookup:
     """A table look-up, ``y[n,s] = W[index[n,s]]``.
 
     Args:
-        index: Rows that were looked up ``[n, s]``.
-        cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` where only inputs are asked for.
+        index: Rows to look up ``[n, s]``.
+        cotangent: Cotangent at the output ``[v, n, s, o]``; ``None`` if only inputs are needed.
         entries: Number of rows of the table.
         dtype: Precision of the table.
     """
@@ -143,7 +142,7 @@ class Lookup:
 
     @property
     def formed(self) -> bool:
-        """Whether per-sample gradients were computed already."""
+        """Tell whether per-sample gradients were computed already."""
         return "rows" in vars(self)
 
     @cached_property
@@ -159,17 +158,17 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dense:
-    """Per-sample gradients that are already there ``[v, n, *p]``; what every structure can become.
+    """Per-sample gradients that are already there ``[v, n, *p]``; every structure can become this one.
 
     Args:
-        rows: ``None`` where only inputs are asked for.
+        rows: ``None`` if only inputs are needed.
     """
 
     rows: Tensor | None
 
 
 class Tied(Dense):
-    """A table whose rows are looked up, and that is an affine map elsewhere: a head tied to its embedding.
+    """A table whose rows are looked up, and which is also an affine map: a head tied to its embedding.
 
     Per-sample gradients are formed only where a statistic needs them.
 
@@ -184,7 +183,7 @@ class Tied(Dense):
 
     @property
     def formed(self) -> bool:
-        """Whether per-sample gradients were computed already."""
+        """Tell whether per-sample gradients were computed already."""
         return "total" in vars(self)
 
     @property
@@ -200,7 +199,7 @@ class Tied(Dense):
 
 @dataclass(frozen=True)
 class Product:
-    """Two sets of columns whose per-sample gradients are multiplied entry by entry, instead of one squared.
+    """Two sets of columns. Their per-sample gradients multiply entry by entry, in place of one squared set.
 
     Args:
         left: The first set.
@@ -228,8 +227,8 @@ class ByToken:
 
     Args:
         source: A structure with ``v = t * k`` columns.
-        tokens: How many tokens they belong to, ``t``.
-        counted: Whether each token of each sample counts ``[t, n]``.
+        tokens: The number of tokens, ``t``.
+        counted: Says which tokens of each sample count ``[t, n]``.
     """
 
     source: Structure
@@ -238,13 +237,13 @@ class ByToken:
 
     @cached_property
     def folded(self) -> Structure:
-        """Each token of a sample in a sample's place: ``k`` columns of ``t * n`` samples."""
+        """Put each token of a sample in a sample's place: ``k`` columns of ``t * n`` samples."""
         return tokens_as_samples(self.source, self.tokens)
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Diagonals that need no squaring: of each sample, or of all samples together.
+    """Diagonals that need no squaring: for each sample, or for all samples together.
 
     Args:
         source: The structure whose rows ``[1, n, *p]`` are the diagonals.
@@ -256,31 +255,31 @@ class Diagonal:
 Structure = Outer | Lookup | Dense
 
 Quadratic = Structure | Product | Diagonal
-"""What ``sum_sq`` and ``batch_sq`` take: rows to be squared, rows to be multiplied, or diagonals already."""
+"""The arguments of ``sum_sq`` and ``batch_sq``: rows to square, rows to multiply, or diagonals."""
 
 Statistical = Quadratic | ByToken
-"""What statistics are taken of."""
+"""The arguments of statistics."""
 
 
 def rows(structure: Structure) -> Tensor:
-    """Per-sample gradients ``[v, n, *p]`` of a structure that has a cotangent; computed only once."""
+    """Return per-sample gradients ``[v, n, *p]`` of a structure with a cotangent; computed only once."""
     gradients = structure.rows
     assert gradients is not None, "this structure was built without a cotangent"
     return gradients
 
 
 def fold_matrix(structure: Outer, matrix: Tensor) -> Tensor:
-    """``[o, i] -> [*p]``: a matrix for a parameter without groups."""
+    """Map ``[o, i]`` to ``[*p]``: a matrix for a parameter without groups."""
     return structure.fold(matrix.unsqueeze(-3))
 
 
 def fold_table(gradient: Tensor) -> Tensor:
-    """``[..., 1, o, i] -> [..., i, o]``: a matrix for a table, whose rows one-hot inputs choose."""
+    """Map ``[..., 1, o, i]`` to ``[..., i, o]``: a matrix for a table, whose rows one-hot inputs choose."""
     return gradient.squeeze(-3).mT
 
 
 def entry_order_of(structure: Structure) -> EntryOrder | None:
-    """Where the parameter keeps entries ``[g, o, i]``; ``None`` for a parameter that no input multiplies."""
+    """Return the order of entries ``[g, o, i]``; ``None`` if no input multiplies the parameter."""
     if isinstance(structure, Dense):
         return None
     assert structure.cotangent is not None
@@ -290,7 +289,7 @@ def entry_order_of(structure: Structure) -> EntryOrder | None:
 
 
 def with_squares(structure: Structure) -> Structure | None:
-    """The same structure with squared inputs; ``None`` for ``Dense``, which holds no inputs by themselves.
+    """Return the same structure with squared inputs; ``None`` for ``Dense``, which holds no inputs.
 
     Each output multiplies an entry of the parameter by at most one input. So the squared Jacobian ``J * J`` is
     the Jacobian of the use with squared inputs.
@@ -301,7 +300,7 @@ def with_squares(structure: Structure) -> Structure | None:
 
 
 def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
-    """A structure of ``t * k`` columns and n samples as one of ``k`` columns and ``t * n`` samples."""
+    """Turn a structure of ``t * k`` columns and n samples into one of ``k`` columns and ``t * n`` samples."""
 
     def cotangent_of(part: Outer | Lookup) -> Tensor:
         assert part.cotangent is not None
@@ -328,15 +327,15 @@ def tokens_as_samples(structure: Structure, tokens: int) -> Structure:
 
 
 def _tokens_to_samples(columns: Tensor, tokens: int) -> Tensor:
-    """``[t * k, n, ...] -> [k, t * n, ...]``."""
+    """Map ``[t * k, n, ...]`` to ``[k, t * n, ...]``."""
     by_token: Tensor = columns.unflatten(0, (tokens, -1))
     return by_token.transpose(0, 1).flatten(1, 2)
 
 
 def filled_up(structure: Structure) -> Structure:
-    """The same structure, of samples some of which have fewer positions: zeros stand for the others.
+    """Return the same structure for samples some of which have fewer positions: zeros stand for the others.
 
-    The zeros of a look-up would be its first row; it has rows for all samples instead.
+    Zeros in a look-up would be its first row, so a look-up has rows for all samples instead.
     """
     if isinstance(structure, Outer):
         return replace(structure, is_filled_up=True)
@@ -344,7 +343,7 @@ def filled_up(structure: Structure) -> Structure:
 
 
 def _is_table(outer: Outer, lookup: Lookup) -> bool:
-    """Whether the outputs of an affine use stand for the rows of a table."""
+    """Tell whether the outputs of an affine use stand for the rows of a table."""
     if outer.cotangent is None or lookup.cotangent is None:
         return False
     shape = torch.Size([lookup.entries, lookup.cotangent.shape[3]])
@@ -356,7 +355,7 @@ def _is_table(outer: Outer, lookup: Lookup) -> bool:
 
 
 def join(parts: Sequence[Structure]) -> Structure:
-    """One structure for all uses of a parameter: positions are concatenated, or rows added."""
+    """Join all uses of a parameter in one structure: concatenate positions, or add rows."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -1,4 +1,4 @@
-"""Statistics of tokens: as those of samples, with a row for each token of each sample."""
+"""Statistics of tokens: like those of samples, with a row for each token of each sample."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from packprop.algebra.structures import ByToken, rows
 
 
 def token_grads(structure: ByToken) -> Tensor:
-    """Gradients of single tokens, one column each, ``[t, n, *p]``."""
+    """Return gradients of single tokens, one column each, ``[t, n, *p]``."""
     return rows(structure.source)
 
 
 def token_sum_sq(structure: ByToken) -> Tensor:
-    """Squares of gradients of tokens, summed over columns, tokens and samples ``[*p]``."""
+    """Sum squares of gradients of tokens over columns, tokens and samples ``[*p]``."""
     return sum_sq(structure.source)
 
 
 def token_moments(structure: ByToken) -> Moments:
-    """Number, mean and summed squared deviation of the gradients of tokens that count, one column each.
+    """Return number, mean and summed squared deviation of the gradients of tokens that count, one column each.
 
     The others have rows of zeros, which add nothing to the mean.
     """
@@ -35,7 +35,7 @@ def token_moments(structure: ByToken) -> Moments:
 
 
 def _by_token(statistic: Statistic) -> Callable[[ByToken], Tensor]:
-    """From a statistic ``[n, ...]`` of the samples to one of their tokens ``[t, n, ...]``."""
+    """Turn a statistic ``[n, ...]`` of the samples into one of their tokens ``[t, n, ...]``."""
 
     def of_tokens(structure: ByToken) -> Tensor:
         value: Tensor = statistic(structure.folded)

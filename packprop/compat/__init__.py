@@ -1,4 +1,4 @@
-"""Code written for BackPACK runs on packprop: after ``install()``, ``import backpack`` finds packprop.
+"""Support for code written for BackPACK: after ``install()``, ``import backpack`` finds packprop.
 
 Every documented name is there, under every module path that leads to it. docs/compat.md lists the names, and
 the numbers that differ because the older library's are wrong.
@@ -28,7 +28,7 @@ ROOT = "backpack"
 
 
 class Missing(PackpropError, ModuleNotFoundError):
-    """A module or name of BackPACK that has no counterpart here; an ``ImportError``."""
+    """Raised for a module or name of BackPACK that has no counterpart here; an ``ImportError``."""
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -45,7 +45,7 @@ class _Finder(MetaPathFinder, Loader):
             raise Missing(
                 f"import {fullname} was asked for, and resolves to packprop.",
                 fullname,
-                "it belongs to the inner parts of BackPACK: packprop has rules for functions, not for layers",
+                "it is a private part of BackPACK: packprop has rules for functions, not for layers",
                 "use an extension, a rule of your own (packprop.register_use) or a module extension; "
                 "docs/compat.md lists the modules that are there",
             )
@@ -68,7 +68,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _resolve(module: str, name: str) -> Any:
-    """The object that a name of a module stands for.
+    """Return the object that a name of a module stands for.
 
     Raises:
         Missing: If it is documented, but packprop does not have it.
@@ -94,7 +94,7 @@ def _resolve(module: str, name: str) -> Any:
 
 
 def _is_only_looked_for() -> bool:
-    """Whether ``importlib.util.find_spec`` asks, whose answer is nothing where ``import`` raises an error."""
+    """Tell whether ``importlib.util.find_spec`` asks, which gets nothing if ``import`` would raise an error."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
         frame = frame.f_back
@@ -106,18 +106,18 @@ _shadowed: dict[str, ModuleType] = {}
 
 
 def install(replace: bool = False, keep_module_io: bool = False) -> bool:
-    """Let ``import backpack`` resolve to packprop in this process.
+    """Make ``import backpack`` resolve to packprop in this process.
 
-    An installed BackPACK is left alone, with a warning, unless it is to be replaced.
+    An installed BackPACK stays, with a warning, unless you replace it.
 
     Args:
-        replace: Put packprop in the place of an installed BackPACK, even if it was imported already; names
-            that others have imported from it stay what they are.
-        keep_module_io: Let extended modules keep ``input0``, ``output`` from now on; by default they do so once
-            an extension for single modules has been defined.
+        replace: Put packprop in the place of an installed BackPACK, even if it was imported already; names that
+            others have imported from it keep their meaning.
+        keep_module_io: Make extended modules keep ``input0``, ``output`` from now on; by default they do so
+            once an extension for single modules has been defined.
 
     Returns:
-        Whether ``import backpack`` finds packprop now.
+        True if ``import backpack`` finds packprop now.
     """
     if keep_module_io:
         keep_calls()
@@ -138,7 +138,7 @@ def install(replace: bool = False, keep_module_io: bool = False) -> bool:
 
 
 def uninstall() -> None:
-    """Undo ``install``: an installed BackPACK is found again, as it was."""
+    """Undo ``install``: ``import backpack`` finds an installed BackPACK again, as it was."""
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
@@ -149,7 +149,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether ``import backpack`` finds packprop."""
+    """Tell whether ``import backpack`` finds packprop."""
     return _finder in sys.meta_path
 
 

@@ -1,16 +1,16 @@
-"""Calls of modules: what went in, what came out, and the gradients that arrive there.
+"""Calls of modules: their inputs, their outputs, and the gradients at both.
 
-packprop itself watches functions and keeps nothing on modules. Extensions that were written for single modules
-look at ``module.input0``, ``module.output`` and the gradients at both. For them, extended modules keep the
-tensors of their last call, but only once such an extension has been defined (``keep_calls``): programs that
-define none pay nothing.
+packprop itself watches functions and keeps nothing on modules. Extensions for single modules read
+``module.input0``, ``module.output`` and the gradients at both. For them, extended modules keep the tensors of
+their last call, but only once such an extension has been defined (``keep_calls``): programs that define none
+pay nothing.
 
 # NOTE [One call of a module]
 Such extensions expect the tensors on the module, where there is room for one call. The node of the graph that
 the call made holds a mark without tensors. If a pass finds a mark that is not the module's last one, the module
-was called again since: its values would be those of the wrong call, or of one call out of several. That is
-refused. Marks do not keep modules alive: a node, its module and the module's output would keep each other, and
-a graph that no pass frees would stay for good. Only the module that was called last is kept alive, so that a
+was called again since: its values would be those of the wrong call, or of one call out of several. packprop
+refuses that. Marks do not keep modules alive: a node, its module and the module's output would keep each other,
+and a graph that no pass frees would stay for good. Only the module that was called last stays alive, so that a
 loss module can be created in the line that calls it.
 """
 
@@ -47,18 +47,18 @@ _latest: list[nn.Module] = []
 
 
 def is_loss_class(kind: type[nn.Module]) -> bool:
-    """Whether a class is one of torch's losses, or derived from one."""
+    """Tell whether a class is one of torch's losses, or derived from one."""
     return any(base.__module__ == loss.__name__ for base in kind.__mro__)
 
 
 def keep_calls() -> None:
-    """From now on, extended modules keep the inputs and the output of their last call."""
+    """Make extended modules keep the inputs and the output of their last call from now on."""
     global _keeping
     _keeping = True
 
 
 def are_calls_kept() -> bool:
-    """Whether ``keep_calls`` was called."""
+    """Tell whether ``keep_calls`` was called."""
     return _keeping
 
 
@@ -69,7 +69,7 @@ class ModuleCall(RecordedUse):
     Args:
         order: Later calls have larger numbers.
         kind: The class of the module.
-        taken: A name that extensions expect a tensor under, but that the module itself uses for something else.
+        taken: A name for a tensor that the module itself uses for something else.
     """
 
     order: int = 0
@@ -97,19 +97,19 @@ class ModuleCall(RecordedUse):
 
 @dataclass(eq=False)
 class _Kept:
-    """What a module keeps from its last call: its mark, the attributes that were set, their tensors."""
+    """The tensors that a module keeps from its last call: its mark, its set attributes, their tensors."""
 
     call: ModuleCall | None
     names: list[str]
     saved: list[SavedTensor]
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[None, list[str], list[SavedTensor]]]:
-        """A module that is saved takes its tensors along, as in BackPACK, but the call is not its own."""
+        """Take the tensors along in a saved module, as BackPACK does; the call is not its own."""
         return _Kept, (None, self.names, [])
 
 
 def watch_calls(module: nn.Module) -> None:
-    """Let a module and its submodules keep calls, as soon as ``keep_calls`` is called."""
+    """Make a module and its submodules keep calls, as soon as ``keep_calls`` is called."""
     for child in module.modules():
         if HANDLE not in child.__dict__ and not isinstance(child, TRANSPARENT):
             child.__dict__[HANDLE] = child.register_forward_hook(_keep)
@@ -158,7 +158,7 @@ def _keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def calls_below(roots: Sequence[Tensor]) -> dict[ModuleCall, ReachedUse]:
-    """Every marked call between the roots of a backward pass and the leaves, the last one first."""
+    """Yield every marked call between the roots of a backward pass and the leaves, the last one first."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, uses = set(stack), dict[ModuleCall, ReachedUse]()
     while stack:
@@ -196,7 +196,7 @@ def require_kept(call: ModuleCall) -> None:
 
 
 def edge_key(tensor: Tensor) -> tuple[Any, int]:
-    """What tells tensors of a graph apart, whatever object holds them."""
+    """Return a key that tells tensors of a graph apart, whatever object holds them."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -204,7 +204,7 @@ def edge_key(tensor: Tensor) -> tuple[Any, int]:
 class InputGradients(Sequence["Tensor | None"]):
     """Gradients of the loss in a module's inputs, as far as they come through this module.
 
-    A pass from the module's output to its inputs computes them when they are first looked at.
+    A pass from the module's output to its inputs computes them on the first access.
 
     Args:
         call: The call.
@@ -248,7 +248,7 @@ class InputGradients(Sequence["Tensor | None"]):
                 "one tensor enters it more than once, so that its gradients cannot be told apart",
                 "pass a clone of the tensor for each input",
             )
-        # an input may have been computed from another one: no gradient shall flow on through it
+        # an input may have been computed from another one: no gradient may flow on through it
         stops = [edge.node.register_prehook(_stop) for edge in edges] if len(edges) > 1 else []
         gradients: Sequence[Tensor | None] = ()
         try:

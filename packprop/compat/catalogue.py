@@ -25,14 +25,14 @@ from packprop.types import Extension, Row, Seed
 
 
 class Catalogued(BackpropExtension):
-    """What extensions of packprop's catalogue get in addition: module extensions for some classes.
+    """The addition to extensions of packprop's catalogue: module extensions for some classes.
 
     Values of module extensions replace those of packprop. If the extension has columns, each method gets
     the columns of the root of the GGN at the module's output, ``[v, n, *y]``.
     """
 
     def get_subsampling(self) -> list[int] | None:
-        """Indices of the samples to look at; ``None`` for all."""
+        """Return the indices of the samples; ``None`` for all."""
         chosen = getattr(self, "subsampling", None)
         return None if chosen is None else list(chosen)
 
@@ -42,7 +42,7 @@ class Catalogued(BackpropExtension):
         return count
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Whether it needs more than inputs and the gradient."""
+        """Tell whether it needs more than inputs and the gradient."""
         return any(row.seed.kind not in ("none", "gradient") for row in self._rows)
 
     @property
@@ -51,7 +51,7 @@ class Catalogued(BackpropExtension):
 
     @property
     def seed(self) -> Seed:
-        """The seed of its columns; if they are exact, one for each entry of the output, as in BackPACK.
+        """Return the seed of its columns; exact ones have one for each entry of the output, as in BackPACK.
 
         Raises:
             Unsupported: If it has no columns that module extensions could get.
@@ -67,7 +67,7 @@ class Catalogued(BackpropExtension):
         )
 
     def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """The module extension that runs on a module, if its class has one."""
+        """Return the module extension that runs on a module, if its class has one."""
         return self.module_extensions.get(type(module))
 
 
@@ -76,32 +76,32 @@ def _strategy(extension: Catalogued) -> str:
 
 
 class FirstOrder(Catalogued, FirstOrderBackpropExtension):
-    """What extensions that need gradients alone are."""
+    """The class of extensions that need gradients alone."""
 
 
 class SecondOrder(Catalogued, SecondOrderBackpropExtension):
-    """What all others are."""
+    """The class of all others."""
 
 
 class GGNRoot(SecondOrder):
-    """What extensions that sum over columns of the GGN's root, or return them, say of these."""
+    """The accessors of extensions that sum over columns of the GGN's root, or return them."""
 
     @property
     def loss_hessian_strategy(self) -> str:
-        """Whether columns are exact or sampled."""
+        """Return ``"exact"`` or ``"sampling"``."""
         return _strategy(self)
 
     def get_loss_hessian_strategy(self) -> str:
-        """Whether columns are exact or sampled."""
+        """Return ``"exact"`` or ``"sampling"``."""
         return self.loss_hessian_strategy
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Columns that arrive at one tensor add up."""
+        """Add up columns that arrive at one tensor."""
         return existing + other
 
 
 class Kronecker(SecondOrder):
-    """What extensions with Kronecker factors say of their options; those of ``HBP`` are arguments."""
+    """The accessors of extensions with Kronecker factors; those of ``HBP`` are arguments."""
 
     curv_type: Any = Curvature.GGN
     loss_hessian_strategy: Any = LossHessianStrategy.SUM
@@ -109,46 +109,46 @@ class Kronecker(SecondOrder):
     ea_strategy: Any = ExpectationApproximation.BOTEV_MARTENS
 
     def get_curv_type(self) -> str:
-        """Which matrix."""
+        """Return the name of the matrix."""
         chosen: str = self.curv_type
         return chosen
 
     def get_loss_hessian_strategy(self) -> str:
-        """How the loss's Hessian is represented."""
+        """Return the representation of the loss's Hessian."""
         chosen: str = self.loss_hessian_strategy
         return chosen
 
     def get_backprop_strategy(self) -> str:
-        """What is propagated back."""
+        """Return the propagated quantity."""
         chosen: str = self.backprop_strategy
         return chosen
 
     def get_ea_strategy(self) -> str:
-        """Where means over samples are taken."""
+        """Return the place of means over samples."""
         chosen: str = self.ea_strategy
         return chosen
 
 
 class KroneckerRoot(Kronecker):
-    """What extensions with Kronecker factors from columns of the GGN's root are."""
+    """The class of extensions with Kronecker factors from columns of the GGN's root."""
 
     backprop_strategy = BackpropStrategy.SQRT
 
     @property
     def loss_hessian_strategy(self) -> str:
-        """Whether columns are exact or sampled."""
+        """Return ``"exact"`` or ``"sampling"``."""
         return _strategy(self)
 
     accumulate_backpropagated_quantities = GGNRoot.accumulate_backpropagated_quantities
 
 
 class PositiveCurvature(SecondOrder):
-    """What products with the positive-curvature Hessian say of their option."""
+    """The accessors of products with the positive-curvature Hessian."""
 
     modify: Any
 
     def get_modification_mode(self) -> str:
-        """How negative curvature is treated."""
+        """Return the treatment of negative curvature."""
         chosen: str = self.modify
         return chosen
 
@@ -163,17 +163,17 @@ BASES: dict[str, type[Catalogued]] = {
     **dict.fromkeys(("KFAC", "KFLR"), KroneckerRoot),
     "PCHMP": PositiveCurvature,
 }
-"""What an extension is in addition, if it is more than one of the second order."""
+"""Further base classes of each extension, beyond those of second order."""
 
 
 def is_available(name: str) -> bool:
-    """Whether packprop has an extension of this name."""
+    """Tell whether packprop has an extension of this name."""
     value = getattr(extensions, name, None)
     return isinstance(value, type) and issubclass(value, Extension) and value is not Extension
 
 
 def _indices(chosen: Any) -> list[int] | None:
-    """Whole numbers as a list; nothing for what are none, which packprop refuses."""
+    """Return whole numbers as a list; nothing for anything else, which packprop refuses."""
     if chosen is None or isinstance(chosen, str):
         return None
     try:

@@ -34,12 +34,12 @@ from packprop.types import Extension
 
 
 def extend(module: nn.Module, debug: bool = False, use_converter: bool = False) -> nn.Module:
-    """``packprop.extend`` with BackPACK's arguments; modules can keep their calls for extensions.
+    """Extend a module with BackPACK's arguments; modules can keep their calls for extensions.
 
     Args:
         module: Any module, or a loss module.
         debug: Accepted for existing code.
-        use_converter: Accepted for existing code; nothing needs to be converted.
+        use_converter: Accepted for existing code; packprop converts nothing.
 
     Raises:
         BadInput: If ``module`` is not an instance of ``torch.nn.Module``.
@@ -55,7 +55,7 @@ def memory_cleanup(module: nn.Module) -> None:
 
 
 def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> nn.Module:
-    """The module as it is: functions, branches and in-place operations need no conversion.
+    """Return the module as it is: functions, branches and in-place operations need no conversion.
 
     Args:
         module: Any module.
@@ -80,7 +80,7 @@ class disable:  # noqa: N801  # the older library's name
 
     @staticmethod
     def should_store_io() -> bool:
-        """Whether forward passes are recorded."""
+        """Tell whether forward passes are recorded."""
         return not switch.is_recording_disabled()
 
 
@@ -89,10 +89,10 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
 
     Args:
         exts: Instances of extensions.
-        extension_hook: Called with each module as soon as all its values are saved: with those that own
-            parameters, and, where only extensions for single modules run, with all.
+        extension_hook: A function to call with each module as soon as all its values are saved: with those that
+            own parameters, and, if only extensions for single modules run, with all.
         debug: Print what the pass goes through.
-        retain_graph: Accepted for existing code; the graph is kept if ``backward(retain_graph=True)`` keeps it.
+        retain_graph: Accepted for existing code; ``backward(retain_graph=True)`` alone keeps the graph.
         memory: As for ``packprop.backpack``.
 
     Raises:
@@ -125,7 +125,7 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
         except PackpropError as error:
             if type(error) is not PackpropError:
                 raise
-            # what cannot be computed for a graph is not implemented, as programs for BackPACK expect
+            # programs for BackPACK expect a NotImplementedError for quantities that a graph does not allow
             raise Unsupported(*error.args).with_traceback(error.__traceback__) from None
 
     def _run(self, run: Any, backward: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
                 with hooks.refusing_changes(changed_gradient):
                     users_pass()
 
-        elif are_calls_kept():  # extension hooks look at kept tensors, too
+        elif are_calls_kept():  # extension hooks also read kept tensors
             calls = list(calls_below(run.roots))
         if self._without_samples:
             with hooks_below(run.roots).quiet():
@@ -172,11 +172,11 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
 
     @property
     def _without_samples(self) -> list[Extension]:
-        """Extensions that were asked about no sample."""
+        """Return extensions with an empty choice of samples."""
         return [ext for ext in self.extensions if ext.subsampling is not None and len(ext.subsampling) == 0]
 
     def _done(self, module: nn.Module) -> None:
-        """Called with a module that has all of packprop's values."""
+        """Run with a module that has all of packprop's values."""
         self._replace({id(parameter) for parameter in module.parameters(recurse=False)})
         if self.extension_hook is not None:
             self.extension_hook(module)
@@ -193,33 +193,33 @@ class backpack(Backpack):  # noqa: N801  # the older library's name
 
 
 class CTX:
-    """What is in force: the options of the innermost ``backpack`` context."""
+    """The active settings: the options of the innermost ``backpack`` context."""
 
     @staticmethod
     def get_active_exts() -> tuple[Any, ...]:
-        """The extensions of the innermost context."""
+        """Return the extensions of the innermost context."""
         inner = context.innermost()
         return () if inner is None else getattr(inner, "exts", inner.extensions)
 
     @staticmethod
     def is_extension_active(*extension_classes: type) -> bool:
-        """Whether an extension of one of these classes is in force."""
+        """Tell whether an extension of one of these classes is active."""
         return any(isinstance(ext, extension_classes) for ext in CTX.get_active_exts())
 
     @staticmethod
     def get_extension_hook() -> Hook:
-        """The innermost context's hook, or a function that does nothing."""
+        """Return the innermost context's hook, or a function that does nothing."""
         hook = getattr(context.innermost(), "extension_hook", None)
         return no_op if hook is None else hook
 
     @staticmethod
     def get_debug() -> bool:
-        """Whether the innermost context prints."""
+        """Tell whether the innermost context prints."""
         return bool(getattr(context.innermost(), "debug", False))
 
     @staticmethod
     def get_retain_graph() -> bool:
-        """Whether the innermost context was told that the graph is kept."""
+        """Tell whether the innermost context was told that the graph is kept."""
         return bool(getattr(context.innermost(), "retain_graph", False))
 
     @staticmethod
@@ -235,7 +235,7 @@ def no_op(*args: Any, **kwargs: Any) -> None:
 
 
 def subsample(tensor: Tensor, dim: int = 0, subsampling: list[int] | None = None) -> Tensor:
-    """Some samples of a tensor, in the order of the list.
+    """Return some samples of a tensor, in the order of the list.
 
     Args:
         tensor: Any tensor.

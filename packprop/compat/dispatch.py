@@ -37,12 +37,12 @@ Overrides = list[tuple[Tensor, str, Any]]
 
 @dataclass
 class Start:
-    """Where a backward pass starts.
+    """The start of a backward pass.
 
     Args:
         roots: The tensors that it differentiates.
-        gradients: What is fed in at each root; ``None`` for one.
-        create_graph: Whether values shall be differentiable.
+        gradients: The gradient at each root; ``None`` for one.
+        create_graph: Make values differentiable.
         extensions: packprop's own, which run afterwards.
         drawn: Sampled columns by seed. They are drawn once, in the order of the pass, for modules and the pass.
     """
@@ -55,13 +55,13 @@ class Start:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """What lies between the roots and the leaves, with its samples located."""
+        """The graph between the roots and the leaves, with its samples located."""
         graph = walk(self.roots, self.gradients, None)
         check_graph(graph)
         return graph
 
     def columns(self, seed: Seed) -> list[Columns]:
-        """The columns of a seed; for a sampled one those that the pass will sweep, too."""
+        """Return the columns of a seed; for a sampled one those that the pass will also sweep."""
         if seed.mc_samples is None:
             return columns(self.graph, seed, self.create_graph)
         for other in tasks_by_seed(self.extensions):
@@ -76,9 +76,9 @@ def run_on_modules(
     """Run extensions on every call of a module that a backward pass will reach, before it does.
 
     Args:
-        start: Where the pass starts.
+        start: The start of the pass.
         extensions: In the order in which they run on each module.
-        done: Called with each module after all extensions have run on it.
+        done: A function to call with each module after all extensions have run on it.
 
     Returns:
         The calls, and values that replace those of packprop's own extensions.
@@ -120,7 +120,7 @@ def run_on_modules(
 
 
 def _cotangents(start: Start, uses: Sequence[ReachedUse]) -> dict[ReachedUse, list[Tensor | None]]:
-    """Gradients of the loss at the outputs of calls, each with one column in front."""
+    """Return gradients of the loss at the outputs of calls, each with one column in front."""
     cotangents: dict[ReachedUse, list[Tensor | None]] = {}
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in start.roots]
     seeds = [
@@ -133,7 +133,7 @@ def _cotangents(start: Start, uses: Sequence[ReachedUse]) -> dict[ReachedUse, li
 
 @contextlib.contextmanager
 def _saving(extensions: Sequence[BackpropExtension]) -> Iterator[None]:
-    """Let extensions note what they save, and forget it afterwards."""
+    """Let extensions note their saved values inside, and forget them afterwards."""
     for extension in extensions:
         extension.__dict__["_saved"] = []
     try:
@@ -171,7 +171,7 @@ def _require_unneeded(call: ModuleCall, extensions: Sequence[BackpropExtension])
 def _columns_for(
     extension: BackpropExtension, uses: Sequence[ReachedUse], start: Start
 ) -> dict[Any, Tensor] | None:
-    """Columns of the GGN's root at the outputs of modules, unless the extension propagates its own.
+    """Return columns of the GGN's root at the outputs of modules, unless the extension propagates its own.
 
     An extension that has a module extension for the loss begins a propagation of its own there.
     """
@@ -204,7 +204,7 @@ def _columns_for(
 def _ggn_columns(
     extension: BackpropExtension, wanted: Sequence[ReachedUse], start: Start
 ) -> dict[ReachedUse, list[Tensor]]:
-    """The columns of the GGN's root at the outputs of modules, one by one."""
+    """Yield the columns of the GGN's root at the outputs of modules, one by one."""
     seed = extension.seed if isinstance(extension, Catalogued) else ENTRYWISE
     columns_of: dict[ReachedUse, list[Tensor]] = {use: [] for use in wanted}
     for group in start.columns(seed):

@@ -16,11 +16,11 @@ from packprop.examples import MNIST_DEVIATION, MNIST_MEAN, load_mnist
 from packprop.tensors.precision import result_dtype
 
 SMALLEST_EIGENVALUE = 1e-8
-"""Inverses of eigenvalues are bounded by the inverse of this."""
+"""The inverse of this bounds inverses of eigenvalues."""
 
 
 def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """A vector cut into views of the shapes of parameters; inverse of ``torch.nn.utils.parameters_to_vector``.
+    """Cut a vector into views of the shapes of parameters; inverse of ``torch.nn.utils.parameters_to_vector``.
 
     Args:
         vec: ``[p]``, the entries of all parameters.
@@ -48,12 +48,12 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether a tensor has two axes."""
+    """Tell whether a tensor has two axes."""
     return tensor.dim() == 2
 
 
 def is_vector(tensor: Tensor) -> bool:
-    """Whether a tensor has one axis."""
+    """Tell whether a tensor has one axis."""
     return tensor.dim() == 1
 
 
@@ -68,19 +68,19 @@ def _check_matrices(factors: Sequence[Tensor]) -> None:
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
-    """The matrix ``A kron B kron ...``."""
+    """Return the matrix ``A kron B kron ...``."""
     _check_matrices(factors)
     return functools.reduce(two_kfacs_to_mat, factors)
 
 
 def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
-    """The matrix ``A kron B``."""
+    """Return the matrix ``A kron B``."""
     _check_matrices([A, B])
     return torch.kron(A.contiguous(), B.contiguous())
 
 
 def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """The map ``M -> (A kron B kron ...) M`` for matrices ``[i, k]`` and vectors ``[i]``, factor by factor."""
+    """Return the map ``M -> (A kron B kron ...) M`` for matrices ``[i, k]`` and vectors ``[i]``."""
     _check_matrices(factors)
 
     def multiply(mat: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
-    """``(A kron B kron ...) M``."""
+    """Return ``(A kron B kron ...) M``."""
     return kfac_mat_prod(factors)(mat)
 
 
 def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float] | None = None) -> list[Tensor]:
-    """``(A + a I)^-1, (B + b I)^-1, ...`` of symmetric factors, with eigenvalues no larger than 1e8.
+    """Return ``(A + a I)^-1, (B + b I)^-1, ...`` of symmetric factors, with eigenvalues no larger than 1e8.
 
     Args:
         factors: Symmetric matrices.
@@ -130,14 +130,14 @@ def inv_kfacs(factors: Sequence[Tensor], shift: float | Sequence[float] | None =
 def inv_kfac_mat_prod(
     factors: Sequence[Tensor], shift: float | Sequence[float] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """The map ``M -> ((A + a I)^-1 kron (B + b I)^-1 kron ...) M``."""
+    """Return the map ``M -> ((A + a I)^-1 kron (B + b I)^-1 kron ...) M``."""
     return kfac_mat_prod(inv_kfacs(factors, shift))
 
 
 def apply_inv_kfac_mat_prod(
     factors: Sequence[Tensor], mat: Tensor, shift: float | Sequence[float] | None = None
 ) -> Tensor:
-    """``((A + a I)^-1 kron (B + b I)^-1 kron ...) M``."""
+    """Return ``((A + a I)^-1 kron (B + b I)^-1 kron ...) M``."""
     return inv_kfac_mat_prod(factors, shift)(mat)
 
 
@@ -145,7 +145,7 @@ def apply_inv_kfac_mat_prod(
 
 
 def load_mnist_dataset() -> Dataset[tuple[Tensor, ...]]:
-    """MNIST's training images ``[1, 28, 28]``, of mean 0 and standard deviation 1, with their classes."""
+    """Load MNIST's training images ``[1, 28, 28]``, of mean 0 and standard deviation 1, with their classes."""
     images, classes = load_mnist()
     return TensorDataset((images.unsqueeze(1) / 255 - MNIST_MEAN) / MNIST_DEVIATION, classes)
 
@@ -153,12 +153,12 @@ def load_mnist_dataset() -> Dataset[tuple[Tensor, ...]]:
 def autograd_diag_ggn_exact(
     X: Tensor, y: Tensor, model: nn.Module, loss_function: nn.Module, idx: Sequence[int] | None = None
 ) -> Tensor:
-    """The diagonal of the generalized Gauss-Newton matrix, one product with a unit vector for each entry.
+    """Return the diagonal of the generalized Gauss-Newton matrix, by one product for each entry.
 
     Args:
         X: Inputs.
         y: Targets.
-        model: Its trainable parameters are meant, in the order of ``parameters()``.
+        model: The model; entries are its trainable parameters, in the order of ``parameters()``.
         loss_function: The loss.
         idx: Indices of entries; ``None`` for all.
 

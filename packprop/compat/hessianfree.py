@@ -1,7 +1,7 @@
 """BackPACK's names for products with the Hessian and the GGN of a whole model, and with Jacobians.
 
-They compute what ``packprop.products`` computes for one vector, under other names and with other options.
-Nothing needs to be extended; every function differentiates a graph that is already there, and keeps it.
+They compute the products of ``packprop.products`` for one vector, under other names and with other options. You
+need not extend anything; every function differentiates an existing graph, and keeps it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hessian_vector_product(
     grad_params: Vectors | None = None,
     detach: bool = True,
 ) -> tuple[Tensor, ...]:
-    """``H v`` with H the Hessian of a scalar in all of ``params`` together (Pearlmutter 1994).
+    """Return ``H v`` with H the Hessian of a scalar in all of ``params`` together (Pearlmutter 1994).
 
     Args:
         f: The scalar; its graph must still be there.
@@ -44,7 +44,7 @@ def hessian_vector_product(
         v: One tensor for each of them, of the same shapes.
         grad_params: The gradient of ``f`` in ``params``, if it was computed before with ``create_graph=True``:
             saves the first of two backward passes.
-        detach: Whether the result shall be cut from the graph.
+        detach: Cut the result from the graph.
 
     Returns:
         One tensor for each of ``params``, of their shapes.
@@ -67,12 +67,12 @@ def hessian_vector_product(
 
 
 def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vectors) -> tuple[Tensor, ...]:
-    """``G v`` with ``G = J^T H J`` the generalized Gauss-Newton matrix in all trainable parameters of a model.
+    """Return ``G v`` with ``G = J^T H J`` the generalized Gauss-Newton matrix of a model.
 
     Args:
         loss: The scalar loss; its graph must still be there.
-        output: What the loss was computed from.
-        model: Whose parameters are meant: those that require gradients, in the order of ``parameters()``.
+        output: The loss's input.
+        model: The model; the parameters are those that require gradients, in the order of ``parameters()``.
         v: One tensor for each of them, of the same shapes.
 
     Returns:
@@ -88,11 +88,11 @@ def ggn_vector_product(loss: Tensor, output: Tensor, model: nn.Module, v: Vector
 def ggn_vector_product_from_plist(
     loss: Tensor, output: Tensor, plist: Vectors, v: Vectors
 ) -> tuple[Tensor, ...]:
-    """``G v`` with G the block of the generalized Gauss-Newton matrix that belongs to some parameters.
+    """Return ``G v`` with G the block of the generalized Gauss-Newton matrix that belongs to some parameters.
 
     Args:
         loss: The scalar loss; its graph must still be there.
-        output: What the loss was computed from.
+        output: The loss's input.
         plist: The parameters of the block.
         v: One tensor for each of them, of the same shapes.
 
@@ -111,17 +111,17 @@ def ggn_vector_product_from_plist(
 def L_op(  # noqa: N802  # the name in the literature
     ys: Vectors, xs: Vectors, ws: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
-    """``J^T w``, a vector-Jacobian product, with J the Jacobian of ``ys`` in ``xs``.
+    """Return ``J^T w``, a vector-Jacobian product, with J the Jacobian of ``ys`` in ``xs``.
 
     Args:
         ys: Outputs.
         xs: Inputs that they were computed from.
         ws: One tensor for each output, of the same shapes.
-        retain_graph: Whether the graph shall be there afterwards.
-        detach: Whether the result shall be cut from the graph.
+        retain_graph: Keep the graph afterwards.
+        detach: Cut the result from the graph.
 
     Returns:
-        One tensor for each of ``xs``, of their shapes; zeros where no output depends on it.
+        One tensor for each of ``xs``, of their shapes; zeros if no output depends on it.
 
     Raises:
         BadInput: If shapes of ``ws`` and ``ys`` differ.
@@ -140,17 +140,17 @@ def L_op(  # noqa: N802  # the name in the literature
 def R_op(  # noqa: N802  # the older library's name
     ys: Vectors, xs: Vectors, vs: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
-    """``J v``, a Jacobian-vector product, with J the Jacobian of ``ys`` in ``xs``.
+    """Return ``J v``, a Jacobian-vector product, with J the Jacobian of ``ys`` in ``xs``.
 
     Args:
         ys: Outputs.
         xs: Inputs that they were computed from.
         vs: One tensor for each input, of the same shapes.
-        retain_graph: Whether the graph shall be there afterwards.
-        detach: Whether the result shall be cut from the graph.
+        retain_graph: Keep the graph afterwards.
+        detach: Cut the result from the graph.
 
     Returns:
-        One tensor for each of ``ys``, of their shapes; zeros where it depends on no input.
+        One tensor for each of ``ys``, of their shapes; zeros if it depends on no input.
 
     Raises:
         BadInput: If shapes of ``vs`` and ``xs`` differ.
@@ -172,14 +172,14 @@ def R_op(  # noqa: N802  # the older library's name
 def transposed_jacobian_vector_product(
     f: Vectors, x: Vectors, v: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
-    """``L_op`` by its long name."""
+    """Call ``L_op`` by its long name."""
     return L_op(f, x, v, retain_graph, detach)
 
 
 def jacobian_vector_product(
     f: Vectors, x: Vectors, v: Vectors, retain_graph: bool = True, detach: bool = True
 ) -> tuple[Tensor, ...]:
-    """``R_op`` by its long name."""
+    """Call ``R_op`` by its long name."""
     return R_op(f, x, v, retain_graph, detach)
 
 

@@ -1,4 +1,4 @@
-"""The documented names of BackPACK's modules, and what each is here; docs/compat.md explains the table."""
+"""The documented names of BackPACK's modules, and their counterparts here; see docs/compat.md."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class BackpackTracer(fx.Tracer):
     """A tracer that takes the modules of ``packprop.custom_module`` as they are."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is not looked into."""
+        """Tell whether the tracer takes a module as it is."""
         own_modules = (Branch, Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
         return isinstance(m, own_modules) or super().is_leaf_module(m, module_qualified_name)
 
 
 def is_loss(module: nn.Module) -> bool:
-    """Whether a module is one of torch's losses."""
+    """Tell whether a module is one of torch's losses."""
     return is_loss_class(type(module))
 
 
 def is_nll(module: nn.Module) -> bool:
-    """Whether a module is a loss whose Monte Carlo draws BackPACK knows."""
+    """Tell whether a module is a loss whose Monte Carlo draws BackPACK knows."""
     return isinstance(module, (nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss))
 
 
 def is_no_op(module: nn.Module) -> bool:
-    """Whether a module only passes tensors on, so that extensions for modules do not see it."""
+    """Tell whether a module only passes tensors on, so that extensions for modules do not see it."""
     return isinstance(module, TRANSPARENT)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """An extension of the catalogue; looked up when it is asked for."""
+    """An extension of the catalogue, looked up on access."""
 
     name: str
 
@@ -140,4 +140,4 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "backpack.utils.module_classification": {"is_loss": is_loss, "is_nll": is_nll, "is_no_op": is_no_op},
     "backpack.utils.subsampling": _named(context, "subsample"),
 }
-"""Module -> name -> the object or ``Catalogue`` entry that it stands for."""
+"""For each module and name, the object or ``Catalogue`` entry that it stands for."""

@@ -1,7 +1,7 @@
 """Values of extensions for an empty subset of the samples.
 
-packprop itself refuses one. Programs that were written for BackPACK may meet one, as when classes are looked at
-one by one and a batch has none of a class.
+packprop itself refuses one. Programs for BackPACK may meet one, for example if they go through classes one by
+one and a batch has none of a class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packprop.types import Extension
 
 
 def values_of_nothing(graph: Graph, extensions: Sequence[Extension]) -> list[tuple[Tensor, str, Any]]:
-    """The values of extensions for no samples, as triples of leaf, attribute and value."""
+    """Return the values of extensions for no samples, as triples of leaf, attribute and value."""
     with torch.no_grad():
         return [
             (leaf, extension.savefield, extension.finish(results_of_nothing(extension, leaf, graph), 0))

@@ -12,7 +12,7 @@ from packprop.errors import BadInput
 
 
 class UnknownChoice(BadInput, AttributeError):
-    """An option that is none of the names; an ``AttributeError``, as in BackPACK."""
+    """Raised for an option that is none of the names; an ``AttributeError``, as in BackPACK."""
 
 
 class _Choice:
@@ -22,7 +22,7 @@ class _Choice:
 
     @classmethod
     def check_exists(cls, strategy: Any) -> None:
-        """Refuse what is none of the names.
+        """Refuse anything that is none of the names.
 
         Raises:
             UnknownChoice: An ``AttributeError``, and a ``ValueError``.
@@ -37,69 +37,69 @@ class _Choice:
 
 
 class LossHessianStrategy(_Choice):
-    """How the Hessian of the loss in the model's output is represented."""
+    """The representation of the Hessian of the loss in the model's output."""
 
     EXACT, SAMPLING, SUM = "exact", "sampling", "sum"
     CHOICES: ClassVar[list[str]] = [EXACT, SAMPLING, SUM]
 
 
 class BackpropStrategy(_Choice):
-    """What is propagated back: a root of each sample's matrix, or the average matrix."""
+    """The propagated quantity: a root of each sample's matrix, or the average matrix."""
 
     SQRT, BATCH_AVERAGE = "sqrt", "average"
     CHOICES: ClassVar[list[str]] = [BATCH_AVERAGE, SQRT]
 
     @classmethod
     def is_batch_average(cls, strategy: str) -> bool:
-        """Whether the average matrix is propagated."""
+        """Tell whether the average matrix is propagated."""
         cls.check_exists(strategy)
         return strategy == cls.BATCH_AVERAGE
 
     @classmethod
     def is_sqrt(cls, strategy: str) -> bool:
-        """Whether roots are propagated."""
+        """Tell whether roots are propagated."""
         cls.check_exists(strategy)
         return strategy == cls.SQRT
 
 
 class ExpectationApproximation(_Choice):
-    """Where means over samples are taken."""
+    """The place of means over samples."""
 
     BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
     CHOICES: ClassVar[list[str]] = [BOTEV_MARTENS, CHEN]
 
     @classmethod
     def should_average_param_jac(cls, strategy: str) -> bool:
-        """Whether Jacobians in the parameters are averaged, too."""
+        """Tell whether Jacobians in the parameters are also averaged."""
         cls.check_exists(strategy)
         return strategy == cls.CHEN
 
 
 class ResidualModifications:
-    """What happens to the second derivatives of a layer."""
+    """The treatment of the second derivatives of a layer."""
 
     @staticmethod
     def nothing(res: Tensor) -> Tensor:
-        """They stay."""
+        """Keep them."""
         return res
 
     @staticmethod
     def to_zero(res: Tensor) -> None:
-        """They are dropped."""
+        """Drop them."""
 
     @staticmethod
     def remove_negative_values(res: Tensor) -> Tensor:
-        """Negative ones are set to zero."""
+        """Set negative ones to zero."""
         return res.clamp(min=0)
 
     @staticmethod
     def to_abs(res: Tensor) -> Tensor:
-        """Their signs are dropped."""
+        """Drop their signs."""
         return res.abs()
 
 
 class Curvature(_Choice):
-    """Which matrix: the Hessian, the GGN, or a Hessian with residuals made positive."""
+    """The matrix: the Hessian, the GGN, or a Hessian with residuals made positive."""
 
     HESSIAN, GGN, PCH_ABS, PCH_CLIP = "hessian", "ggn", "pch-abs", "pch-clip"
     CHOICES: ClassVar[list[str]] = [HESSIAN, GGN, PCH_CLIP, PCH_ABS]
@@ -119,19 +119,19 @@ class Curvature(_Choice):
 
     @classmethod
     def require_residual(cls, curv_type: str) -> bool:
-        """Whether second derivatives of layers enter."""
+        """Tell whether second derivatives of layers enter."""
         cls.check_exists(curv_type)
         return cls.REQUIRE_RESIDUAL[curv_type]
 
     @classmethod
     def is_pch(cls, curv_type: str) -> bool:
-        """Whether residuals are made positive (Chen et al. 2018)."""
+        """Tell whether residuals are made positive (Chen et al. 2018)."""
         cls.check_exists(curv_type)
         return curv_type in (cls.PCH_ABS, cls.PCH_CLIP)
 
     @classmethod
     def modify_residual(cls, residual: Tensor | None, curv_type: str) -> Tensor | None:
-        """The second derivatives of a layer, as they enter this matrix."""
+        """Return the second derivatives of a layer, as they enter this matrix."""
         if residual is None:
             return None
         cls.check_exists(curv_type)
@@ -140,7 +140,7 @@ class Curvature(_Choice):
 
     @classmethod
     def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str) -> None:
-        """Refuse a loss that is not convex in the model's output where that is needed.
+        """Refuse a loss that is not convex in the model's output if that is needed.
 
         Raises:
             BadInput: A ``ValueError``.
@@ -158,10 +158,10 @@ class Curvature(_Choice):
 class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
     """The older name of ``packprop.algorithms(convolutions="groups")``, or of packprop's own choice.
 
-    Temporary memory is bounded either way, and values are equal.
+    packprop bounds temporary memory either way, and values are equal.
 
     Args:
-        save_memory: Whether inputs of convolutions must not be unfolded.
+        save_memory: Do not unfold inputs of convolutions.
     """
 
     _SAVE_MEMORY = False
@@ -182,5 +182,5 @@ class weight_jac_t_save_memory:  # noqa: N801  # the older library's name
 
     @staticmethod
     def is_saving() -> bool:
-        """What was chosen last."""
+        """Return the last choice."""
         return weight_jac_t_save_memory._SAVE_MEMORY

@@ -1,8 +1,8 @@
 """Extensions of users' own, written for single modules, as BackPACK has them.
 
 In packprop itself an extension is a row over functions (``packprop.types.Extension``), and works wherever a
-function does. Code written for BackPACK says instead, for each class of modules, what is computed from
-``module.input0``, ``module.output``, ``g_inp``, ``g_out`` and what was propagated back: that code runs here.
+function does. Code written for BackPACK computes, for each class of modules, something from ``module.input0``,
+``module.output``, ``g_inp``, ``g_out`` and the propagated quantity: that code runs here.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PACKAGE = "packprop."
 
 
 class Unsupported(PackpropError, NotImplementedError):
-    """An extension does not know a module; a ``NotImplementedError``, as in BackPACK."""
+    """Raised if an extension does not know a module; a ``NotImplementedError``, as in BackPACK."""
 
 
 def _keep_calls_for(cls: type) -> None:
-    """Let forward passes keep calls from now on, if a class is defined outside of packprop."""
+    """Make forward passes keep calls from now on, if a class is defined outside of packprop."""
     if not f"{cls.__module__}.".startswith(PACKAGE):
         keep_calls()
 
 
 class ModuleExtension:
-    """What an extension does with one class of modules.
+    """The work of an extension on one class of modules.
 
     It has one method for each name in ``params``, which takes the arguments of ``backpropagate`` and returns
-    the value that is saved on the parameter of that name.
+    the value to save on the parameter of that name.
 
     Args:
         params: Names of the module's parameters.
@@ -54,7 +54,7 @@ class ModuleExtension:
                     f"{type(self).__name__}(params={self._params}) was called.",
                     f"parameter {name!r}",
                     "the class has no method of this name",
-                    f"def {name}(self, extension, module, g_inp, g_out, bpQuantities): return what is saved",
+                    f"def {name}(self, extension, module, g_inp, g_out, bpQuantities): return a value to save",
                 )
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -69,14 +69,14 @@ class ModuleExtension:
         g_out: Sequence[Tensor | None],
         bpQuantities: Any,  # the name that subclasses use
     ) -> Any:
-        """Compute what is propagated to the module's inputs.
+        """Compute the quantity that goes to the module's inputs.
 
         Args:
             extension: The extension that runs.
             module: The module, with ``input0``, ``input1``, ... and ``output`` of its call.
             g_inp: Gradients of the loss in the inputs, as far as they come through this module.
             g_out: Gradients of the loss in the outputs.
-            bpQuantities: What was propagated to the output.
+            bpQuantities: The quantity that was propagated to the output.
         """
         warnings.warn(f"{type(self).__name__} does not say what is propagated back.", stacklevel=2)
 
@@ -87,7 +87,7 @@ class ModuleExtension:
         g_inp: Sequence[Tensor | None],
         g_out: Sequence[Tensor | None],
     ) -> None:
-        """To be overridden: raise if the module's options are not supported."""
+        """Raise if the module's options are not supported; override this."""
 
     def __call__(
         self,
@@ -96,7 +96,7 @@ class ModuleExtension:
         g_inp: Sequence[Tensor | None],
         g_out: Sequence[Tensor | None],
     ) -> None:
-        """Save a value for each parameter; propagate what arrives at the output to the inputs."""
+        """Save a value for each parameter; propagate the output's quantity to the inputs."""
         self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
         quantities, arriving = extension.saved_quantities, None
         if extension.expects_backpropagation_quantities():
@@ -139,10 +139,10 @@ class FirstOrderModuleExtension(ModuleExtension):
 
 
 class BackpropExtension:
-    """An extension that is made of module extensions, one for each class of modules.
+    """An extension that consists of module extensions, one for each class of modules.
 
     Args:
-        savefield: Attribute of parameters that values are saved in.
+        savefield: The attribute of parameters for values.
         module_exts: Module extensions by class; they do not apply to subclasses.
         fail_mode: For modules of other classes: ``"ERROR"``, ``"WARNING"`` if they have parameters, or
             ``"SILENT"``.
@@ -153,7 +153,7 @@ class BackpropExtension:
     """
 
     savefield: Any
-    """Attribute of parameters that values are saved in."""
+    """The attribute of parameters for values."""
 
     def __init__(
         self,
@@ -189,12 +189,12 @@ class BackpropExtension:
     def set_module_extension(
         self, module: type[nn.Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
-        """Set what is done with a class of modules.
+        """Set the module extension of a class of modules.
 
         Args:
             module: The class.
-            extension: What is done.
-            overwrite: Whether it may replace an earlier one.
+            extension: The module extension.
+            overwrite: Allow it to replace an earlier one.
 
         Raises:
             BadInput: If there is an earlier one, and ``overwrite`` is false; a ``ValueError``.
@@ -210,24 +210,24 @@ class BackpropExtension:
         self.module_extensions[module] = extension
 
     def get_subsampling(self) -> list[int] | None:
-        """Indices of the samples to look at; ``None`` for all."""
+        """Return the indices of the samples; ``None`` for all."""
         return self._subsampling
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Whether more than the gradient is propagated back."""
+        """Tell whether more than the gradient is propagated back."""
         return False
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Combine two quantities that arrive at one tensor; to be overridden."""
+        """Combine two quantities that arrive at one tensor; override this."""
         raise Unsupported(
             f"{type(self).__name__} was to run on a graph with branches.",
             "accumulate_backpropagated_quantities",
-            "the extension does not say what becomes of two quantities that arrive at one tensor",
+            "the extension does not combine two quantities that arrive at one tensor",
             "override it, for instance to return existing + other",
         )
 
     def extension_for(self, module: nn.Module) -> ModuleExtension | None:
-        """The module extension for a module.
+        """Return the module extension for a module.
 
         Raises:
             Unsupported: If its class has none, and the fail mode makes this an error.
@@ -294,5 +294,5 @@ class SecondOrderBackpropExtension(BackpropExtension):
     """An extension that propagates something back, or reads columns of the GGN's root."""
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Whether more than the gradient is propagated back: always."""
+        """Return true: more than the gradient is propagated back."""
         return True

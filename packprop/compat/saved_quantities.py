@@ -1,4 +1,4 @@
-"""What an extension for single modules propagates back, tensor by tensor."""
+"""The quantities that an extension for single modules propagates back, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SavedQuantities:
-    """What an extension propagates back, by the tensor at which it arrives.
+    """The quantities that an extension propagates back, by the tensor at which they arrive.
 
     Args:
         columns: Columns of the cotangent by tensor, if packprop has propagated them: then the extension
@@ -21,11 +21,11 @@ class SavedQuantities:
         self.are_given = columns is not None
 
     def save_quantity(self, key: Any, quantity: Any, accumulation_function: Callable[[Any, Any], Any]) -> None:
-        """Save a quantity, or accumulate it with the one that is there."""
+        """Save a quantity, or accumulate it with an existing one."""
         if key in self._values:
             quantity = accumulation_function(self._values[key], quantity)
         self._values[key] = quantity
 
     def retrieve_quantity(self, key: Any, delete_old: bool) -> Any:
-        """What was saved, or nothing."""
+        """Return the saved quantity, or nothing."""
         return self._values.pop(key, None) if delete_old else self._values.get(key)

@@ -1,1 +1,1 @@
-"""Compiled steps: a pass with its quantities, traced once and replayed."""
+"""Compiled steps: packprop traces a pass with its quantities once, and replays it."""

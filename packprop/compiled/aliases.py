@@ -1,4 +1,4 @@
-"""Which nodes of a graph share memory, and who writes to it."""
+"""Shared memory of the nodes of a graph, and the nodes that write to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 
 
 class Aliases:
-    """Which nodes of a graph may share memory, and which of it is written to or handed out."""
+    """The nodes of a graph that may share memory, and the memory that is written to or returned."""
 
     def __init__(self, graph: Graph) -> None:
         self._above: dict[Node, Node] = {}
@@ -24,7 +24,7 @@ class Aliases:
                 bound += node.all_input_nodes
             if node.op != "call_function":
                 continue
-            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not say so
+            if node.target is operator.getitem or "unsafe" in str(node.target):  # views that do not declare it
                 self._join(node, node.args[0])
             elif is_operation(node.target):
                 for argument, given in _arguments_of(node):
@@ -39,15 +39,15 @@ class Aliases:
         self._bound = {self._root(node) for node in bound}
 
     def is_bound(self, node: Node) -> bool:
-        """Whether the memory of a node is written to somewhere, or handed out."""
+        """Tell whether something writes to the memory of a node, or the graph returns it."""
         return self._root(node) in self._bound
 
     def writes_to(self, node: Node) -> list[tuple[Node, Node]]:
-        """What writes to memory that a node may share, each with the node that it writes through."""
+        """Return the writes to memory that a node may share, each with the node that it writes through."""
         return [(write, target) for write, target in self._writes if self.share(target, node)]
 
     def share(self, first: Node, second: Node) -> bool:
-        """Whether two nodes may share memory."""
+        """Tell whether two nodes may share memory."""
         return self._root(first) is self._root(second)
 
     def _root(self, node: Node) -> Node:
@@ -62,7 +62,7 @@ class Aliases:
 
 
 def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
-    """The arguments of an operation as it declares them, each with the nodes that it is given."""
+    """Yield the arguments of an operation as it declares them, each with the nodes that it is given."""
     for place, argument in enumerate(_schema_of(node.target).arguments):
         given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         each = given if isinstance(given, (list, tuple)) else [given]
@@ -70,17 +70,17 @@ def _arguments_of(node: Node) -> Iterator[tuple[Any, list[Node]]]:
 
 
 def is_operation(target: Any) -> bool:
-    """Whether what a node calls is an operation of PyTorch, which declares what it does with its arguments."""
+    """Tell whether a node calls an operation of PyTorch, which declares what it does with its arguments."""
     return isinstance(target, type(torch.ops.aten.alias.default))  # the class has no public name
 
 
 def takes_size_alone(target: Any) -> bool:
-    """Whether an operation takes a tensor and the size of its result, and nothing else, as ``view`` does."""
+    """Tell whether an operation takes only a tensor and the size of its result, as ``view`` does."""
     return is_operation(target) and [each.name for each in _schema_of(target).arguments] == ["self", "size"]
 
 
 def is_repeatable(target: Any) -> bool:
-    """Whether an operation gives the same whenever it is called on the same."""
+    """Tell whether an operation gives the same whenever it is called on the same."""
     if not is_operation(target):
         return False
     return not _schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
@@ -88,7 +88,7 @@ def is_repeatable(target: Any) -> bool:
 
 @functools.cache
 def _schema_of(operation: Any) -> Any:
-    """What an operation declares: its arguments, and which of them it writes to or returns views of."""
+    """The declaration of an operation: its arguments, and those that it writes to or returns views of."""
     _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
     assert schemas is not None
     (schema,) = schemas

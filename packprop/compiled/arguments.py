@@ -1,4 +1,4 @@
-"""What ``packprop.compile`` refuses at once."""
+"""Checks of the arguments of ``packprop.compile``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def require_callable(model: Any, loss: Any, hook: Any) -> None:
 
 
 def require_finished(extensions: Sequence[Extension]) -> None:
-    """Refuse extensions whose values are used after the pass.
+    """Refuse extensions with values that are used after the pass.
 
     Raises:
         BadInput: With the first of them.

@@ -1,4 +1,4 @@
-"""A replay beside an eager pass on the same values: whether both leave the same behind."""
+"""Comparison of a replay with an eager pass on the same values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from packprop.tensors.random import random_states, set_random_states
 def checked(
     step: Pass, traced: Traced, run: Runner, state: State, inputs: Any, targets: Any
 ) -> tuple[Outcome, str | None]:
-    """An eager pass, and what a replay on the same values does otherwise.
+    """Run an eager pass, and say how a replay on the same values differs.
 
-    A trace may have kept what Python computed: random numbers of other libraries, arrays, what a module counts.
-    It shows on the next values. The eager pass is the one that counts.
+    A trace may have kept results of Python: random numbers of other libraries, arrays, counters of a module.
+    They show on the next values. The eager pass is the one that counts.
     """
     apart = [tensor if tensor.requires_grad else tensor.detach().clone() for tensor in state.tensors]
     generators = _generators(step)
@@ -57,7 +57,7 @@ def checked(
 
 
 def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """The tensors of two outcomes, each with what it is."""
+    """Yield the tensors of two outcomes, each with its name."""
     yield "the loss", first.loss, second.loss
     for number in {**first.gradients, **second.gradients}:
         yield f"the gradient of tensor {number}", first.gradients.get(number), second.gradients.get(number)
@@ -69,7 +69,7 @@ def _pairs(first: Outcome, second: Outcome) -> Iterator[tuple[str, Tensor | None
 
 
 def alike(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors are equal up to rounding; NaN equals NaN."""
+    """Tell whether two tensors are equal up to rounding; NaN equals NaN."""
     if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
         return False
     if not (first.is_floating_point() or first.is_complex()):
@@ -85,6 +85,6 @@ def alike(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _generators(step: Pass) -> Sequence[torch.Generator]:
-    """The generators that extensions draw from, each once."""
+    """Return the generators that extensions draw from, each once."""
     found = [getattr(extension, "generator", None) for extension in step.extensions]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

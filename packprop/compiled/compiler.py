@@ -1,4 +1,4 @@
-"""What runs a traced graph: the graph itself, or what a compiler makes of it."""
+"""Runners of a traced graph: the graph itself, or its compiled form."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ REPLAY = "eager"
 """The backend that replays the traced graph, operation by operation."""
 
 SLOWER = 1.1
-"""How many times as long compiled code may take as the graph, which is more than noise.
+"""The ratio of compiled time to the graph's time that is more than noise.
 
-A tie goes to the compiler, whose code leaves Python free for other threads.
+A tie goes to the compiler: its code leaves Python free for other threads.
 """
 
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -34,12 +34,12 @@ WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Runner:
-    """Runs a traced graph; compiles it in the first call, unless it shall be replayed as it is.
+    """Runs a traced graph; compiles it in the first call, unless you want it plain.
 
     Args:
         graph: The graph.
-        backend: ``"eager"``, or what ``torch.compile`` takes.
-        mode: What ``torch.compile`` takes.
+        backend: ``"eager"``, or a backend of ``torch.compile``.
+        mode: A mode of ``torch.compile``.
     """
 
     def __init__(self, graph: GraphModule, backend: Backend, mode: str | None) -> None:
@@ -49,21 +49,21 @@ class Runner:
         self._run: Run | None = graph if backend == REPLAY else None
         self._devices: set[str] = set()
         self.seconds: float | None = None
-        """How long it took to compile."""
+        """The seconds that compiling took."""
         self.verdict: str | None = None
-        """Why the graph is replayed as it is although it shall be compiled, if it is."""
+        """The reason why the graph is replayed uncompiled, although you asked to compile it, if it is."""
         self.warning: str | None = None
-        """What the user should hear of it."""
+        """The message for the user."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The outputs of the graph; nothing is differentiated."""
+        """Return the outputs of the graph; differentiate nothing."""
         return self._through(self._run, tensors)
 
     def settle(self, tensors: Sequence[Tensor], budget: int | None) -> None:
-        """Keep what was compiled where it is faster than the graph as it is, and within the budget.
+        """Keep the compiled graph if it is faster than the plain one, and within the budget.
 
         Args:
-            tensors: Inputs of the graph, which may be written to.
+            tensors: Inputs of the graph, which it may write to.
             budget: The most bytes that may be alive at once; any number if ``None``.
         """
         if self.backend == REPLAY:
@@ -90,12 +90,12 @@ class Runner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             regions = AutocastRegions.now(self._devices)
-            if regions.regions:  # the graph holds what autocast did
+            if regions.regions:  # the graph already holds the effect of autocast
                 stack.enter_context(regions.switched(False))
             if self._copies:
                 torch.compiler.cudagraph_mark_step_begin()
             outputs = self._compile_and_run(tensors) if run is None else run(*tensors)
-            # a CUDA graph has one place for each output, which the next replay writes over
+            # a CUDA graph has one place for each output, which the next replay overwrites
             return [each.clone() for each in outputs] if self._copies else outputs
 
     def _compile_and_run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -107,7 +107,7 @@ class Runner:
             outputs = run(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler that is missing, or cannot do it
+        except Exception as error:  # a compiler that is missing, or fails
             self._run, self.backend, self._copies = self._graph, REPLAY, False
             said = " ".join([line for line in str(error).strip().splitlines() if line][:2])
             self.verdict = f"no compiler could take it ({type(error).__name__}: {said})"
@@ -122,7 +122,7 @@ class Runner:
 
 
 def _for_compiler(graph: GraphModule) -> GraphModule:
-    """A copy of a graph, without what compilers are slow at."""
+    """Return a copy of a graph, without constructs that are slow to compile."""
     copied = Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
     put_together(copied)
@@ -130,12 +130,11 @@ def _for_compiler(graph: GraphModule) -> GraphModule:
 
 
 def _compiled(graph: GraphModule, tensors: Sequence[Tensor], backend: Backend, mode: str | None) -> Run:
-    """The graph through a compiler.
+    """Compile the graph.
 
-    Inductor is called as itself, as PyTorch documents for backends that are made of others: what
-    ``torch.compile`` checks in each call of a graph takes a third of the time of a small one, and is known
-    here.
-    Random numbers are PyTorch's own, so that they are the same with and without a compiler.
+    This calls Inductor directly, as PyTorch documents for backends that are made of others. The checks of
+    ``torch.compile`` in each call of a graph take a third of the time of a small one, and packprop knows their
+    answers. Random numbers are PyTorch's own, so that they are the same with and without a compiler.
     """
     run: Run
     if backend != "inductor":

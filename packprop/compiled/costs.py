@@ -1,4 +1,4 @@
-"""What a replay costs: its time, and the most memory that it holds at once."""
+"""The costs of a replay: its time, and the most memory that it holds at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from packprop.tensors.nesting import tensors_in
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 TURNS = 5
-"""How often each of two ways is run at most, to see which is faster."""
+"""The maximum number of runs of each of two ways, to see which is faster."""
 
 LONGEST = 1.0
-"""Seconds from which on no further turn is taken."""
+"""Seconds from which on no further turn starts."""
 
 
 def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[float]:
-    """The shortest time that each of some ways has taken, in turns."""
+    """Return the shortest time of each of some ways, run in turns."""
     shortest = [float("inf")] * len(runs)
     begun = time.perf_counter()
     for _ in range(TURNS):
@@ -38,9 +38,9 @@ def seconds_in_turns(runs: Sequence[Run], tensors: Sequence[Tensor]) -> list[flo
 
 
 def peak_of(run: Run, tensors: Sequence[Tensor]) -> int:
-    """The most bytes that are allocated at once in a run, with those of its inputs and their gradients.
+    """Return the most bytes allocated at once in a run, with those of its inputs and their gradients.
 
-    What a compiler generated allocates is seen by PyTorch's profiler alone, on the processor.
+    Only PyTorch's profiler sees the allocations of compiler-generated code, on the processor.
     """
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     there = sum(each.untyped_storage().nbytes() for each in tensors_in([*tensors, *gradients]))

@@ -1,10 +1,10 @@
-"""Traced graphs: what can be left out of them, what they hold beside their inputs.
+"""Traced graphs: removing redundant nodes, finding constants.
 
 # NOTE [Tidy graphs]
-A pass looks at one tensor in many ways, and computes small things again rather than keep them. In a graph each
-of these is a call. So views that lead back to what they came from are left out, and equal operations on equal
-tensors are one. Where something is written in place, order matters: nothing that shares memory with a tensor
-that is written to is joined, nor anything that shares memory with an output, which belongs to the user.
+A pass views one tensor in many ways, and computes small things again rather than keep them. In a graph each of
+these is a call. So packprop removes views that lead back to their source, and joins equal operations on equal
+tensors. In-place writes make order matter: packprop joins nothing that shares memory with a tensor that is
+written to, nor anything that shares memory with an output, which belongs to the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packprop.compiled.aliases import Aliases, is_operation, is_repeatable, take
 _ATEN = torch.ops.aten
 
 IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default})
-"""Operations that change nothing where nothing is differentiated."""
+"""Operations that change nothing if nothing is differentiated."""
 
 VIEWS = frozenset(
     {
@@ -36,11 +36,11 @@ VIEWS = frozenset(
         _ATEN.unsqueeze.default,
     }
 )
-"""Views that begin where their inputs do, beside those that take a size alone."""
+"""Views that begin where their inputs do, beside those that only take a size."""
 
 
 def tidy(graph: GraphModule) -> GraphModule:
-    """Leave out what has no effect; see NOTE [Tidy graphs]. The graph is run without gradients."""
+    """Remove nodes without effect; see NOTE [Tidy graphs]. The graph runs without gradients."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])
@@ -53,7 +53,7 @@ def tidy(graph: GraphModule) -> GraphModule:
 
 
 def constants_of(graph: GraphModule) -> Iterator[Tensor]:
-    """The tensors that a graph holds beside its inputs."""
+    """Return the tensors that a graph holds beside its inputs."""
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(graph)
@@ -62,7 +62,7 @@ def constants_of(graph: GraphModule) -> Iterator[Tensor]:
 
 
 def operation_of_unknown_size(graph: GraphModule) -> str | None:
-    """The first operation whose outputs have sizes that depend on values."""
+    """Return the first operation whose outputs have sizes that depend on values."""
     for node in graph.graph.nodes:
         if is_operation(node.target) and torch.Tag.dynamic_output_shape in node.target.tags:
             if node.target is _ATEN.index.Tensor and not any(map(_is_mask, node.args[1])):
@@ -72,18 +72,18 @@ def operation_of_unknown_size(graph: GraphModule) -> str | None:
 
 
 def _is_mask(index: Any) -> bool:
-    """Whether an index takes as many entries as it has true ones."""
+    """Tell whether an index takes as many entries as it has true ones."""
     made = index.meta.get("tensor_meta") if isinstance(index, Node) else None
     return index is not None and (made is None or made.dtype in (torch.bool, torch.uint8))
 
 
 def operations_of(graph: GraphModule) -> int:
-    """How many operations a graph has; taking an entry of a tuple is none."""
+    """Count the operations of a graph; taking an entry of a tuple is none."""
     return sum(node.op == "call_function" and node.target is not operator.getitem for node in graph.graph.nodes)
 
 
 def _leave_out_views(graph: Graph) -> None:
-    """Leave out views of views that are laid out like a tensor before them."""
+    """Remove views of views that are laid out like a tensor before them."""
     for node in graph.nodes:
         above = node
         while above.op == "call_function" and _begins_where_its_input_does(above):
@@ -94,10 +94,11 @@ def _leave_out_views(graph: Graph) -> None:
 
 
 def _begins_where_its_input_does(node: Node) -> bool:
-    """Whether a node is a view of ``VIEWS``, or lays the same entries out in another size.
+    """Tell whether a node is a view of ``VIEWS``, or lays the same entries out in another size.
 
-    Matrix products with more than two axes end in a view that declares nothing of what it shares, so operations
-    of this second kind are told by what they take; those that repeat or sum entries, by how many they return.
+    Matrix products with more than two axes end in a view that does not declare its shared memory. So packprop
+    recognises operations of this second kind by their arguments, and those that repeat or sum entries by the
+    number of results.
     """
     if node.target in VIEWS:
         return True
@@ -108,13 +109,13 @@ def _begins_where_its_input_does(node: Node) -> bool:
 
 
 def _layout_of(node: Node) -> tuple[Any, ...] | None:
-    """Shape, strides and precision of what a node made; ``None`` where that is not known."""
+    """Return shape, strides and precision of a node's result; ``None`` if they are not known."""
     made = node.meta.get("tensor_meta")
     return None if made is None else (torch.Size(made.shape), tuple(made.stride), made.dtype)
 
 
 def _join_equal(graph: Graph) -> None:
-    """Let equal operations be one, where nothing is written in place and nothing is drawn."""
+    """Join equal operations, unless they write in place or draw random numbers."""
     memory = Aliases(graph)
     known: dict[Hashable, Node] = {}
     for node in graph.nodes:
@@ -136,7 +137,7 @@ def _join_equal(graph: Graph) -> None:
 
 
 def _as_key(value: Any) -> Hashable:
-    """Arguments so that equal ones are equal: a number is none of another type."""
+    """Return arguments so that equal ones are equal: a number equals none of another type."""
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_as_key, value))
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""Graphs for compilers: a tensor that is written part by part is put together in one operation.
+"""Graphs for compilers: a concatenation replaces the writes to the parts of a tensor.
 
 # NOTE [Parts]
-A pass that works on a few samples at a time makes room for all results, and writes each part where it belongs.
-A compiler without writes in place takes every such write for a new tensor as large as all of them, in which one
-part differs: work that grows with the square of the number of parts. So where all parts are written once, each
-before it is read, they become tensors of their own, which are concatenated.
+A pass that works on a few samples at a time allocates all results, and writes each part to its place. A
+compiler without in-place writes treats every such write as a new tensor as large as all of them, in which one
+part differs: this work grows with the square of the number of parts. So if all parts are written once, each
+before it is read, packprop makes them tensors of their own, and concatenates them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packprop.compiled.aliases import Aliases
 _ATEN = torch.ops.aten
 
 ROOMS = frozenset({_ATEN.new_empty.default, _ATEN.empty.memory_format})
-"""Operations that make room and write nothing."""
+"""Operations that allocate and write nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Part:
     """One part of a tensor.
 
     Args:
-        views: The slice that it is written to, and what is a reshaped view of it.
-        write: What fills it.
-        target: That of the views which the write is given.
-        start: Where along the axis it begins.
-        stop: Where it ends.
+        views: The slice that it is written to, and reshaped views of it.
+        write: The node that fills it.
+        target: The view that the write takes.
+        start: The index along the axis at which it begins.
+        stop: The index at which it ends.
     """
 
     views: list[Node]
@@ -56,7 +56,7 @@ class Room:
     axis: int
 
     def readers(self) -> list[tuple[Node, Node]]:
-        """What reads all of the tensor, each with the view that it reads."""
+        """Return the readers of the whole tensor, each with the view that it reads."""
         known = {*self.views, *(part.views[0] for part in self.parts)}
         return [(view, user) for view in self.views for user in view.users if user not in known]
 
@@ -78,7 +78,7 @@ def put_together(graph: Graph) -> None:
 
 
 def _room(graph: Graph, node: Node) -> Room | None:
-    """What is written to the parts of a new tensor, if all of it is, each part once before it is read."""
+    """Return a new tensor's parts, if writes fill all of it, each part once before it is read."""
     aliases, order = Aliases(graph), {each: place for place, each in enumerate(graph.nodes)}
     views, slices = [node], list[Node]()
     for view in views:
@@ -104,7 +104,7 @@ def _room(graph: Graph, node: Node) -> Room | None:
 
 
 def _part(view: Node, whole: tuple[int, ...], writes: dict[Node, Node], order: dict[Node, int]) -> Part | None:
-    """The part of a whole that a slice is, if one write fills it before it is read."""
+    """Return the part of a whole that a slice is, if one write fills it before it is read."""
     if len(view.args) != 4:
         return None
     _, axis, start, stop = view.args
@@ -124,7 +124,7 @@ def _part(view: Node, whole: tuple[int, ...], writes: dict[Node, Node], order: d
 
 
 def _fills(write: Node, target: Node) -> bool:
-    """Whether a write fills all of its target, whatever was there."""
+    """Tell whether a write fills all of its target, whatever was there."""
     if write.target is not _ATEN.copy_.default:
         return write.target is _ATEN.bmm.out
     source = write.args[1]
@@ -132,12 +132,12 @@ def _fills(write: Node, target: Node) -> bool:
 
 
 def _made(graph: Graph, part: Part) -> Node:
-    """The part as a tensor of its own, which takes the place of the slice and its views."""
+    """Make the part a tensor of its own, which takes the place of the slice and its views."""
     write = part.write
     with graph.inserting_before(write):
         if write.target is _ATEN.bmm.out:
             made = graph.call_function(_ATEN.bmm.default, write.args)
-        else:  # what was copied may be written to later
+        else:  # later nodes may write to the source
             made = graph.call_function(_ATEN.clone.default, (write.args[1],))
         for view in [*part.views, write]:
             own = graph.call_function(_ATEN.view.default, (made, list(_shape(view))))

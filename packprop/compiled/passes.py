@@ -1,4 +1,4 @@
-"""What is run again and again: an ordinary pass, which a trace is taken of."""
+"""Ordinary passes that run again and again, and that a trace follows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED = "A compiled step was called."
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass leaves behind.
+    """The results of a pass.
 
     Args:
         loss: The loss.
@@ -39,41 +39,41 @@ class Outcome:
 
 
 class Pass(Protocol):
-    """What a graph takes the place of."""
+    """A pass that a graph can replace."""
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that are called."""
+        """The modules of the pass."""
 
     @property
     def extensions(self) -> Sequence[Extension]:
-        """What is computed along."""
+        """The extensions of the pass."""
 
     @property
     def budget(self) -> int | None:
         """The most bytes of tensor storage that may be alive at once, if there is a limit."""
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
-        """Run the pass; returns the loss, cut from its graph."""
+        """Run the pass; return the loss, cut from its graph."""
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
-        """Run the pass, and leave everything as if it had not been run."""
+        """Run the pass, and leave everything as if it had not run."""
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
-        """Leave behind what a pass leaves; returns the loss."""
+        """Apply the results of a pass; return the loss."""
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Let go of what the pass before has left, where this one leaves it anew."""
+        """Drop results of the pass before that this one makes anew."""
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """What each call of a step does: gradients are accumulated, results are saved on parameters.
+    """The pass of each call of a step: accumulates gradients, saves results on parameters.
 
     Args:
         model: The model.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        extensions: What is computed along.
+        extensions: The extensions of the step.
         hook: The user's extension hook.
         memory: The budget, or a plan.
     """
@@ -86,7 +86,7 @@ class TrainingPass:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that are called."""
+        """The modules of the pass."""
         return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
 
     @property
@@ -95,11 +95,11 @@ class TrainingPass:
         return self.memory.memory if isinstance(self.memory, Plan) else budget_of(self.memory)
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
-        """Forward and backward pass; returns the loss, cut from its graph."""
+        """Run forward and backward pass; return the loss, cut from its graph."""
         return self._run(inputs, targets, self.hook)
 
     def run_apart(self, parameters: Sequence[Tensor], inputs: Any, targets: Any) -> Outcome:
-        """Run the pass, and leave gradients, results and the user's hook as if it had not been run."""
+        """Run the pass, and leave gradients, results and the user's hook as if it had not run."""
         finished: list[nn.Module] = []
         with _set_aside(self.extensions, parameters):
             loss = self._run(inputs, targets, finished.append if self.hook is not None else None)
@@ -115,7 +115,7 @@ class TrainingPass:
         return Outcome(loss, gradients, results, finished)
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
-        """Leave on the parameters what a pass leaves there, and call the hook."""
+        """Put the results of a pass on the parameters, and call the hook."""
         for number, gradient in outcome.gradients.items():
             parameter = parameters[number]
             if parameter.grad is None:
@@ -131,7 +131,7 @@ class TrainingPass:
         return outcome.loss
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Take results off the parameters that get new ones."""
+        """Remove results from the parameters that get new ones."""
         for number, name in outcome.results:
             vars(parameters[number]).pop(name, None)
 

@@ -1,4 +1,4 @@
-"""A pass that is run again and again: as it is at first, then as a graph."""
+"""A repeated pass: ordinary at first, then a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from packprop.tensors.nesting import tensors_in
 from packprop.tensors.traced import Decisions, NotTraceable, noting_decisions
 
 MOST = 8
-"""Kinds of calls that are traced; others run eagerly from then on."""
+"""The number of kinds of calls that packprop traces; others run eagerly from then on."""
 
 WORTH = 32
 """Replays from which on calls of another kind than the first are worth a compiler.
@@ -34,31 +34,31 @@ The last batch of an epoch is smaller, and comes once in each.
 """
 
 MEASURED = 5
-"""Replays whose times are known before one is called slower than a pass."""
+"""The number of timed replays before packprop may call one slower than a pass."""
 
 NOISE = 1.05
-"""How much longer than a pass a replay may take, of the fastest of each."""
+"""The factor by which a replay may be slower than a pass, for the fastest of each."""
 
 SEEN = 64
-"""Kinds of calls that are remembered before they are traced."""
+"""The number of kinds of calls that packprop remembers before it traces them."""
 
 
 @dataclass
 class Kind:
-    """What is known of calls of one kind: they have the same ``State.key``.
+    """The state of calls of one kind: they have the same ``State.key``.
 
     Args:
-        inputs: What the calls were given, for people.
-        decisions: What the last ordinary pass has decided by values.
-        passes: How many ordinary passes were made.
-        pass_seconds: How long the fastest of them took; what is traced or checked besides does not count.
-        replay_seconds: How long the fastest replay took.
+        inputs: A description of the arguments, for people.
+        decisions: The decisions by values of the last ordinary pass.
+        passes: The number of ordinary passes.
+        pass_seconds: The time of the fastest of them; tracing and checking do not count.
+        replay_seconds: The time of the fastest replay.
         traced: The graph, once there is one.
-        is_first: Whether it was the first kind to be traced.
-        runner: What runs the graph, once it was checked.
-        tried: Whether the graph was given to the compiler.
-        refusal: Why calls of this kind are not traced, if they are not.
-        replays: How often the graph was run in place of a pass.
+        is_first: Says that it was the first kind to be traced.
+        runner: The runner of the graph, once it was checked.
+        tried: Says that the compiler got the graph.
+        refusal: The reason why calls of this kind are not traced, if they are not.
+        replays: The number of replays in place of a pass.
     """
 
     inputs: str
@@ -78,48 +78,48 @@ class Kind:
 
 
 class Policy(Protocol):
-    """When it is worth it to trace calls of one kind, to compile the graph, to go on with it."""
+    """Decides when to trace calls of one kind, to compile the graph, and to go on with it."""
 
     @property
     def warns(self) -> bool:
-        """Whether the user hears of calls that are not replayed."""
+        """Tell whether the user hears of calls that are not replayed."""
 
     def traces(self, kind: Kind) -> bool:
-        """Whether the next pass shall be traced; asked before each one."""
+        """Tell whether to trace the next pass; asked before each one."""
 
     def compiles(self, kind: Kind) -> bool:
-        """Whether the graph shall be compiled; asked before it is checked, and after each replay."""
+        """Tell whether to compile the graph; asked before the check of the graph, and after each replay."""
 
     def keeps(self, kind: Kind) -> bool:
-        """Whether the graph shall be replayed further; asked after each replay."""
+        """Tell whether to go on with replays; asked after each replay."""
 
 
 class AtOnce:
-    """Calls are traced as soon as they can be; the first kind is compiled at once, others when frequent."""
+    """Traces calls as soon as possible; compiles the first kind at once, others when frequent."""
 
     warns = True
 
     def traces(self, kind: Kind) -> bool:
-        """All calls are."""
+        """Trace all calls."""
         return True
 
     def compiles(self, kind: Kind) -> bool:
-        """The first kind is, and those that come often."""
+        """Compile the first kind, and those that come often."""
         return kind.is_first or kind.replays >= WORTH
 
     def keeps(self, kind: Kind) -> bool:
-        """Unless ordinary passes are faster."""
+        """Go on unless ordinary passes are faster."""
         return kind.replays < MEASURED or kind.replay_seconds < NOISE * kind.pass_seconds
 
 
 class Replayer:
-    """Runs a pass as it is, and from the third call of a kind on as a graph.
+    """Runs a pass as it is, and from the fourth call of a kind on as a graph.
 
     Args:
         step: The pass.
-        backend: What compiles graphs; ``"eager"`` for nothing.
+        backend: The compiler of graphs; ``"eager"`` for none.
         mode: As in ``torch.compile``.
-        policy: When it is worth it.
+        policy: Decides when a graph pays.
     """
 
     def __init__(self, step: Pass, backend: Backend, mode: str | None, policy: Policy | None = None) -> None:
@@ -132,11 +132,11 @@ class Replayer:
 
     @property
     def kinds(self) -> list[Kind]:
-        """What is known of calls, one for each kind that was made."""
+        """The state of calls, one for each kind so far."""
         return [*self._kinds.values()]
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
-        """Run the pass; returns the loss ``[]``, cut from its graph."""
+        """Run the pass; return the loss ``[]``, cut from its graph."""
         state = self._state(inputs, targets)
         kind = self._kinds.get(state.key)
         if kind is not None and kind.runner is not None:
@@ -151,7 +151,7 @@ class Replayer:
         return self._third(kind, kind.traced, state, inputs, targets)
 
     def _state(self, inputs: Any, targets: Any, before: State | None = None) -> State:
-        """What this call depends on. Plans count gradients that are there: at the beginning of the call."""
+        """Return the state that this call depends on. Plans count gradients from the beginning of the call."""
         state = state_of(self._pass.modules, (inputs, targets))
         if self._pass.budget is None:
             return state
@@ -159,7 +159,7 @@ class Replayer:
         return State(state.parameters, state.batch, (*state.key, there))
 
     def _first(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, which settles what later ones take over."""
+        """Run an ordinary pass, which settles what later ones take over."""
         with noting_decisions() as decisions:
             loss = self._run(inputs, targets)
         now = self._state(inputs, targets, state)
@@ -173,14 +173,14 @@ class Replayer:
         return loss
 
     def _note_changed(self, state: State, now: State) -> None:
-        """Warn of a model that changes in each of its passes; in their first one many do."""
+        """Warn about a model that changes in each of its passes; in their first one many do."""
         self._changed_themselves += 1
         if self._changed_themselves > 2:
             change = first_change(self._pass.modules, state.key, now)
             self._warn("changes", f"a pass changes the model: {change}")
 
     def _second(self, kind: Kind, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, and the same one traced."""
+        """Run an ordinary pass, and trace it."""
         with noting_decisions() as decisions:
             loss = self._timed(kind, inputs, targets)
         kind.decisions = decisions
@@ -196,7 +196,7 @@ class Replayer:
         return loss
 
     def _third(self, kind: Kind, traced: Traced, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass, and a replay beside it."""
+        """Run an ordinary pass, and a replay beside it."""
         compiles = not kind.tried and self._backend != REPLAY and self._policy.compiles(kind)
         kind.tried = kind.tried or compiles
         runner = Runner(traced.graph, self._backend if compiles else REPLAY, self._mode)
@@ -216,7 +216,7 @@ class Replayer:
         return self._pass.deliver(state.parameters, outcome)
 
     def _replay(self, kind: Kind, runner: Runner, state: State, inputs: Any, targets: Any) -> Tensor:
-        """Run the graph in place of a pass; where values are faulty, run a pass, which says so."""
+        """Run the graph in place of a pass; if values are faulty, run a pass, which says so."""
         traced = kind.traced
         assert traced is not None
         start = time.perf_counter()
@@ -256,7 +256,7 @@ class Replayer:
             ) from error
 
     def _run_again(self, state: State, inputs: Any, targets: Any) -> Tensor:
-        """An ordinary pass behind a replay, which has written to buffers already."""
+        """Run an ordinary pass behind a replay, which has already written to buffers."""
         written = [(each, each.detach().clone()) for each in state.parameters if not each.requires_grad]
         try:
             return self._run(inputs, targets)
@@ -265,7 +265,7 @@ class Replayer:
                 tensor.data.copy_(value)
 
     def _reason_against(self, state: State) -> str | None:
-        """Why calls of this kind shall not be traced, if they shall not; a warning says so."""
+        """Return the reason not to trace calls of this kind, if there is one; a warning says it."""
         reason = None
         if is_recording_disabled():
             return "packprop.disable() is in force"
@@ -283,7 +283,7 @@ class Replayer:
         return reason
 
     def _forget(self, state: State) -> None:
-        """Forget calls that were not traced, the oldest first; most are never made again."""
+        """Forget untraced calls, the oldest first; most never come again."""
         untraced = [key for key, kind in self._kinds.items() if kind.traced is None]
         change = first_change(self._pass.modules, untraced[-1], state)
         self._warn("many", f"{SEEN} kinds of calls were made, the last two of which differ in {change}")
@@ -295,7 +295,7 @@ class Replayer:
         self._warn(reason, reason)
 
     def _warn(self, about: str, reason: str) -> None:
-        """Say once that calls are run eagerly."""
+        """Say once that calls run eagerly."""
         if about not in self._warned and self._policy.warns:
             self._warned.add(about)
             warnings.warn(
@@ -310,7 +310,7 @@ class _Said:
 
 
 def _say_once(warning: str) -> None:
-    """Warn of the same thing once in a process."""
+    """Warn about the same thing once in a process."""
     if warning not in _Said.warnings:
         _Said.warnings.add(warning)
         warnings.warn(warning, PackpropWarning, stacklevel=5)
@@ -320,7 +320,7 @@ PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _became(kind: Kind) -> str:
-    """What became of calls of one kind."""
+    """Describe the state of calls of one kind."""
     if kind.refusal is not None:
         return f"eager: {kind.refusal}"
     if kind.traced is None:
@@ -336,13 +336,13 @@ def _became(kind: Kind) -> str:
 
 
 def _described(batch: Any) -> str:
-    """Shapes and precisions of the tensors of a batch."""
+    """Return shapes and precisions of the tensors of a batch."""
     given = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors_in(batch)]
     return ", ".join(given) or "no tensors"
 
 
 def _differing(before: Decisions, now: Decisions) -> str | None:
-    """What was decided otherwise; sizes of chunks are no matter of values."""
+    """Describe the decisions that differ; sizes of chunks do not depend on values."""
     pairs = zip(before, now, strict=False)
     other = next((str(new[0]) for old, new in pairs if old != new and new[0] != SIZES_OF_CHUNKS), None)
     return other if len(before) == len(now) else other or "how much is decided"

@@ -1,4 +1,4 @@
-"""What a trace of a pass depends on: the modules as they are, the batch, what is in force around the call."""
+"""The dependencies of a trace: the modules as they are, the batch, the settings around the call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_DATA = (nn.Module, type, FunctionType, MethodType)
 
 @dataclass(frozen=True)
 class State:
-    """The tensors that a pass reads, and everything else that decides what it does with them.
+    """The tensors that a pass reads, and everything else that decides its work.
 
     Args:
         parameters: Parameters and buffers of the modules, each once.
@@ -42,7 +42,7 @@ class State:
 
 
 def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
-    """What a pass of these modules on a batch depends on."""
+    """Describe what a pass of these modules on a batch depends on."""
     key: list[Any] = []
     parameters: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -57,7 +57,7 @@ def state_of(modules: Sequence[nn.Module], batch: Any) -> State:
 
 
 class _Same:
-    """Something that equals itself alone; it is kept, so that nothing else can have its identity."""
+    """An object that equals itself alone; it stays alive, so that nothing else can have its identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -73,11 +73,11 @@ class _Same:
 
 
 def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int]) -> tuple[Any, ...]:
-    """A module without its submodules: its class, its tensors by number, its attributes that are plain.
+    """Describe a module without its submodules: its class, its tensors by number, its plain attributes.
 
     Args:
         module: The module.
-        parameters: The tensors that are known, by identity; gets its own.
+        parameters: The known tensors, by identity; this adds the module's own.
         seen: Other objects that were described, by identity.
     """
     found: list[Any] = [id(module), type(module)]
@@ -109,7 +109,7 @@ def _described(module: nn.Module, parameters: dict[int, Tensor], seen: set[int])
 
 
 def _contained(value: Any) -> Any:
-    """What a container holds, as far as it is plain or tensors."""
+    """Describe the contents of a container, as far as they are plain or tensors."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -125,7 +125,7 @@ def _contained(value: Any) -> Any:
 
 
 def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
-    """The place of a tensor among those that are known, at the end if it is new."""
+    """Return the place of a tensor among the known ones, at the end if it is new."""
     if id(tensor) not in known:
         known[id(tensor)] = tensor
         return len(known) - 1
@@ -133,7 +133,7 @@ def _number(tensor: Tensor, known: dict[int, Tensor]) -> int:
 
 
 def _structure(value: Any, given: dict[int, Tensor]) -> Any:
-    """The nesting of a batch, its tensors by number, everything else as it is."""
+    """Describe the nesting of a batch, its tensors by number, everything else as it is."""
     if isinstance(value, Tensor):
         return ("tensor", _number(value, given))
     kind = type(value)
@@ -148,7 +148,7 @@ def _structure(value: Any, given: dict[int, Tensor]) -> Any:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What a graph takes for granted of an input."""
+    """Describe what a graph assumes about an input."""
     kind = type(tensor)
     strides = tensor.stride() if tensor.layout is torch.strided else None
     hooked = is_hooked(tensor) or has_late_hooks(tensor)
@@ -165,18 +165,18 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_own(hook: Any) -> bool:
-    """Whether a hook is packprop's."""
+    """Tell whether a hook is packprop's."""
     return str(getattr(hook, "__module__", "")).startswith("packprop.")
 
 
 def _surroundings(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """What is in force around a call."""
+    """Describe the settings around a call."""
     regions = AutocastRegions.now({tensor.device.type for tensor in tensors}).regions
     return regions, is_recording_disabled(), torch.are_deterministic_algorithms_enabled()
 
 
 def first_change(modules: Sequence[nn.Module], before: tuple[Any, ...], now: State) -> str:
-    """What decides on a pass and is not what it was, in words: the first such thing."""
+    """Name the first thing that decides on a pass and has changed."""
     labels = [_label(name, module) for root in modules for name, module in root.named_modules()]
     labels.append("the nesting of the batch")
     names = {id(tensor): name for root in modules for name, tensor in _named_tensors(root)}
@@ -202,7 +202,7 @@ def _named_tensors(root: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _first_difference(old: Any, new: Any) -> str:
-    """Where two descriptions differ; what stands before a value in one is its name."""
+    """Say where two descriptions differ; what stands before a value in one is its name."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and type(old) is tuple:
         place = next(place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
         named = f"{old[place - 1]} " if place and isinstance(old[place - 1], str) else ""

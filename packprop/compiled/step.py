@@ -29,29 +29,30 @@ def compile(
     mode: str | None = None,
     memory: int | str | Plan | None = None,
 ) -> CompiledStep:
-    """A step that does what a forward pass, a loss and ``backward()`` inside ``backpack(...)`` do, but faster.
+    """Make a step that does a forward pass, a loss and ``backward()`` inside ``backpack(...)``, but faster.
 
     ``loss = step(inputs, targets)`` accumulates ``.grad``, saves every value under its ``savefield``, calls the
     hook, and returns the loss, cut from its graph. The model and the loss need not be extended.
 
-    The first call of a kind is an ordinary pass, which refuses what ``backpack`` refuses. The second one is
-    traced besides, the third one is compared with a replay of the graph; from the fourth on the graph takes the
-    place of the pass. Calls are of one kind if their batches have equal shapes, and nothing else has changed
-    that decides what a pass does: which parameters require gradients, training or evaluation mode, attributes
-    of modules that are numbers, texts or tensors, autocast. Values of parameters and buffers may change at
-    will, and parameters may be replaced.
+    The first call of a kind is an ordinary pass, which refuses what ``backpack`` refuses. The second call also
+    traces the pass, and the third compares a replay of the graph with it. From the fourth on, the graph takes
+    the place of the pass. Calls are of one kind if their batches have equal shapes, and nothing else has
+    changed that decides the work of a pass: which parameters require gradients, training or evaluation mode,
+    attributes of modules that are numbers, texts or tensors, autocast. You may change values of parameters and
+    buffers at will, and replace parameters.
 
     Args:
         model: Any module.
         loss: Called as ``loss(outputs, targets)``, a module or a function; ``None`` if the model returns its
-            loss. Then a step is called with one argument.
-        extensions: Instances from ``packprop.extensions``, one by one or in a list: all that are finished
-            within the pass.
-        extension_hook: Called with each module that owns parameters. In a replay all values are there already.
+            loss. Then a step takes one argument.
+        extensions: Instances from ``packprop.extensions``, one by one or in a list: all that finish within the
+            pass.
+        extension_hook: A function to call with each module that owns parameters. In a replay all values are
+            there already.
         backend: ``"inductor"`` and other backends of ``torch.compile``; ``"eager"`` replays the traced graph
             without a compiler.
         mode: As in ``torch.compile``, such as ``"reduce-overhead"``.
-        memory: As in ``backpack``: the graph is that of a pass within this budget.
+        memory: As in ``backpack``: the graph belongs to a pass within this budget.
 
     Raises:
         BadInput: For a model that is no module, a loss that cannot be called, a class instead of an extension,
@@ -63,7 +64,7 @@ def compile(
 
 
 class CompiledStep:
-    """What ``packprop.compile`` returns; ``print(step)`` says what was traced."""
+    """The step that ``packprop.compile`` returns; ``print(step)`` describes its traces."""
 
     def __init__(
         self,
@@ -85,21 +86,21 @@ class CompiledStep:
 
     @property
     def graph(self) -> Graph | None:
-        """The graph that was traced last; ``None`` before the second call of a kind."""
+        """The latest traced graph; ``None`` before the second call of a kind."""
         graphs = [kind.traced.graph.graph for kind in self.kinds if kind.traced is not None]
         return graphs[-1] if graphs else None
 
     @property
     def kinds(self) -> list[Kind]:
-        """What is known of calls, one for each kind that was made."""
+        """The state of calls, one for each kind so far."""
         return self._replayer.kinds
 
     def __call__(self, inputs: Any, targets: Any = None) -> Tensor:
-        """Run one step; returns the loss ``[]``, cut from its graph.
+        """Run one step; return the loss ``[]``, cut from its graph.
 
         Args:
-            inputs: What the model is called on: a tensor, a tuple or list of arguments, or a mapping by name.
-            targets: What the loss is given beside the outputs.
+            inputs: The model's inputs: a tensor, a tuple or list of arguments, or a mapping by name.
+            targets: The loss's arguments beside the outputs.
         """
         if not torch.is_grad_enabled():
             raise BadInput(

@@ -33,7 +33,7 @@ HANDING_ON = tuple(f"{OWN}/{name}.py" for name in ("context", "recording/recorde
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the outputs of a graph a tensor stands."""
+    """The place of a tensor in the outputs of a graph."""
 
     number: int
 
@@ -43,10 +43,10 @@ class Traced:
     """A pass as a graph.
 
     Args:
-        graph: From parameters, buffers and the tensors of the batch to a tuple of tensors; buffers are written
-            to. The first output says whether values are faulty.
-        template: What the pass leaves behind, with places in the outputs for tensors.
-        seconds: How long it took to trace.
+        graph: Maps parameters, buffers and the tensors of the batch to a tuple of tensors; it writes to
+            buffers. The first output says whether values are faulty.
+        template: The results of the pass, with places in the outputs for tensors.
+        seconds: The time that tracing took.
     """
 
     graph: GraphModule
@@ -59,7 +59,7 @@ class Traced:
         return operations_of(self.graph)
 
     def outcome(self, outputs: Sequence[Tensor]) -> Outcome:
-        """What the pass leaves behind, given the outputs of the graph."""
+        """Return the results of the pass, given the outputs of the graph."""
 
         def filled(value: Any) -> Any:
             return map_instances(Place, lambda place: outputs[place.number], value)
@@ -69,16 +69,16 @@ class Traced:
 
 
 def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced:
-    """Trace a pass; the model is afterwards what it was, and no random number has been drawn.
+    """Trace a pass; restore the model and the random numbers afterwards.
 
     Args:
         step: The pass.
-        inputs: What the model is called on.
-        targets: What the loss takes beside the outputs.
-        decisions: What the pass before has decided by values.
+        inputs: The model's inputs.
+        targets: The loss's arguments beside the outputs.
+        decisions: The decisions by values of the pass before.
 
     Raises:
-        NotTraceable: If a replay would do something else than the pass.
+        NotTraceable: If a replay would differ from the pass.
         PackpropError: If the model asks for values in Python.
     """
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def trace(step: Pass, inputs: Any, targets: Any, decisions: Decisions) -> Traced
 
 
 def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Whether one of some conditions holds."""
+    """Tell whether one of some conditions holds."""
     if not conditions:
         return torch.zeros((), dtype=torch.bool, device=like.device)
     flat = [condition.reshape(()).to(like.device) for condition in conditions]
@@ -115,7 +115,7 @@ def _fault(conditions: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _with_places(outcome: Outcome, outputs: list[Tensor]) -> Outcome:
-    """Put the tensors of an outcome to the outputs, and places where they were."""
+    """Move the tensors of an outcome to the outputs, and leave places for them."""
     results = [*tensors_in([*outcome.results.values()])]
     taken = {tensor.untyped_storage().data_ptr() for tensor in results}
 
@@ -123,7 +123,7 @@ def _with_places(outcome: Outcome, outputs: list[Tensor]) -> Outcome:
         outputs.append(tensor)
         return Place(len(outputs) - 1)
 
-    def own(gradient: Tensor) -> Place:  # gradients are added to in place
+    def own(gradient: Tensor) -> Place:  # later passes add to gradients in place
         storage = gradient.untyped_storage().data_ptr()
         shared = storage in taken
         taken.add(storage)
@@ -158,7 +158,7 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
                 "write it with tensors (torch.where, masks), or use `with packprop.backpack(...)` around "
                 "loss.backward(), which runs every pass anew",
             ) from error
-        said = ["a value is asked for"] if asks_for_value else [*str(error).strip().splitlines(), ""]
+        said = ["the model asks for a value"] if asks_for_value else [*str(error).strip().splitlines(), ""]
         why = f"PyTorch could not trace it: {type(error).__name__}: {said[0]}"
         raise not_traceable(_said(line), why) from error
     finally:
@@ -166,7 +166,7 @@ def _make_graph(run: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor
 
 
 def _innermost(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that is not PyTorch's, nor where packprop hands a call of the user's on."""
+    """Return the innermost line that is not PyTorch's, nor packprop's on the way to a call of the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if not each.filename.startswith((*TORCH, "<")) and not _hands_on(each)]
     return own[-1] if own else None

@@ -1,10 +1,10 @@
-"""The pass over one batch of a data set, which a graph may take the place of.
+"""The pass over one batch of a data set, which a graph may replace.
 
 # NOTE [Sharded passes]
-Where ``fully_shard`` has sharded the model, all ranks go through every pass together: parameters are put
-together by all or by none. Before each unit of the forward pass, and after the pass, they tell each other
-whether all can go on: see NOTE [In step]. A rank without a batch goes through one that was read before, and
-drops what comes out. How far sweeps differ between ranks does not matter: see NOTE [Rounds].
+If ``fully_shard`` has sharded the model, all ranks go through every pass together: all of them make parameters
+whole, or none does. Before each unit of the forward pass, and after the pass, they tell each other whether all
+can go on: see NOTE [In step]. A rank without a batch goes through an earlier one, and drops the results.
+However much sweeps differ between ranks, it does not matter: see NOTE [Rounds].
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from packprop.tensors.traced import is_traced
 from packprop.types import Extension
 
 FOUND = (0, "what a batch brought")
-"""Where an ``Outcome`` has the results of a batch."""
+"""The key of a batch's results in an ``Outcome``."""
 
 
 class Found(NamedTuple):
-    """What a batch brought, apart from its loss.
+    """The results of a batch, apart from its loss.
 
     Args:
-        samples: How many samples it has.
-        reduction: How its loss is reduced.
-        terms: What its loss was divided by.
+        samples: The number of its samples.
+        reduction: The reduction of its loss.
+        terms: The divisor of its loss.
         rows: Results by the name of the parameter, with its precision.
     """
 
@@ -63,20 +63,20 @@ class Found(NamedTuple):
 
 @dataclass
 class BatchPass:
-    """One batch through the model, the loss and a backward pass without gradients; results are merged.
+    """One batch through the model, the loss and a backward pass without gradients; merges the results.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         model: The model, which is extended meanwhile.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        merged: What the results of batches are merged into.
-        extensions: What is computed.
-        stored: Takes those of them that go to a store.
-        parts: What this reading of the data asks for.
-        second: Whether it is the second reading.
-        chunk_sizes: How much of the batch is taken at once.
+        merged: Takes the results of batches.
+        extensions: The extensions of the pass.
+        stored: Takes those results that go to a store.
+        parts: The parts of the extensions in this reading of the data.
+        second: Says that it is the second reading.
+        chunk_sizes: The chunk sizes of the batch.
         batch: The batch as the data gave it.
-        number: That of the batch among those of all ranks.
+        number: Its number among those of all ranks.
         sharded: The ranks, if ``fully_shard`` has sharded the model over them; see NOTE [Sharded passes].
         log: Called after each chunk of samples, as ``BackwardPass`` calls it.
     """
@@ -100,16 +100,16 @@ class BatchPass:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that are called."""
+        """The modules of the pass."""
         return [each for each in (self.model, self.loss) if isinstance(each, nn.Module)]
 
     @property
     def budget(self) -> int | None:
-        """None: under a budget no graph takes the place of a pass."""
+        """None: under a budget no graph replaces a pass."""
         return None
 
     def run(self, inputs: Any, targets: Any) -> Tensor:
-        """Run the pass, and merge the results of each parameter as they come; returns the loss."""
+        """Run the pass, and merge the results of each parameter as they come; return the loss."""
         loss, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             self._settle(graph)
@@ -126,7 +126,7 @@ class BatchPass:
         return loss
 
     def take_part(self, inputs: Any, targets: Any) -> None:
-        """Run the pass because other ranks need this one in it, and merge nothing."""
+        """Run the pass because other ranks need this one in it; merge nothing."""
         _, graph = self._recorded(inputs, targets)
         with self._put_together(graph):
             settle_loss_inputs(graph, self.parts)
@@ -150,7 +150,7 @@ class BatchPass:
         return Outcome(loss, {}, {FOUND: Found(samples, reduction, terms, rows)}, [])
 
     def deliver(self, parameters: Sequence[Tensor], outcome: Outcome) -> Tensor:
-        """Merge what a pass or its graph has brought; returns the loss."""
+        """Merge the results of a pass or its graph; return the loss."""
         found: Found = outcome.results[FOUND]
         terms = float(found.terms)
         for name, (dtype, rows) in found.rows.items():
@@ -159,10 +159,10 @@ class BatchPass:
         return outcome.loss
 
     def clear(self, parameters: Sequence[Tensor], outcome: Outcome) -> None:
-        """Nothing is left on parameters."""
+        """Leave nothing on parameters."""
 
     def _recorded(self, inputs: Any, targets: Any) -> tuple[Tensor, Graph]:
-        """The forward pass: its loss, and its graph."""
+        """Run the forward pass; return its loss, and its graph."""
         if self.sharded is None:
             return self._forward(inputs, targets)
         try:
@@ -195,7 +195,7 @@ class BatchPass:
 
     @contextlib.contextmanager
     def _put_together(self, graph: Graph) -> Iterator[None]:
-        """Inside, sharded parameters are there where sweeps need them, on all ranks alike."""
+        """Keep sharded parameters whole inside as sweeps need them, on all ranks alike."""
         if self.sharded is None:
             yield
             return
@@ -222,7 +222,7 @@ class BatchPass:
         return self._names.get(id(leaf)) or graph.name(leaf)
 
     def _kept(self, found: dict[Extension, list[Any]]) -> dict[Part, list[Any]]:
-        """Results but for those that a second reading computes once more."""
+        """Return results without those that a second reading computes once more."""
         return {
             part: found[part] for part in self.parts if part in found and not (self.second and part.is_whole)
         }
@@ -244,12 +244,12 @@ class BatchPass:
 
 
 def _dropped(leaf: Tensor, found: dict[Extension, list[Any]]) -> None:
-    """What comes out counts for nothing."""
+    """Ignore the results."""
 
 
 @contextlib.contextmanager
 def _quiet_without(terms: float) -> Iterator[None]:
-    """Inside, a batch whose loss is a mean over no terms is NaN without a warning; it counts as nothing."""
+    """Silence warnings inside about a mean loss over no terms; it is NaN and counts as nothing."""
     with warnings.catch_warnings():
         if not terms:
             warnings.simplefilter("ignore", PackpropWarning)
@@ -257,7 +257,7 @@ def _quiet_without(terms: float) -> Iterator[None]:
 
 
 def loss_terms(graph: Graph) -> tuple[str, Tensor | float]:
-    """How the batch's loss is reduced (``"mean"`` or ``"sum"``), and what it is divided by."""
+    """Return the reduction of the batch's loss (``"mean"`` or ``"sum"``), and its divisor."""
     calls = [loss.call for loss in graph.losses]
     if len(calls) == 1 and not graph.without_loss and (known := reduction_and_divisor(calls[0])) is not None:
         return known

@@ -1,4 +1,4 @@
-"""Batches of data of any form, and what messages say about a batch that fails."""
+"""Batches of data of any form, and messages about a batch that fails."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ Data = Dataset[Any] | tuple[Tensor, Tensor] | Iterable[tuple[Any, Any]]
 
 
 BATCH_SIZE = 128
-"""Samples in a batch where the data come sample by sample."""
+"""Samples in a batch if the data come sample by sample."""
 
 END = object()
-"""In place of a batch where there is none any more."""
+"""The sign that no batch is left."""
 
 
 class Batches:
     """Readings of data of any form; it knows the current batch, so that messages can describe it.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``.
         batch_size: Samples in a batch, 128 if ``None``; only for data that come sample by sample.
-        whole: Whether the model takes whole batches, and computes the loss itself.
+        whole: Says that the model takes whole batches, and computes the loss itself.
 
     Attributes:
         count: Batches of this reading so far.
-        ended: Whether it has come to its end.
-        watched: Whether batches are looked at, so that it is noticed if another reading brings others.
+        ended: Says that it has come to its end.
+        watched: Watch batches, to notice if another reading brings others.
         digest: Stands for the batches of this reading so far, if they are watched.
 
     Raises:
@@ -113,37 +113,37 @@ class Batches:
         return max(0, len(self.source) - self.count)
 
     def facts(self) -> dict[str, Any]:
-        """What tells these data from others, without reading them all."""
+        """Return facts that tell these data from others, without reading them all."""
         return self.source.facts()
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """What reads the data, and some of them; generators that are found there are kept with their places."""
+        """Describe the code that reads the data, and some of them; keep generators there with their places."""
         found = self.source.described(describer)
         self.keep_generators(describer.generators)
         return found
 
     def keep_generators(self, generators: Iterable[Any]) -> None:
-        """Keep the states of generators that a run draws from with places in the data."""
+        """Keep the states of a run's generators with places in the data."""
         known = {id(kept.source if isinstance(kept, Numbers) else kept) for kept in self._generators}
         for each in generators:
             if id(each) in known:
                 continue
             known.add(id(each))
             self._generators.append(each if isinstance(each, torch.Generator) else Numbers(each))
-            if self._start:  # a batch was looked at before
+            if self._start:  # the run has looked at a batch before
                 self._start = [self._start[0], [*self._start[1], *states_of(self._generators[-1:])]]
 
     def left(self) -> int:
-        """How many batches are to come; where that is not known, as many as there were."""
+        """Return how many batches are to come; if that is not known, as many as there were."""
         return self.__length_hint__() if len(self.source) else self.count
 
     @property
     def is_read_once(self) -> bool:
-        """Whether there can be no second reading."""
+        """Tell whether there can be no second reading."""
         return isinstance(self.source, Given) and self.source.is_read_once
 
     def first(self) -> tuple[Any, Any] | None:
-        """The next batch; iteration begins with it all the same. ``None`` where a reading had come to its end.
+        """Return the next batch; iteration still begins with it. ``None`` if a reading had come to its end.
 
         Raises:
             BadInput: If there is none at all.
@@ -165,7 +165,7 @@ class Batches:
             self._current = None
 
     def take_instead(self, batch: Any) -> None:
-        """Name this batch of another rank in messages, where this rank has none."""
+        """Name this batch of another rank in messages, if this rank has none."""
         self._current = batch
 
     def share(self, ranks: Ranks) -> None:
@@ -174,12 +174,12 @@ class Batches:
             return
         self._rank, self._world = ranks.rank, ranks.world
         if not self.is_read_once:
-            self.begin_again()  # a batch may have been looked at
+            self.begin_again()  # the run may have looked at a batch
         self._start = []
         self._draws.state = ranks.derived(self._draws.state)
 
     def begin_again(self) -> None:
-        """Begin another reading with the next batch; it draws what the last one drew."""
+        """Begin another reading with the next batch; it draws the same numbers as the last one."""
         self._draws.state, states = self._start_or_now
         set_states(self._generators, states)
         self.count, self.digest, self.ended = 0, "", False
@@ -188,13 +188,13 @@ class Batches:
 
     @property
     def _start_or_now(self) -> list[Any]:
-        """The random states that a reading begins with."""
+        """Return the random states that a reading begins with."""
         return self._start or [self._draws.state, states_of(self._generators)]
 
     def place(self) -> dict[str, Any]:
-        """Where this reading is, in values that a file can hold; beside the loader's own state.
+        """Return the place of this reading, in values that a file can hold; beside the loader's own state.
 
-        Before the first batch is taken that is the start, also where the batch was looked at.
+        Before the first batch is taken, this is the start, even if the run has looked at the batch.
         """
         now = [self._draws.state, states_of(self._generators)] if self.count else self._start_or_now
         return {
@@ -207,28 +207,28 @@ class Batches:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is a loader that keeps its position itself."""
+        """Tell whether there is a loader that keeps its position itself."""
         return isinstance(self.source, Given) and self.source.has_state
 
     @property
     def is_placed(self) -> bool:
-        """Whether a reading goes on at its place, so that what was read before is not seen again."""
+        """Tell whether a reading continues at its place, so that earlier batches do not come again."""
         return self.has_state or isinstance(self.source, Samples)
 
     def loader_state(self) -> Any:
-        """The position that the loader says it has; before its first batch that may be an old one."""
+        """Return the loader's own position; before its first batch that may be an old one."""
         if not self.has_state or not self.count or self.ended:
             return None
         with self._draws.apart():
             return self.source.data.state_dict()  # type: ignore[union-attr]  # looked at by has_state
 
     def go_to(self, place: Mapping[str, Any], number: int) -> None:
-        """Go on from a place, and draw what is drawn from there on; ``number`` batches of all ranks were done.
+        """Continue from a place, and draw as from there on; ``number`` batches of all ranks were done.
 
         Batches that come as they are, from a loader without a state, are read up to there, and compared.
 
         Raises:
-            BadInput: If they are others than those that were read before.
+            BadInput: If they differ from the earlier ones.
         """
         source = self.source
         if place["ended"]:
@@ -236,7 +236,7 @@ class Batches:
             self._first.clear()
         elif not place["batches"] and not number:
             if self.is_read_once and self._rest is not None:
-                return  # its first batch was looked at, and will not come again
+                return  # the run has looked at its first batch, which will not come again
             self._start = place["start"]
             self.begin_again()
         elif isinstance(source, Given) and place["loader"] is None:
@@ -253,7 +253,7 @@ class Batches:
         set_states(self._generators, place["generators"])
 
     def _read_up_to(self, place: Mapping[str, Any]) -> None:
-        """Read batches again, and compare them with those of before."""
+        """Read batches again, and compare them with the earlier ones."""
         known = place["batches"]
         if not self.is_read_once:
             self._start = place["start"]
@@ -280,7 +280,7 @@ class Batches:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Inside, the data draw their own random numbers, and errors are those of the data."""
+        """Let the data draw their own random numbers inside, and report errors as those of the data."""
         try:
             with self._draws.apart():
                 yield
@@ -325,7 +325,7 @@ class Batches:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Name the batch that was worked on in any exception from inside; one between batches is left alone.
+        """Name the current batch in any exception from inside; leave one between batches alone.
 
         Raises:
             BadInput: From any exception that is not packprop's own.
@@ -346,18 +346,18 @@ class Batches:
 
 
 def explanation(error: BaseException) -> str:
-    """Type and message of an exception, and the last place outside of torch and packprop on its way."""
+    """Return type and message of an exception, and the last place outside of torch and packprop on its way."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     own = [frame for frame in frames if not frame.filename.startswith(packages)]
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not own or isinstance(error, SyntaxError):  # whose message says where it is
+    if not own or isinstance(error, SyntaxError):  # its message says where it is
         return message
     return f"{message} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})"
 
 
 def described(value: Any) -> str:
-    """What a value is, for messages: its type, and shapes where it holds tensors."""
+    """Describe a value for messages: its type, and shapes if it holds tensors."""
     if isinstance(value, Tensor):
         return f"a tensor {shapes(value)}"
     if isinstance(value, (tuple, list)) and len(value) == 2 and _has_tensors(value):
@@ -367,7 +367,7 @@ def described(value: Any) -> str:
 
 
 def shapes(value: Any) -> str:
-    """Shapes and types of the tensors in nested tuples, lists and dictionaries."""
+    """Describe shapes and types of the tensors in nested tuples, lists and dictionaries."""
     texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
     return " and ".join(texts) if texts else f"of type {type(value).__name__}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run over a data set: when they are written, what they must belong to, what is refused."""
+"""Checkpoints of a run over a data set: when to write them, what they belong to, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = {"what": "a packprop checkpoint of a data set", "format": 3}
 """The first facts of each checkpoint."""
 
 SHARE = 50
-"""Seconds of work for each second of writing, at least, where checkpoints are written by the clock."""
+"""Seconds of work for each second of writing, at least, for checkpoints by the clock."""
 
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -34,10 +34,10 @@ clock = time.monotonic
 
 
 class Moment(NamedTuple):
-    """Where a run is between two batches.
+    """The state of a run between two batches.
 
     Args:
-        place: Of the data.
+        place: The place in the data.
         draws: Random states, of the global generators and of those of extensions.
         number: The number of the next batch, among those of all ranks.
         steps: Batches since this run began.
@@ -52,11 +52,11 @@ class Moment(NamedTuple):
 
 
 class Every:
-    """How often something is done along the way.
+    """A frequency of something along the way.
 
     Args:
         asked: Batches or steps, or a time as ``"30s"``, ``"5min"``, ``"1h"``.
-        call: What was called, for an error.
+        call: The call, for an error.
 
     Raises:
         BadInput: If it is neither.
@@ -82,9 +82,9 @@ class Checkpoint:
     """The checkpoint of one run, inside a folder that no other run writes to.
 
     Args:
-        folder: Where; made if it is missing.
-        every: How often it is written.
-        identity: What the run is of.
+        folder: The folder; made if it is missing.
+        every: How often to write it.
+        identity: A description of the run.
     """
 
     def __init__(self, folder: str | Path, every: Every, identity: Identity) -> None:
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Checkpoint]:
-        """Inside, the folder belongs to this run.
+        """Give the folder to this run inside.
 
         Raises:
             BadInput: If it is used by another run, holds other files, or cannot be written to.
@@ -120,9 +120,9 @@ class Checkpoint:
             yield self
 
     def load(self) -> tuple[dict[str, Any], list[Any]] | None:
-        """State and pieces of the last checkpoint that can be read; ``None`` if none has been written.
+        """Return state and pieces of the last readable checkpoint; ``None`` if none has been written.
 
-        What ranks have added up is that of the first one; ``others`` are the files of the others then.
+        The sums of ranks are those of the first one; ``others`` are then the files of the others.
 
         Raises:
             BadInput: If it belongs to something else.
@@ -183,13 +183,13 @@ class Checkpoint:
             )
 
     def due(self, batches: int) -> bool:
-        """Whether so many batches of this run are enough for another checkpoint."""
+        """Tell whether so many batches of this run are enough for another checkpoint."""
         if self._every.batches:
             return batches - self._batches >= self._every.batches
         return clock() - self._last >= max(self._every.seconds, SHARE * self._took)
 
     def lacks(self, batches: int) -> bool:
-        """Whether there are batches of this run that no checkpoint has."""
+        """Tell whether there are batches of this run that no checkpoint has."""
         return batches > self._safe
 
     def require_plain(self, state: Any, pieces: Sequence[Any]) -> None:
@@ -201,12 +201,12 @@ class Checkpoint:
         packed([state, list(pieces)])
 
     def begin(self) -> None:
-        """Note that what is done from now on, such as exchanges between ranks, is for a checkpoint."""
+        """Count the work from now on, such as exchanges between ranks, as time for a checkpoint."""
         self._begun = clock()
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The folder."""
         return self._folder.path
 
     @property
@@ -220,12 +220,12 @@ class Checkpoint:
         return self._folder.number + 1
 
     def write_rows_anew(self) -> None:
-        """Have the next checkpoint hold all rows, and not what came since the one before."""
+        """Make the next checkpoint hold all rows, not only those since the one before."""
         self._folder.write_rows_anew()
 
     @property
     def next_shards(self) -> Path:
-        """Where ranks write their shards of the next checkpoint."""
+        """The folder for the ranks' shards of the next checkpoint."""
         return self._folder.shards(self.next_number).resolve()
 
     def write(
@@ -237,17 +237,17 @@ class Checkpoint:
         shards: WrittenShards,
         others: OfRanks,
     ) -> bool:
-        """Write what is for a checkpoint that was begun; whether that was done.
+        """Write a checkpoint that was begun; return whether that worked.
 
-        Where it fails, a warning says so the first time, and the work goes on.
+        If it fails, a warning says so the first time, and the work continues.
 
         Args:
-            state: What the run goes on from.
-            pieces: What has come to results that grow, since the checkpoint before.
-            said: What is in it, for messages.
+            state: The state that the run continues from.
+            pieces: The pieces of growing results, since the checkpoint before.
+            said: Its contents, for messages.
             batches: The batches of this run so far.
-            shards: What the ranks have written to ``next_shards`` before.
-            others: What ranks other than this one have written before.
+            shards: The files that the ranks have written to ``next_shards`` before.
+            others: The files that ranks other than this one have written before.
         """
         tensors: list[Tensor] = []
         self.require_plain(state, pieces)
@@ -276,12 +276,12 @@ class Checkpoint:
 
     @property
     def kept(self) -> str:
-        """What is safe, as a sentence; empty if that is nothing."""
+        """Return the safe part, as a sentence; empty if there is none."""
         return f"what is kept in {str(self._folder.path)!r}: {self._held}." if self._held else ""
 
 
 def require_checkpoint(asked: str, where: str, folder: str | Path) -> None:
-    """Refuse a folder without a checkpoint, where a run shall go on.
+    """Refuse a folder without a checkpoint for a run that has to continue.
 
     Raises:
         BadInput: If it holds none.

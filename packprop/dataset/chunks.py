@@ -10,7 +10,7 @@ from packprop.tensors.nesting import tensors_in
 
 
 class ChunkSizesByBatch:
-    """Chunk sizes for batches of different sizes: those of one batch are good for all that are no larger.
+    """Chunk sizes for batches of different sizes: those of one batch serve all that are no larger.
 
     Args:
         plan: Makes those for one batch.
@@ -21,7 +21,7 @@ class ChunkSizesByBatch:
         self._planned: list[tuple[list[tuple[int, ...]], ChunkSizes]] = []
 
     def of(self, batch: tuple[Any, Any]) -> ChunkSizes:
-        """Planned only where no batch before was as large in every axis of every tensor."""
+        """Return the chunk sizes for a batch; plan only if no earlier batch was as large in every axis."""
         shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
         for known, chunk_sizes in reversed(self._planned):
             if [*map(len, known)] == [*map(len, shapes)] and all(
@@ -35,13 +35,13 @@ class ChunkSizesByBatch:
 
     @property
     def first(self) -> ChunkSizes | None:
-        """Those of the first batch."""
+        """Return those of the first batch."""
         return self._planned[0][1] if self._planned else None
 
     def saved(self) -> list[Any]:
-        """What was planned, in values that a file can hold: other chunks would round sums in another way."""
+        """Return the plans, in values that a file can hold: other chunks would round sums in another way."""
         return [[[list(shape) for shape in shapes], list(sizes)] for shapes, sizes in self._planned]
 
     def restore(self, saved: list[Any]) -> None:
-        """Take up what ``saved`` returned."""
+        """Restore the values of ``saved``."""
         self._planned = [([tuple(shape) for shape in shapes], ChunkSizes(*sizes)) for shapes, sizes in saved]

@@ -1,4 +1,4 @@
-"""What functions do, as short texts that stay the same in another process, in another file, on other lines."""
+"""Short texts for the behaviour of functions, the same in another process, file or line."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ALL_NAMES = {"__dict__", "getattr", "vars"}
 
 @dataclass
 class Code:
-    """What the code of a function is, and what it refers to by name.
+    """The code of a function, and the names that it refers to.
 
     Args:
         digest: Stands for its instructions, and those of functions inside it.
         scope: Names it reads from its module.
         read: Attributes it reads, of whatever object.
         written: Attributes, and names from around it, that it assigns.
-        filled: Those whose containers it changes.
+        filled: Attributes and names whose containers it changes.
     """
 
     digest: str = ""
@@ -43,7 +43,7 @@ class Code:
     filled: set[str] = field(default_factory=set)
 
     def take_in(self, other: Code) -> None:
-        """Add what other code refers to."""
+        """Add the references of other code."""
         self.scope |= other.scope
         self.read |= other.read
         self.written |= other.written
@@ -52,7 +52,7 @@ class Code:
 
 @functools.cache
 def code_of(code: CodeType) -> Code:
-    """What code is; names of files and of local variables, lines, comments and docstrings do not count."""
+    """Describe code; names of files and of local variables, lines, comments and docstrings do not count."""
     found = Code()
     taken = [
         f"{code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}",
@@ -69,7 +69,7 @@ def code_of(code: CodeType) -> Code:
 
 
 def _argument(step: dis.Instruction, found: Code) -> str:
-    """The argument of an instruction as text; what functions inside refer to goes to ``found``."""
+    """Return the argument of an instruction as text; references of functions inside go to ``found``."""
     if step.opcode in dis.hasconst:
         if isinstance(step.argval, CodeType):
             inside = code_of(step.argval)
@@ -81,7 +81,7 @@ def _argument(step: dis.Instruction, found: Code) -> str:
 
 
 def _note_names(step: dis.Instruction, statement: list[str], found: Code) -> None:
-    """Note what an instruction reads and writes by name."""
+    """Note the names that an instruction reads and writes."""
     name, operation = step.argval, step.opname
     if operation == "STORE_SUBSCR":
         found.filled.update(statement)
@@ -101,20 +101,20 @@ def _note_names(step: dis.Instruction, statement: list[str], found: Code) -> Non
 def _constant(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_constant, value))})"
-    if isinstance(value, frozenset):  # whose order is another one in each process
+    if isinstance(value, frozenset):  # its order differs in each process
         return f"{{{', '.join(sorted(map(_constant, value)))}}}"
     return f"{type(value).__name__} {value!r}"
 
 
 def short_digest(text: str) -> str:
-    """A short text that another text does not have."""
+    """Return a short text that no other text shares."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def package_of(thing: Any) -> str | None:
-    """The installed package that a class or function is from; ``None`` for the user's own.
+    """Return the installed package of a class or function; ``None`` for the user's own.
 
-    Installed code is known by its name and version, so nobody has to look into it.
+    Name and version identify installed code, so nobody has to look into it.
     """
     home = getattr(thing, "__module__", None)
     if isinstance(home, str):
@@ -124,7 +124,7 @@ def package_of(thing: Any) -> str | None:
 
 @functools.cache
 def package_at(home: str) -> str | None:
-    """The installed package that a Python module, given by its name, is from; ``None`` for the user's own."""
+    """Return the installed package of a Python module, given by its name; ``None`` for the user's own."""
     root = home.partition(".")[0]
     if root in sys.stdlib_module_names or root in ("packprop", "torch"):
         return root
@@ -135,7 +135,7 @@ def package_at(home: str) -> str | None:
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """The version of an installed package, empty for what Python itself brings; ``None`` if nobody knows it."""
+    """Return the version of a package, empty for parts of Python itself; ``None`` if unknown."""
     version = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(version, str):
         return version
@@ -148,5 +148,5 @@ def version_of(package: str) -> str | None:
 
 
 def own_classes(kind: type) -> Iterator[type]:
-    """The class and those it is derived from, as far as they are the user's own."""
+    """Return the class and its bases, as far as they are the user's own."""
     return (each for each in kind.__mro__ if package_of(each) is None)

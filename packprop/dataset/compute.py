@@ -1,4 +1,4 @@
-"""Quantities over a whole data set: batches are streamed, and their unscaled results are merged."""
+"""Quantities over a whole data set: it streams batches, and merges their unscaled results."""
 
 from __future__ import annotations
 
@@ -68,59 +68,57 @@ def compute(
     losses: bool = False,
     compiled: bool = True,
 ) -> Result:
-    """The quantities of ``extensions`` for the loss over a whole data set, batch by batch.
+    """Compute the quantities of ``extensions`` for the loss over a whole data set, batch by batch.
 
-    The values are those of one loss over all samples: under a mean loss the scale is 1 over the number
-    of all terms, whatever the sizes of the batches; under a sum it is 1. ``.grad`` is left alone and
-    gradients of weights are not computed.
+    The values belong to one loss over all samples: under a mean loss the scale is 1 over the number of all
+    terms, whatever the sizes of the batches; under a sum it is 1. ``compute`` leaves ``.grad`` alone and
+    computes no gradients of weights.
 
     Args:
-        model: The model, in the mode (train or eval) that it shall be used in; need not be
-            extended.
-        loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by
-            mean or sum. ``None`` where the model computes such a loss itself, from the whole batch, and
-            returns it: as entry or attribute ``loss``, first in a tuple, or alone.
+        model: The model, in the mode (train or eval) that you want; you need not extend it.
+        loss: ``loss(model(inputs), targets)``, a loss module or function of torch that reduces by mean or sum.
+            ``None`` if the model computes such a loss itself, from the whole batch, and returns it: as entry or
+            attribute ``loss``, first in a tuple, or alone.
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches ``(inputs, targets)`` such as a ``DataLoader``; inputs of a batch may be a tuple
             or a mapping of arguments. A batch may also be one mapping, as Hugging Face's loaders give it:
             its ``labels`` are the targets, the rest goes into the model by name. Without ``loss`` all of a
             batch goes into the model: a tensor, a tuple or a mapping of arguments.
         extensions: What to compute: an instance from ``packprop.extensions``, or a list of them.
-        more: More of them, if they are given one by one.
+        more: More of them, if you give them one by one.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         progress: Show a progress bar on standard error, if that is a terminal: batches, samples in a second,
             time left, memory beside the budget.
-        device: Where batches are moved to; by default where the model's parameters are.
+        device: The device of batches; by default that of the model's parameters.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
-            parameters, activations of a batch and results. A plan is made for the first batch, and again for
-            each batch that is larger than those before.
-        checkpoint: A folder that the run is kept in, made if it is missing. A run that was ended, by whatever
-            means, goes on from there when ``compute`` is called again with the same arguments, and ends with
-            the same values. A folder of a run that came to its end gives its values at once. Batches that come
-            as they are, from a loader without ``state_dict``, are read again up to that place, and compared.
-        every: How often the checkpoint is written: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
+            parameters, activations of a batch and results. packprop makes a plan for the first batch, and again
+            for each batch that is larger than those before.
+        checkpoint: A folder that keeps the run, made if it is missing. If a run ends, in whatever way,
+            ``compute`` with the same arguments continues it, and ends with the same values. A folder of a
+            complete run gives its values at once. packprop reads batches that come as they are, from a loader
+            without ``state_dict``, again up to that place, and compares them.
+        every: How often to write the checkpoint: a time (``"30s"``, ``"5min"``, ``"1h"``) or a number of
             batches. By the clock, writing takes at most a fiftieth of the time.
-        ranks: Whose samples the values are made of: those of this rank (``"own"``), or those of all
-            (``"all"``, or ``AllRanks`` for some of them), which must all call ``compute``; by default all,
-            where there is a process group. A data set with indices is divided among them, batch by batch; other
-            batches are each rank's own. All get the same values; rows of samples are in the order of steps,
-            then ranks. Each rank keeps its own sums in the checkpoint: with as many ranks as before a run ends
-            with the same values, with another number of them the same up to rounding.
-        store: Where values of single samples go as they come, instead of into the result: a folder, which is
-            made, or a ``StoreWriter``, which is left open. Rows there are those of the loss summed over its
-            terms. With a checkpoint, rows that came after it are cut off when the run goes on; a
-            ``StoreWriter`` has to be opened with ``resume=True`` for that. Each rank writes a shard.
-        losses: Whether the store gets the loss of each sample, too, as ``store["loss"]`` ``[n]``: summed over
-            the sample's terms, with their weights, and not divided by anything.
-        compiled: Whether graphs may take the place of passes where that pays (``packprop.compile``): in small
-            models, from a hundred batches of one shape on. The last digits may then differ from run to run, so
-            not with a checkpoint; nor with a budget of memory, or losses. What it brought is told in
-            ``Result.replays``.
+        ranks: Whose samples count: those of this rank (``"own"``), or those of all (``"all"``, or ``AllRanks``
+            for some of them), which must all call ``compute``; by default all, if there is a process group.
+            packprop divides a data set with indices among them, batch by batch; other batches are each rank's
+            own. All get the same values; rows of samples are in the order of steps, then ranks. Each rank keeps
+            its own sums in the checkpoint: with as many ranks as before a run ends with the same values, with
+            another number of them the same up to rounding.
+        store: A place for values of single samples as they come, instead of the result: a folder to make, or a
+            ``StoreWriter``, which stays open. Rows there belong to the loss summed over its terms. With a
+            checkpoint, a continued run cuts off later rows; open a ``StoreWriter`` with ``resume=True`` for
+            that. Each rank writes a shard.
+        losses: Store also the loss of each sample, as ``store["loss"]`` ``[n]``: summed over the sample's
+            terms, with their weights, and not divided by anything.
+        compiled: Let graphs replace passes if that pays (``packprop.compile``): in small models, from a hundred
+            batches of one shape on. The last digits may then differ from run to run. So this does not happen
+            with a checkpoint, a memory budget, or losses. ``Result.replays`` describes the effect.
 
     Raises:
-        BadInput: For extensions that need all samples in one batch, or read the data twice where these can be
-            read once; no data, or no loss; a checkpoint of something else, or a folder that is in use or holds
-            other files; for a store that nothing would go to, or that cannot be written.
+        BadInput: For extensions that need all samples in one batch, or that read the data twice if packprop can
+            read these only once; no data, or no loss; a checkpoint of something else, or a folder that is in
+            use or holds other files; for a store that nothing would go to, or that cannot be written.
         PackpropError: For a loss whose number of terms is not known, a parameter that some batches do not use,
             or a checkpoint that cannot be read; if another rank fails or ends.
     """
@@ -143,7 +141,7 @@ def compute(
         def identified() -> Identity | None:
             if checkpoint is None and group.world == 1:
                 if any(map(needs_second_reading, chosen)):
-                    keep_generators(model, loss, batches)  # which shall draw the same once more
+                    keep_generators(model, loss, batches)  # they have to draw the same once more
                 return None
             options: dict[str, Any] = {"memory": memory, "stored": store is not None}
             options |= {"losses": True} if losses else {}
@@ -211,7 +209,7 @@ def compute(
 
 
 def _require_graphs() -> None:
-    """Refuse a call where no graph of a forward pass can be made.
+    """Refuse a call if a forward pass cannot make a graph there.
 
     Raises:
         BadInput: Inside ``torch.inference_mode()``.
@@ -226,7 +224,7 @@ def _require_graphs() -> None:
 
 
 def _require_mergeable(extensions: Sequence[Extension]) -> None:
-    """Refuse extensions whose values over batches cannot be merged.
+    """Refuse extensions whose values over batches do not merge.
 
     Raises:
         BadInput: With the first of them.
@@ -250,7 +248,7 @@ def _require_mergeable(extensions: Sequence[Extension]) -> None:
 
 
 def _require_rereadable(extensions: Sequence[Extension], batches: Batches, data: object) -> None:
-    """Refuse what goes over the samples twice, if the data are gone when they have been read.
+    """Refuse extensions that go over the samples twice, if the data are gone after one reading.
 
     Raises:
         BadInput: With the first such extension.
@@ -285,7 +283,7 @@ def _require_shards(batches: Batches, ranks: Ranks) -> None:
 
 
 def _require_same(identities: Sequence[Identity | None]) -> None:
-    """Refuse ranks that are not at work on the same thing.
+    """Refuse ranks that work on different things.
 
     Raises:
         BadInput: On every rank, with the first difference.

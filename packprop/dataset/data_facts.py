@@ -1,4 +1,4 @@
-"""What tells data from others: what reads them, and some of them, looked at in passing."""
+"""Facts that tell data from others: the code that reads them, and some of them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SECONDS = 0.03
 
 
 def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dict[str, Any]:
-    """The class of a data set with its code and options, and digests of some samples.
+    """Describe the class of a data set with its code and options, and digests of some samples.
 
-    A sample is read twice, from the same random state; where it is another one then, it tells nothing. Where
-    the data draw from generators of their own, none is read: they would draw other numbers afterwards.
+    It reads a sample twice, from the same random state; if the two differ, they tell nothing. It reads none if
+    the data draw from generators of their own: they would draw other numbers afterwards.
 
     Args:
         data: A data set, with indices or without.
-        describer: Describes its class and options, and notes what cannot be told.
-        is_read: Whether samples may be read.
+        describer: Describes its class and options, and notes the parts that it cannot describe.
+        is_read: Says that samples may be read.
     """
     before, describer.draws = describer.draws, False
     facts = {"data set": describer.of(data, "the data set")}
@@ -54,7 +54,7 @@ def data_set_facts(data: Any, describer: Describer, is_read: bool = True) -> dic
 
 
 def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
-    """What tells batches that come as they are from others, without reading them."""
+    """Describe batches that come as they are, without reading them."""
     if isinstance(loader, DataLoader):
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         return {
@@ -63,7 +63,7 @@ def loader_facts(loader: Any, describer: Describer) -> dict[str, Any]:
             "sampler": _sampler_facts(sampler, describer),
             "collate_fn": describer.of(loader.collate_fn, "collate_fn"),
             "worker_init_fn": describer.of(loader.worker_init_fn, "worker_init_fn"),
-            # what a data set opens for itself when it is read shall be opened by each worker
+            # whatever a data set opens for itself on reading has to be opened by each worker
             **data_set_facts(loader.dataset, describer, is_read=loader.num_workers == 0),
         }
     if isinstance(loader, (list, tuple)):
@@ -87,12 +87,12 @@ def _sampler_facts(sampler: Any, describer: Describer) -> Any:
 
 
 def _places(number: int) -> list[int]:
-    """Some indices, spread over all."""
+    """Return some indices, spread over all."""
     return [*dict.fromkeys((0, number // 3, 2 * number // 3, number - 1))] if number else []
 
 
 def _some_samples(data: Any) -> dict[str, str]:
-    """Digests of some samples by their index."""
+    """Return digests of some samples by their index."""
     found, begin = {}, time.monotonic()
     for at in _places(len(data)):
         try:
@@ -115,7 +115,7 @@ def _digest_of(data: Any, at: int) -> str:
 
 @contextlib.contextmanager
 def _fixed_draws() -> Iterator[None]:
-    """Inside, random numbers are the same each time; afterwards their state is as it was."""
+    """Make random numbers the same each time inside; restore their state afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002  # data draw from it
     torch.default_generator.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002  # as above

@@ -1,8 +1,8 @@
-"""Descriptions of values, as JSON has them, that two processes can compare: what is equal has an equal one.
+"""Descriptions of values, as JSON has them, that two processes can compare: equal values have equal ones.
 
-Plain values stand for themselves; tensors are known by digests, containers by their entries, functions by
-their code and what it refers to, what is installed by its name, classes of the user by the code that is called,
-objects by their class and their attributes. What has no attributes is not known, and is noted in ``untold``.
+Plain values stand for themselves. Tensors have digests, containers their entries, functions their code and its
+references. An installed thing has its name, a class of the user the code that is called, an object its class
+and its attributes. An object without attributes has no description, and is noted in ``untold``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALLED = (
     *("__call__", "__getitem__", "__getitems__", "__iter__", "__len__", "__next__", "__torch_function__"),
     *("forward", "backward", "setup_context", "jvp", "vjp", "vmap", "rows", "finish"),
 )
-"""What Python, PyTorch and packprop call of an object, beside operators and the like."""
+"""The methods that Python, PyTorch and packprop call on an object, beside operators and the like."""
 
 NOT_CALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__annotate__"),
@@ -57,7 +57,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of modules that hold functions which run with them."""
 
 MOST, DEEPEST = 5000, 40
-"""Values that are looked at in one description, and how deep they may lie inside each other."""
+"""Values in one description, and their maximum nesting."""
 
 OF_MODULE = {*vars(nn.Module()), "training"}
 """Attributes that every module has."""
@@ -70,10 +70,10 @@ class Describer:
     """Describes values, each object once.
 
     Attributes:
-        untold: Where values are that cannot be described.
-        draws: Whether generators of random numbers, or iterators, were met.
-        generators: Generators that were met, whose states can be kept.
-        versions: Versions of the packages whose classes and functions were met.
+        untold: The places of values without a description.
+        draws: Says that generators of random numbers, or iterators, were met.
+        generators: Generators so far, whose states can be kept.
+        versions: Versions of the packages of the classes and functions so far.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Describer:
         self._left, self._depth = MOST, 0
 
     def of(self, value: Any, where: str, read: set[str] | None = None) -> Any:
-        """The description of a value.
+        """Return the description of a value.
 
         Args:
             value: Anything.
-            where: What it is called in messages.
-            read: Attributes that are looked at, if the value has such; by default all that count.
+            where: The name of the value in messages.
+            read: Attributes to describe, if the value has them; by default all that count.
         """
         if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
             return value if not isinstance(value, str) or len(value) < 500 else short_digest(value)
@@ -119,7 +119,7 @@ class Describer:
             self._depth -= 1
 
     def _of_many(self, value: Any, where: str, read: set[str] | None) -> Any:
-        """The description of what has parts."""
+        """Describe a value with parts."""
         if isinstance(value, GENERATORS):
             self._note_generators([value], where)
             return "a generator"
@@ -135,17 +135,17 @@ class Describer:
         return self._once(value, where, read)
 
     def digest(self, tensor: Tensor) -> str:
-        """The digest of a tensor, which is made once."""
+        """Return the digest of a tensor, which is made once."""
         if id(tensor) not in self._digests:
             self._digests[id(tensor)] = digest(tensor), tensor
         return self._digests[id(tensor)][0]
 
     def _once(self, value: Any, where: str, read: set[str] | None) -> Any:
-        """The description of a function, a class or an object; where it is met again, a word."""
+        """Describe a function, a class or an object; if it comes again, by a word."""
         key = id(value), *sorted((read or set()) & {name for name, _ in attributes_of(value)})
         if key in self._met and not isinstance(value, MethodType):
             return f"the same as {self._met[key][0]}"
-        self._met[key] = where, value  # which is kept, so that nothing else can have its identity
+        self._met[key] = where, value  # the value stays, so that nothing else can have its identity
         if isinstance(value, functools.partial):
             facts = {"partial": value.func, "arguments": value.args, "keywords": value.keywords}
             return {name: self.of(fact, where) for name, fact in facts.items()}
@@ -161,7 +161,7 @@ class Describer:
         return self._object(value, where, read)
 
     def _name(self, thing: Any) -> str:
-        """What a class or a function is called; of installed ones the package, too, whose version is noted."""
+        """Return the name of a class or a function, with the package of installed ones; note its version."""
         package = package_of(thing)
         short = getattr(thing, "__name__", type(thing).__name__)
         if package is None:
@@ -174,10 +174,10 @@ class Describer:
         return f"{getattr(thing, '__module__', None) or package}.{getattr(thing, '__qualname__', short)}"
 
     def _note_generators(self, values: Iterable[Any], where: str) -> None:
-        """Note the generators that values hold, which need not count."""
+        """Note the generators that values hold, even if they do not count."""
         for each in generators_in(values):
             self.draws = True
-            if isinstance(each, random.SystemRandom):  # which has no state
+            if isinstance(each, random.SystemRandom):  # it has no state
                 self._cannot_tell(where)
             elif not any(each is known for known in self.generators):
                 self.generators.append(each)
@@ -193,7 +193,7 @@ class Describer:
         return f"{list(array.shape)} {array.dtype} {bytes_digest(array.flat[::step].tobytes())}"
 
     def _entries(self, value: Any, where: str) -> Any:
-        """Entries of a container; of a long one some, in one digest."""
+        """Describe the entries of a container; of a long one some, in one digest."""
         if isinstance(value, Mapping) and len(value) <= SPOTS:
             return {str(self.of(key, where)): self.of(item, where) for key, item in value.items()}
         entries = [*value.items()] if isinstance(value, Mapping) else [*value]
@@ -208,7 +208,7 @@ class Describer:
         return f"{len(entries)} entries {short_digest(json.dumps(some, sort_keys=True))}"
 
     def _function(self, function: FunctionType, where: str) -> dict[str, Any]:
-        """What a function does: its code, its defaults, and what it takes from around it."""
+        """Describe a function: its code, its defaults, and the names around it that it uses."""
         code = code_of(function.__code__)
         around = dict(cells(function)) | {
             name: function.__globals__[name] for name in sorted(code.scope) if name in function.__globals__
@@ -223,7 +223,7 @@ class Describer:
         }
 
     def _attributes_of_function(self, function: Any, code: Code, where: str) -> dict[str, Any]:
-        """What a function holds, such as the one that a decorator has wrapped, where it holds something."""
+        """Describe the contents of a function, such as the one that a decorator has wrapped, if any."""
         held = {name: each for name, each in vars(function).items() if name[0] != "_"}
         found = self._attributes(held, code, where)
         wrapped = vars(function).get("__wrapped__")
@@ -237,13 +237,13 @@ class Describer:
         return {"method": name, "of": self._object(owner, where, None, [name])}
 
     def _scope(self, module: ModuleType, where: str, read: set[str]) -> Any:
-        """What code takes from a Python module that it knows by name."""
+        """Describe the names that code takes from a Python module."""
         if package_at(module.__name__) is not None:
             return module.__name__
         return {name: self.of(vars(module)[name], name, read) for name in sorted(read) if name in vars(module)}
 
     def _class(self, kind: type, called: Iterable[str], where: str) -> tuple[dict[str, Any], Code]:
-        """The code of a class, as far as it is the user's own and is called; and what that refers to."""
+        """Describe the code of a class, as far as it is the user's own and is called, and its references."""
         names = dict.fromkeys(called)
         key = kind, *names
         if key in self._classes:
@@ -271,7 +271,7 @@ class Describer:
         return [self._function(part, where) for part in parts] if parts else self.of(member, where)
 
     def module(self, module: nn.Module, where: str) -> dict[str, Any]:
-        """The class and the options of a module, without its tensors and the modules inside it."""
+        """Describe the class and the options of a module, without its tensors and the modules inside it."""
         self._left = MOST
         kind = class_before_sharding(module)
         described, code = self._class(kind, CALLED, where)
@@ -295,7 +295,7 @@ class Describer:
         }
 
     def _object(self, value: Any, where: str, read: set[str] | None, called: Iterable[str] = CALLED) -> Any:
-        """The class of an object, and its attributes: those that code of the user reads, or public ones."""
+        """Describe the class of an object, and its attributes: those that user code reads, or public ones."""
         kind = type(value)
         if isinstance(value, BuiltinFunctionType) or hasattr(value, "__qualname__"):
             return self._built_in(value, where)
@@ -313,7 +313,7 @@ class Describer:
         return described | self._attributes(counted, code, where)
 
     def _built_in(self, value: Any, where: str) -> Any:
-        """The description of what is not written in Python: its name, its object, and what it wraps."""
+        """Describe a value that is not written in Python: its name, its object, and the value that it wraps."""
         owner, wrapped = getattr(value, "__self__", None), getattr(value, "__wrapped__", None)
         if wrapped is not None:
             return {"name": self._name(value), "wrapped": self.of(wrapped, where)}
@@ -322,7 +322,7 @@ class Describer:
         return {"name": self._name(value), "of": self.of(owner, where)}
 
     def _attributes(self, attributes: Mapping[str, Any], code: Code, where: str) -> dict[str, Any]:
-        """Descriptions of attributes, but for those that the code writes itself: these are no options."""
+        """Describe attributes, except for those that the code writes itself: these are no options."""
         return {
             name: self.of(each, f"{name} of {where}" if len(where) < 60 else where)
             for name, each in attributes.items()
@@ -331,18 +331,18 @@ class Describer:
 
 
 def _is_option(name: str, value: Any, code: Code) -> bool:
-    """Whether code leaves as it is what it knows by a name; names with two underscores are Python's own."""
+    """Tell whether code leaves a named value unchanged; names with two underscores are Python's own."""
     filled = name in code.filled and isinstance(value, CONTAINERS)
     return name not in code.written and not filled and not name.startswith("__")
 
 
 def _is_special(name: str) -> bool:
-    """Whether Python calls a method of this name by itself, for an operator and the like."""
+    """Tell whether Python calls a method of this name by itself, for an operator and the like."""
     return name.startswith("__") and name.endswith("__") and name not in NOT_CALLED
 
 
 def _reads_all(code: Code) -> bool:
-    """Whether code may read attributes whose names are not in it."""
+    """Tell whether code may read attributes whose names are not in it."""
     return bool(ALL_NAMES & (code.read | code.scope))
 
 
@@ -351,7 +351,7 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 def _functions(member: Any) -> Iterator[FunctionType]:
-    """The functions of the user that an entry of a class is made of."""
+    """Return the functions of the user in an entry of a class."""
     for part in (
         member,
         *(getattr(member, name, None) for name in ("__func__", "fget", "func", "__wrapped__")),

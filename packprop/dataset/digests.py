@@ -15,13 +15,13 @@ PIECE = 2**24
 """Bytes of a tensor that are read at once."""
 
 SPOTS = 1024
-"""Entries of a tensor that stand for all of them where only a change of the data shall be noticed."""
+"""The number of a tensor's entries that stand for all, to notice a change of the data."""
 
 
 def digest(tensor: Tensor) -> str:
-    """A short text that another tensor does not have, whatever device it is on.
+    """Return a short text that no other tensor shares, whatever device it is on.
 
-    Of a ``DTensor`` all ranks must ask at once, and get the same.
+    For a ``DTensor`` all ranks must ask at once, and get the same.
     """
     found = hashlib.blake2b(digest_size=8)
     flat = whole_tensor(tensor.detach()).contiguous().view(-1)
@@ -32,7 +32,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def spot_check(tensors: Sequence[Tensor]) -> str:
-    """A short text of shapes, types and some entries of tensors, which are too many to look at whole."""
+    """Return a short text of shapes, types and some entries of tensors, which are too many to read whole."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         found.update(kind_of(tensor).encode())
@@ -42,12 +42,12 @@ def spot_check(tensors: Sequence[Tensor]) -> str:
 
 
 def bytes_digest(content: bytes) -> str:
-    """A short text that other bytes do not have."""
+    """Return a short text that no other bytes share."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Shape and precision of a tensor, and whether it is trained."""
+    """Return shape and precision of a tensor, and whether it is trained."""
     trained = ", trained" if tensor.requires_grad else ""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trained}"
 

@@ -1,13 +1,14 @@
 """The folder of a checkpoint: locked, written atomically, read back whole or not at all.
 
 # NOTE [Safe files]
-A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names the files that belong to it, with
-their sizes and checksums, and has one of its own. Every file is written under another name, flushed to the
-disk, and renamed; the JSON file comes last. So whenever the process is killed, every checkpoint that is there
-is whole. The last two are kept: where the last one cannot be read, the one before is taken. What grows with the
-data is in files of its own, each with what came since the checkpoint before; both share the older ones. Ranks
-other than the first have such files of their own (NOTE [Files of ranks]). What ranks have as shards is in a
-folder of its own for each checkpoint (NOTE [Files of shards]).
+A checkpoint is one small JSON file, ``checkpoint-<number>.json``. It names its files, with their sizes and
+checksums, and has a checksum of its own. packprop writes every file under another name, flushes it to the disk,
+and renames it; the JSON file comes last. So whenever the process is killed, every checkpoint that is there is
+whole. The folder keeps the last
+two: if the last one cannot be read, the one before serves. Results that grow with the data are in files of
+their own, each with the pieces since the checkpoint before; both checkpoints share the older files. Ranks other
+than the first have such files of their own (NOTE [Files of ranks]). Shards of ranks are in a folder of their
+own for each checkpoint (NOTE [Files of shards]).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ except ImportError:  # not on Windows: two runs in one folder are not noticed th
 
 LOCK = "lock"
 UNFINISHED = r".*\.part|\.tmp\w+"
-"""Names of files that a killed process was writing; safetensors gives them the second one."""
+"""Names of files that a killed process left unfinished; safetensors uses the second form."""
 
 NAMES = re.compile(
     rf"checkpoint-(\d{{6,}})\.json|(state|rows)-\d{{6,}}(-\d+-\w+)?\.safetensors|shards-\d{{6,}}|lock|{UNFINISHED}"
@@ -49,15 +50,15 @@ _LOCKED: set[str] = set()
 """Folders that this process has locked: the system's locks are between processes."""
 
 WriteError = (OSError, safetensors.SafetensorError)
-"""What a full disk raises."""
+"""The error of a full disk."""
 
 
 class Damaged(Exception):
-    """A file is not what was written."""
+    """Raised if a file has changed since it was written."""
 
 
 class LockedElsewhere(Exception):
-    """Another run writes to the folder."""
+    """Raised if another run writes to the folder."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class File:
     checksum: Size
 
     def __post_init__(self) -> None:
-        """Refuse what lies elsewhere.
+        """Refuse a name that leads elsewhere.
 
         Raises:
-            ValueError: If the name is that of another place.
+            ValueError: If the name leads to another place.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
             raise Unfit(f"{self.name!r} is no name of a file in the folder")
@@ -88,7 +89,7 @@ class OfRank:
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint says: its facts, and its files; ``state`` and ``rows`` are those of the first rank."""
+    """The contents of a checkpoint: its facts, and its files; ``state`` and ``rows`` are the first rank's."""
 
     facts: dict[str, Any]
     state: File
@@ -99,7 +100,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Signed:
-    """What a JSON file holds."""
+    """The contents of a JSON file."""
 
     checksum: Size
     content: dict[str, Any]
@@ -109,7 +110,7 @@ class Folder:
     """The files of a checkpoint.
 
     Args:
-        path: Where; made if it is missing.
+        path: The folder; made if it is missing.
 
     Raises:
         OSError: If it can neither be made nor written to.
@@ -124,7 +125,7 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other run writes here. The system takes the lock off when the process ends in any way.
+        """Keep other runs out inside. The system takes the lock off when the process ends in any way.
 
         Raises:
             LockedElsewhere: If another run does.
@@ -146,21 +147,21 @@ class Folder:
                 _LOCKED.discard(key)
 
     def strangers(self) -> list[str]:
-        """Names of files that no checkpoint has made."""
+        """Return names of files that no checkpoint has made."""
         return sorted(name for name in os.listdir(self.path) if not NAMES.fullmatch(name))
 
     def numbers(self) -> list[int]:
-        """The checkpoints that are there, the last one first."""
+        """Return the checkpoints that are there, the last one first."""
         found = [NAMES.fullmatch(name) for name in os.listdir(self.path)]
         return sorted((int(match[1]) for match in found if match and match[1]), reverse=True)
 
     def read(self, number: int) -> tuple[dict[str, Any], list[Tensor], list[list[Tensor]]]:
-        """Facts, tensors, and what grows, file by file, of one checkpoint: those of the first rank.
+        """Read facts, tensors, and growing results, file by file, of one checkpoint: those of the first rank.
 
-        Of shards, and of the files of other ranks, which ``others`` names then, that they are what was written.
+        It only checks shards, and the files of other ranks, which ``others`` then names.
 
         Raises:
-            Damaged: If a file of it is missing, or not what was written.
+            Damaged: If a file of it is missing, or has changed.
         """
         try:
             outer: Signed = fitted(Signed, parsed((self.path / f"checkpoint-{number:06d}.json").read_bytes()))
@@ -180,10 +181,10 @@ class Folder:
         return content.facts, state, rows
 
     def read_of_rank(self, files: OfRank) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Tensors, and what grows, file by file, of a rank other than the first.
+        """Read tensors, and growing results, file by file, of a rank other than the first.
 
         Raises:
-            Damaged: If a file of it is missing, or not what was written.
+            Damaged: If a file of it is missing, or has changed.
         """
         try:
             return self._tensors(files.state), [self._tensors(file) for file in files.rows]
@@ -191,11 +192,11 @@ class Folder:
             raise Damaged(f"{files.state.name}: {error}") from error
 
     def write_rows_anew(self) -> None:
-        """Have the next checkpoint hold all rows, and not what came since the one before."""
+        """Make the next checkpoint hold all rows, not only those since the one before."""
         self._rows = []
 
     def _note(self, rows: list[list[dict[str, Any]]]) -> set[str]:
-        """Note the files of rows of a checkpoint, by rank; returns the names in the one before, and in this."""
+        """Note the files of rows of a checkpoint, by rank; return the names in the one before, and in this."""
         before, self._rows = self._named, rows
         self._named = {file["name"] for each in rows for file in each}
         return before | self._named
@@ -207,7 +208,7 @@ class Folder:
             return [opened.get_tensor(str(index)).clone() for index in range(len(opened.keys()))]
 
     def shards(self, number: int) -> Path:
-        """Where ranks write their shards of one checkpoint."""
+        """Return the folder for the ranks' shards of one checkpoint."""
         return self.path / f"shards-{number:06d}"
 
     def write(
@@ -218,18 +219,18 @@ class Folder:
         shards: Sequence[dict[str, Any]] = (),
         others: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Write one more checkpoint; ``rows`` are what came since the one before.
+        """Write one more checkpoint; ``rows`` are those since the one before.
 
         Args:
-            facts: What it says of itself.
-            state: Tensors that it holds.
-            rows: What has grown since the one before.
-            shards: Files that are in its folder of shards already.
-            others: Files that are in the folder already, of each rank other than the first: its ``state``, and
-                as ``rows`` what has grown.
+            facts: Its description.
+            state: Its tensors.
+            rows: The growth since the one before.
+            shards: Files that are already in its folder of shards.
+            others: Files that are already in the folder, of each rank other than the first: its ``state``, and
+                as ``rows`` its growth.
 
         Raises:
-            OSError, SafetensorError: If that fails; the checkpoints before are untouched then.
+            OSError, SafetensorError: If that fails; earlier checkpoints are then untouched.
         """
         number = self.number + 1
         made = [self.shards(number), part_of(self.shards(number))]
@@ -249,7 +250,7 @@ class Folder:
                 content["others"] = [{"state": other["state"], "rows": of_rank} for other, of_rank in pairs]
             text = json.dumps({"checksum": zlib.crc32(_canonical(content)), "content": content})
             place = self.path / f"checkpoint-{number:06d}.json"
-            part_of(place).unlink(missing_ok=True)  # never written through, whatever it is
+            part_of(place).unlink(missing_ok=True)  # packprop never writes through it, whatever it is
             with open(part_of(place), "w", encoding="utf-8") as file:
                 made.append(part_of(place))
                 file.write(text)
@@ -258,7 +259,7 @@ class Folder:
             os.replace(part_of(place), place)
         except BaseException:
             for path in made:
-                with contextlib.suppress(OSError):  # the error that is on its way says more
+                with contextlib.suppress(OSError):  # the first error says more
                     remove(path)
             raise
         self.number = number
@@ -266,7 +267,7 @@ class Folder:
         self._remove_old(self._note(files))
 
     def written(self, name: str, tensors: Sequence[Tensor], made: list[Path]) -> dict[str, Any]:
-        """Write tensors to a file, whose names are added to ``made``; what the JSON file says of it."""
+        """Write tensors to a file, add its name to ``made``, and return its description for the JSON file."""
         path = self.path / f"{name}.safetensors"
         made.append(part_of(path))
         part_of(path).unlink(missing_ok=True)
@@ -286,7 +287,7 @@ class Folder:
                 remove(self.path / file["name"])
 
     def _remove_old(self, rows: set[str]) -> None:
-        """Remove what none of the last checkpoints names; ``rows`` are the files of rows that they name."""
+        """Remove files that none of the last checkpoints names; ``rows`` are their files of rows."""
         kept = self.numbers()[:KEPT]
         for name in os.listdir(self.path):
             numbered = re.fullmatch(
@@ -299,12 +300,12 @@ class Folder:
 
 
 def part_of(path: Path) -> Path:
-    """The name that a file is written under."""
+    """Return the name of a file while it is written."""
     return path.with_name(f"{path.name}.part")
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with what is in it, if it is there."""
+    """Remove a file, or a folder with its contents, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -316,7 +317,7 @@ def _canonical(content: Any) -> bytes:
 
 
 def _require_same(path: Path, file: File) -> None:
-    """Refuse a file that is not what its description says.
+    """Refuse a file that differs from its description.
 
     Raises:
         Damaged: If it has another size or checksum.
@@ -326,7 +327,7 @@ def _require_same(path: Path, file: File) -> None:
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Name, size in bytes and checksum of a file."""
+    """Return name, size in bytes and checksum of a file."""
     checksum, size = 0, 0
     with open(path, "rb") as file:
         while piece := file.read(2**22):
@@ -335,7 +336,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory: such are refused by the format."""
+    """Return tensors that share no memory: the format refuses others."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()
@@ -346,7 +347,7 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the system put the names of files on the disk."""
+    """Make the system put the names of files on the disk."""
     if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What users give as a model and a loss, looked at before anything runs."""
+"""Checks of the model and the loss of a call, before anything runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from packprop.errors import BadInput
 
 
 def require_model_and_loss(asked: str, model: Any, loss: Any, wanted: str) -> None:
-    """Refuse what is no model with trained parameters, or no loss.
+    """Refuse anything that is no model with trained parameters, or no loss.
 
     Args:
-        asked: What the user asked for, for messages.
-        model: What was given as the model.
-        loss: What was given as the loss; ``None`` if the model computes it.
-        wanted: What trained parameters are needed for, as a participle: ``"profiled"``.
+        asked: The call of the user, for messages.
+        model: The argument ``model``.
+        loss: The argument ``loss``; ``None`` if the model computes it.
+        wanted: The purpose of trained parameters, as a participle: ``"profiled"``.
 
     Raises:
-        BadInput: With what is wrong.
+        BadInput: With the first fault.
     """
     if not isinstance(model, nn.Module):
         raise BadInput(asked, f"model, {described(model)}", "it is not a torch.nn.Module", _instance_of(model))

@@ -1,4 +1,4 @@
-"""Generators of random numbers in what a program holds, wherever they are: their states can be kept."""
+"""The search for generators of random numbers in the objects of a program: their states can be kept."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""What numbers are drawn from."""
+"""Types of generators."""
 
 CONTAINERS = (list, dict, set, deque)
-"""What holds values, and may be filled."""
+"""Types that hold values, and may be filled."""
 
 WITHOUT = (str, bytes, bytearray, int, float, complex, Tensor, np.ndarray, type, ModuleType)
-"""What holds no generator."""
+"""Types that hold no generator."""
 
 MOST = 5000
-"""Values that are looked at."""
+"""The number of values in the search."""
 
 
 def generators_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Generators that values hold: in containers, attributes, arguments of functions, and around these."""
+    """Find generators that values hold: in containers, attributes, arguments of functions, and around these."""
     todo, met = [*values], dict[int, Any]()
     for value in todo:  # grows
         if len(met) == MOST:
@@ -59,7 +59,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function takes from the one around it."""
+    """Return the values that a function takes from the one around it."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -68,7 +68,7 @@ def cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes that an object holds itself, also in slots."""
+    """Return attributes that an object holds itself, also in slots."""
     yield from getattr(value, "__dict__", {}).items()
     for each in type(value).__mro__:
         slots = vars(each).get("__slots__", ())

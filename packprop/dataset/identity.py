@@ -1,4 +1,4 @@
-"""What a run over a data set is of: model, loss, extensions, options, versions; and how two of them differ."""
+"""The identity of a run over a data set: model, loss, extensions, options, versions; and how two differ."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SAMPLED = "some samples"
 """Digests of samples by their index: those count that both sides have."""
 
 BATCHES = "batches"
-"""The name of what is known of the data without reading them all."""
+"""The name of the facts about the data that need no full reading."""
 
 OF_RANK = ("modules", "loss", BATCHES)
 """Facts in which ranks may differ: modules and losses may keep the number of their rank, or its device."""
 
 
 def packprop_version() -> str | None:
-    """The version of packprop that is installed, if one is."""
+    """Return the version of packprop that is installed, if one is."""
     try:
         return importlib.metadata.version("packprop")
     except importlib.metadata.PackageNotFoundError:  # a source tree that was not installed
@@ -48,15 +48,15 @@ def packprop_version() -> str | None:
 def identity_of(
     model: nn.Module, loss: Any, extensions: Sequence[Extension], data: Batches, **options: Any
 ) -> Identity:
-    """What a run is of. Where two runs differ in nothing of this, one goes on from where the other ended.
+    """Describe a run. If two runs differ in nothing of this, one continues where the other ended.
 
     Args:
         model: Names, shapes, precision and values of its parameters and buffers count, which of them are
             trained, which modules are in training mode; classes, options and code of modules.
         loss: Its name, its code, its options, and the values of its tensors.
         extensions: Their names, code and options; of a generator that there is one.
-        data: How many there are, some of them, and what reads them. They keep the generators that are found,
-            in the model and the loss, too; those of extensions are kept elsewhere.
+        data: Their number, some of them, and the code that reads them. They keep the generators in the data,
+            the model and the loss; those of extensions are kept elsewhere.
         options: Facts that have a form in JSON.
     """
     tensors = {**dict(named_parameters(model)), **dict(named_buffers(model))}
@@ -92,7 +92,7 @@ def identity_of(
 
 
 def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
-    """Have the data keep the states of all generators that model, loss and data hold, for another reading."""
+    """Make the data keep the states of all generators in model, loss and data, for another reading."""
     describer = Describer()
     _described_modules(model, describer)
     describer.of(loss, "the loss")
@@ -101,7 +101,7 @@ def keep_generators(model: nn.Module, loss: Any, data: Batches) -> None:
 
 
 def _precision(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """What PyTorch was told of precision: by default, of products of matrices, and under autocast."""
+    """Return PyTorch's settings of precision: by default, of products of matrices, and under autocast."""
     found = {"default": str(torch.get_default_dtype()), "products": torch.get_float32_matmul_precision()}
     for kind in sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"}):
         if torch.is_autocast_enabled(kind):
@@ -117,11 +117,11 @@ def _described_modules(model: nn.Module, describer: Describer) -> dict[str, dict
 
 
 def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> tuple[str, str] | None:
-    """The first fact that differs: its name, and what both sides say; ``None`` if there is none.
+    """Return the first fact that differs: its name, and both values; ``None`` if there is none.
 
     Args:
-        saved: What one side says.
-        asked: What the other one says.
+        saved: The facts of one side.
+        asked: The facts of the other side.
         but: Facts that do not count.
     """
     if not (saved.get(BATCHES) and asked.get(BATCHES)) or saved.get(RANKS) != asked.get(RANKS):
@@ -133,11 +133,11 @@ def difference(saved: Identity, asked: Identity, but: Collection[str] = ()) -> t
 
 
 def warn_of_untold(identity: Identity, data: bool) -> None:
-    """Say what may have changed since the run began without anybody noticing.
+    """Warn about things that may have changed unnoticed since the run began.
 
     Args:
-        identity: What goes on.
-        data: Whether data belong to it, which are not read again and compared.
+        identity: The description of the continued run.
+        data: Says that data belong to it, which are not read again and compared.
     """
     untold = [*identity[UNTOLD]["program"], *(identity[UNTOLD]["data"] if data else ())]
     if untold:
@@ -158,7 +158,7 @@ def _same(saved: Any, asked: Any) -> bool:
 
 
 def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
-    """What both say of a key; of samples, what they say of those that both have read."""
+    """Return both values of a key; for samples, those that both have read."""
     here, there = asked.get(key), saved.get(key)
     if key != SAMPLED:
         return there, here
@@ -167,7 +167,7 @@ def _sides(key: str, saved: dict[str, Any], asked: dict[str, Any]) -> tuple[Any,
 
 
 def _first_difference(saved: Any, asked: Any) -> str:
-    """Where two facts differ, as a sentence."""
+    """Describe the difference of two facts, as a sentence."""
     if isinstance(saved, dict) and isinstance(asked, dict):
         if saved.get("class") != asked.get("class") and "tensors" not in saved:
             return f"{_last(saved.get('class'))} became {_last(asked.get('class'))}"

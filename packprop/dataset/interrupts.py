@@ -1,4 +1,4 @@
-"""Ctrl-C during long work: it ends the work, wherever Python was when it came."""
+"""Ctrl-C during long work: it ends the work, wherever Python is at that moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[Callable[[], None]]:
-    """Inside, an interrupt is raised at once as ever; the given function raises it again if it was lost.
+    """Raise an interrupt inside at once as usual; the given function raises it again if it was lost.
 
-    Python prints and drops what is raised in a destructor, or in the callback of a weak reference: a
-    ``KeyboardInterrupt`` that comes there ends nothing. A handler of the user's own is left alone, and so are
-    other threads, which get no signals.
+    Python prints and drops exceptions from a destructor, or from the callback of a weak reference: a
+    ``KeyboardInterrupt`` there ends nothing. This leaves a handler of the user's own alone, and other threads,
+    which get no signals.
 
     Raises:
         KeyboardInterrupt: By the function, if an interrupt has come.

@@ -1,4 +1,4 @@
-"""How a run takes up what it had added up: of its own rank, or of several where another number goes on."""
+"""Restoring the sums of a run: of its own rank, or of several if another number of them continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packprop.tensors.nesting import map_tensors
 
 
 def require_divided(source: Any, before: int, now: int) -> None:
-    """Refuse data that packprop does not divide among ranks, where there are more or fewer of them now.
+    """Refuse data that packprop does not divide among ranks, if their number has changed.
 
     Raises:
         BadInput: If each rank has batches of its own.
@@ -36,7 +36,7 @@ def require_divided(source: Any, before: int, now: int) -> None:
 def take_up(
     results: MergedResults, own: Own | None, shared: dict[str, Any], device: torch.device | str
 ) -> None:
-    """Take up what one rank has written, if it has, and what all ranks have together."""
+    """Restore the files of one rank, if it has any, and the common part of all ranks."""
     shared = map_tensors(lambda tensor: tensor.to(device), shared)
     if own is None:
         results.restore_what_is_shared(shared)
@@ -46,7 +46,7 @@ def take_up(
 
 
 def take_up_others(results: MergedResults, others: Iterable[Own], device: torch.device | str) -> None:
-    """Merge what other ranks have written, in their order, with the results of the first one."""
+    """Merge the files of other ranks, in their order, with the results of the first one."""
     for own in others:
         other = MergedResults(results.extensions)
         take_up(other, own, own.state["results"], device)
@@ -54,7 +54,7 @@ def take_up_others(results: MergedResults, others: Iterable[Own], device: torch.
 
 
 def _join(into: MergedResults, other: MergedResults) -> None:
-    """Merge the results of another rank into those of one; what grows is in the order of batches then."""
+    """Merge the results of another rank into those of one; growing results are then in the order of batches."""
     is_mean = "mean" in (into.reduction, other.reduction)
     numbers = [number for number, _ in (*into.batches, *other.batches)]
     for key, value in other.partial.items():

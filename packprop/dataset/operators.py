@@ -1,9 +1,9 @@
-"""Curvature matrices as linear operators, of one batch or of a data set, and what is computed from products.
+"""Curvature matrices as linear operators, of one batch or of a data set, and functions of their products.
 
-An operator multiplies tensors (``@``) and hands itself to SciPy (``to_scipy()``). The entries of some
-parameters stand side by side in one vector, in the order in which ``torch.nn.utils.parameters_to_vector`` puts
-them. All operators are symmetric. ``hessian``, ``ggn`` and ``block_diagonal`` keep a graph or blocks;
-``of_data`` reads a data set for each product.
+An operator multiplies tensors (``@``) and converts to SciPy (``to_scipy()``). The entries of some parameters
+stand side by side in one vector, in the order of ``torch.nn.utils.parameters_to_vector``. All operators are
+symmetric. ``hessian``, ``ggn`` and ``block_diagonal`` keep a graph or blocks; ``of_data`` reads a data set for
+each product.
 """
 
 from __future__ import annotations
@@ -63,31 +63,32 @@ def of_data(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Operator:
-    """The GGN or the Hessian of a loss over a whole data set; a product with a block of vectors reads it once.
+    """Return the GGN or the Hessian of a loss over a whole data set; a product reads the data once.
 
-    The matrix is that of one loss over all samples, whatever the sizes of the batches, as the quantities of
-    ``packprop.compute`` are. The GGN is that of everything before the loss function (Schraudolph 2002). What
-    the model or the data draw is drawn alike in each reading. ``operator.readings`` counts readings. Each
+    The matrix belongs to one loss over all samples, whatever the sizes of the batches, like the quantities of
+    ``packprop.compute``. The GGN is that of everything before the loss function (Schraudolph 2002). The model's
+    and the data's random draws are the same in each reading. ``operator.readings`` counts readings. Each
     process multiplies by the matrix of its own data.
 
     Args:
-        model: The model, in the mode (train or eval) that it shall be used in; need not be extended.
-        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` where the model computes it.
-        data: Data of any form that ``compute`` takes, which can be read more than once.
+        model: The model, in the mode (train or eval) that you want; you need not extend it.
+        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` if the model computes it.
+        data: Data in any form of ``compute`` that packprop can read more than once.
         matrix: ``"ggn"`` or ``"hessian"``.
-        damping: What is added to the diagonal, in units of the curvature.
+        damping: Added to the diagonal, in units of the curvature.
         parameters: Those whose entries are rows and columns, each once; by default all that require gradients.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
         memory: The most bytes of tensor storage that may be alive at once in a product, with the model, the
-            graph of a batch, vectors and products. As many vectors are taken through a batch at once as fit.
-        device: Where batches are moved to; by default where the model's parameters are.
+            graph of a batch, vectors and products. As many vectors go through a batch at once as fit.
+        device: The device of batches; by default that of the model's parameters.
         progress: Show a bar for each reading on standard error, if that is a terminal.
 
     Raises:
-        BadInput: For data that can be read once, a parameter that is there twice, requires no gradient or is
-            none of the model's. Products raise it for a budget that is too small, and batches that do not work.
-        PackpropError: Products raise it where samples meet in the model (batch normalisation in training
-            mode), something is not twice differentiable, or parameters were changed since.
+        BadInput: For data that packprop can read only once, a parameter that is there twice, requires no
+            gradient or is none of the model's. Products raise it for a budget that is too small, and batches
+            that do not work.
+        PackpropError: Products raise it if samples meet in the model (batch normalisation in training mode),
+            something is not twice differentiable, or parameters have changed since.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)

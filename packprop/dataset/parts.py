@@ -1,13 +1,13 @@
-"""What of each extension a reading of the data asks for: the rows before a second pass, or its last row.
+"""Parts of extensions in a reading of the data: the rows before a second pass, or the last row.
 
 # NOTE [Second reading]
 Corrected eigenvalues of Kronecker factors need the eigenvectors of the factors of all samples before the first
 sample can be rotated. Over a data set this takes two readings: the first one computes everything but the rows
-of second passes, the second one computes nothing but these. Both draw the same numbers: random states are put
-back to what they were when the first reading began, and whatever draws from a generator does so in each
-reading, in the order of a single pass. Dropout has the same masks then. Of the sampled columns each reading
-takes its own: the first one those of eigenvectors, the second one the fresh ones of eigenvalues. So the values
-are those of one batch of all samples.
+of second passes, the second one computes only these. Both draw the same numbers: packprop restores the random
+states from the beginning of the first reading, and everything that draws from a generator does so in each
+reading, in the order of a single pass. So dropout has the same masks. Of the sampled columns each reading takes
+its own: the first one those of eigenvectors, the second one the fresh ones of eigenvalues. So the values are
+those of one batch of all samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Part(Extension):
 
     Args:
         whole: The extension.
-        rows: Which of its rows.
+        rows: The numbers of its rows.
     """
 
     def __init__(self, whole: Extension, rows: range) -> None:
@@ -33,7 +33,7 @@ class Part(Extension):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the extension."""
+        """Tell whether it is all of the extension."""
         return len(self.places) == len(self.whole.rows)
 
     @property
@@ -48,12 +48,12 @@ class Part(Extension):
 
     @property
     def cheaper(self) -> str:  # type: ignore[override]  # that of the extension
-        """What takes less time in place of the whole extension."""
+        """A faster replacement for the whole extension."""
         return self.whole.cheaper
 
     @property
     def of_batch(self) -> bool:  # type: ignore[override]  # that of the extension
-        """Whether the whole extension is a quantity of the batch."""
+        """Tell whether the whole extension is a quantity of the batch."""
         return self.whole.of_batch
 
     @property
@@ -63,7 +63,7 @@ class Part(Extension):
 
 
 def readings_of(extensions: Sequence[Extension]) -> list[list[Part]]:
-    """What the first reading asks for, and the second one, if there is one; in the order of the extensions."""
+    """Return the parts for the first reading, and for a second, in the order of the extensions."""
     later = [needs_second_reading(extension) for extension in extensions]
     first = [
         Part(extension, range(len(extension.rows) - second))
@@ -82,19 +82,19 @@ def readings_of(extensions: Sequence[Extension]) -> list[list[Part]]:
 
 
 def needs_second_reading(extension: Extension) -> bool:
-    """Whether the extension goes over the samples twice."""
+    """Tell whether the extension goes over the samples twice."""
     return extension.rows[-1].after is not None
 
 
 def drawn_in_each_reading(extensions: Sequence[Extension]) -> list[Seed]:
-    """The sampled seeds that both readings draw, in the order of a single pass."""
+    """Return the sampled seeds that both readings draw, in the order of a single pass."""
     if not any(needs_second_reading(each) for each in extensions):
         return []
     return [seed for seed in tasks_by_seed(extensions) if seed.kind == "ggn" and seed.mc_samples is not None]
 
 
 def generators_of(extensions: Sequence[Extension]) -> list[torch.Generator]:
-    """The generators that the extensions draw from, each once."""
+    """Return the generators that the extensions draw from, each once."""
     found: dict[int, torch.Generator] = {}
     for row in _all_rows(extensions):
         if row.seed.generator is not None:

@@ -37,32 +37,32 @@ from packprop.tensors.precision import accumulation_dtype
 from packprop.tensors.random import random_states, set_random_states
 
 ROOM = 256 * 2**20
-"""Bytes that vectors in hand may take in a batch, beside its graph, where there is no budget."""
+"""Bytes for current vectors in a batch, beside its graph, without a budget."""
 
 
 class DataProduct:
     """Products with the GGN or the Hessian of a loss over a data set, for vectors ``[v, *p]`` by parameter.
 
-    The matrix is that of one loss over all samples, as for ``compute``: a mean is over all terms. Every call
-    reads the data once. What the model or the data draw is drawn alike in each reading.
+    The matrix belongs to one loss over all samples, as for ``compute``: a mean is over all terms. Every call
+    reads the data once. The model's and the data's random draws are the same in each reading.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         model: The model, which is extended meanwhile.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         batches: The data.
-        matrix: Which matrix.
+        matrix: The name of the matrix.
         parameters: Leaves of the model.
         memory: The most bytes of tensor storage that may be alive at once, vectors and products included.
-        room: Without ``memory``, bytes that vectors in hand may take in a batch.
-        device: Where batches are moved to.
-        progress: Whether to show a bar for each reading.
+        room: Without ``memory``, bytes for current vectors in a batch.
+        device: The device of batches.
+        progress: Show a bar for each reading.
 
     Attributes:
-        readings: How often the data were read to their end.
+        readings: The number of complete readings of the data.
 
     Raises:
-        BadInput: For data that can be read once.
+        BadInput: For data that packprop can read only once.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class DataProduct:
         self._asked, self._model, self._loss, self._batches = asked, model, loss, batches
         self._matrix, self._parameters = matrix, [*parameters]
         self._budget, self._device, self._progress = budget_of(memory), torch.device(device), progress
-        batches.described(Describer())  # generators that the data hold shall draw the same in each reading
+        batches.described(Describer())  # generators in the data have to draw the same in each reading
         self._draws = random_states()
         self._room = room
         self._sizes: list[tuple[int, int]] = []
         self.readings = 0
 
     def __call__(self, vectors: Vectors) -> list[Tensor]:
-        """Products ``[v, *p]`` for each parameter, in at least float32.
+        """Return products ``[v, *p]`` for each parameter, in at least float32.
 
         Raises:
             BadInput: If the loss, the model or a batch does not work, or a budget is too small.
@@ -123,7 +123,7 @@ class DataProduct:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Batches]:
-        """Inside, the model is extended, and draws what it drew in other readings."""
+        """Extend the model inside, and let it draw as in other readings."""
         before = random_states()
         with contextlib.ExitStack() as stack:
             for module in (self._model, self._loss):
@@ -165,11 +165,11 @@ class DataProduct:
         graph.release(keep=False)
 
     def _fixed(self) -> list[Tensor]:
-        """What is there all the time."""
+        """Return the bytes that are there all the time."""
         return [each.detach() for _, each in [*named_parameters(self._model), *named_buffers(self._model)]]
 
     def _forward(self, batch: Any) -> tuple[Graph, Tensor, Product]:
-        """The forward pass of a batch, its loss, and its products."""
+        """Run the forward pass of a batch, its loss, and its products."""
         inputs, targets = map_tensors(lambda tensor: tensor.to(self._device), batch)
         with torch.enable_grad(), record(), sdpa_kernel(SDPBackend.MATH):
             _, value = outputs_and_loss(self._asked, self._model, self._loss, inputs, targets)
@@ -179,20 +179,20 @@ class DataProduct:
             return graph, value.detach(), graph_product(graph, self._matrix, self._parameters)
 
     def _count(self, graph: Graph, value: Tensor, number: int, merged: MergedResults) -> float:
-        """Count a batch; returns what its loss was divided by."""
+        """Count a batch; return the divisor of its loss."""
         reduction, divisor = loss_terms(graph)
         terms = float(divisor)
         merged.count(number, graph.samples, terms, value, reduction)
         return terms
 
     def _products(self, vectors: list[Tensor], start: int, stop: int, product: Product) -> list[Tensor]:
-        """Products of a batch with the vectors from ``start`` to ``stop``."""
+        """Return products of a batch with the vectors from ``start`` to ``stop``."""
         given = [v[start:stop].to(p.dtype) for v, p in zip(vectors, self._parameters, strict=True)]
         with sdpa_kernel(SDPBackend.MATH):
             return product(given)
 
     def _fitting(self, before: int, each: int, batch: Any) -> int:
-        """How many vectors fit at once into what is left.
+        """Return how many vectors fit at once into the rest of the budget.
 
         Args:
             before: Bytes that are there beside them.

@@ -14,22 +14,22 @@ from packprop.memory.bytes import byte_text, resident_now
 from packprop.tensors.device import allocated_bytes
 
 Advance = Callable[[int], None]
-"""Called after each batch, with the samples so far."""
+"""A function to call after each batch, with the samples so far."""
 
 
 @contextlib.contextmanager
 def progress_bar(
     said: str, done: int, left: int, budget: int | None, device: torch.device, shown: bool
 ) -> Iterator[Advance]:
-    """A bar on standard error, if that is a terminal; it is gone afterwards, whatever happens inside.
+    """Show a bar on standard error, if that is a terminal; remove it afterwards, whatever happens inside.
 
     Args:
-        said: What goes on.
+        said: The name of the work.
         done: Batches that were done before.
         left: Batches that are to come; 0 if that is not known.
-        budget: The most bytes that tensors may take; ``None`` without a budget.
-        device: Where they are.
-        shown: Whether to show it at all.
+        budget: The most bytes for tensors; ``None`` without a budget.
+        device: The device of the tensors.
+        shown: Show it at all.
     """
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
@@ -55,12 +55,12 @@ def progress_bar(
 
 
 class Meter:
-    """How fast a run goes, and how much memory it takes.
+    """The speed of a run, and its memory.
 
     Args:
-        budget: The most bytes that tensors may take; ``None`` without a budget.
-        device: Where they are. On a processor it is the process that is measured: what it has grown by since
-            the run began, or, without a budget, all of it.
+        budget: The most bytes for tensors; ``None`` without a budget.
+        device: The device of the tensors. On a processor it measures the process: its growth since the run
+            began, or, without a budget, all of it.
     """
 
     def __init__(self, budget: int | None, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Meter:
         return f", {(samples - self._first) / passed:,.0f} samples/s" if passed > 0 else ""
 
     def memory(self) -> str:
-        """Bytes that are taken now, of those in the budget."""
+        """Return the bytes in use now, of those in the budget."""
         taken = allocated_bytes(self._device)
         if taken is None:
             resident = resident_now()

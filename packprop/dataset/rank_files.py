@@ -1,14 +1,14 @@
-"""What ranks other than the first have added up, in files of a checkpoint.
+"""Sums of ranks other than the first, in files of a checkpoint.
 
 # NOTE [Files of ranks]
-What a rank has added up over its batches is kept as it is, and merged with that of the others at the end alone:
-so a run that goes on rounds as one that was left alone. Each rank writes its own files beside those of the
-first one, which names all of them in the JSON file when all are there; without it they are nothing. Their names
-hold a text that the first rank draws for each call of ``compute``: a rank that outlives a killed run cannot
-write over files of the next one. Ranks that do not see the folder send what they have to the first one, which
-reads and writes for them, one after the other.
+A checkpoint keeps each rank's sums over its batches as they are, and packprop merges them only at the end: so a
+continued run rounds as an undisturbed one. Each rank writes its own files beside those of the first one, which
+names all of them in the JSON file when all are there; without it they count for nothing. Their names hold a
+text that the first rank draws for each call of ``compute``: so a rank that outlives a killed run cannot write
+over files of the next one. Ranks that do not see the folder send their sums to the first one, which reads and
+writes for them, one after the other.
 
-Where another number of ranks goes on, the first one takes up the files of all in turn, and merges them.
+If another number of ranks continues, the first one reads the files of all in turn, and merges them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from packprop.store.schema import Unfit
 
 
 class OfRanks(NamedTuple):
-    """What came of an attempt to write the files of ranks other than the first.
+    """The outcome of an attempt to write the files of ranks other than the first.
 
     Args:
-        files: Of each its ``state``, and as ``rows`` what has grown.
-        failure: Why they could not be written; empty if they were.
+        files: The ``state`` of each, and as ``rows`` its growth.
+        failure: The reason why they could not be written; empty if they were.
     """
 
     files: Sequence[dict[str, Any]] = ()
@@ -43,18 +43,18 @@ class OfRanks(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What one rank goes on from: results and chunk sizes, and pieces of what grows."""
+    """The state that one rank continues from: results and chunk sizes, and pieces of growing results."""
 
     state: dict[str, Any]
     pieces: list[Any]
 
 
 class RankFiles:
-    """The files of ranks other than the first; all ranks must make it, and ask it, at once.
+    """The files of ranks other than the first; all ranks must make and use it at once.
 
     Args:
         folder: The folder of the checkpoint, which the first rank has locked; ``None`` on the others.
-        ranks: Who takes part.
+        ranks: The ranks of the run.
     """
 
     def __init__(self, folder: Path | None, ranks: Ranks) -> None:
@@ -62,7 +62,7 @@ class RankFiles:
         self._path, self._token, self._hidden = _seen_by(folder, ranks)
 
     def require_one_folder(self) -> None:
-        """Refuse ranks that do not all see the folder, where each writes shards of a model to it.
+        """Refuse ranks that do not all see the folder, if each writes shards of a model to it.
 
         Raises:
             BadInput: On every rank, with the first that does not see it.
@@ -78,12 +78,12 @@ class RankFiles:
                 )
 
     def write(self, number: int | None, state: dict[str, Any], pieces: Sequence[Any]) -> OfRanks:
-        """Write the files of the next checkpoint; the first rank is told what came of it.
+        """Write the files of the next checkpoint; tell the first rank the outcome.
 
         Args:
             number: That of the checkpoint, on the first rank; ``None`` on others.
             state: Results and chunk sizes of this rank.
-            pieces: What has come to results that grow since the checkpoint before.
+            pieces: The pieces of growing results since the checkpoint before.
         """
         ranks = self._ranks
         if ranks.world == 1:
@@ -99,7 +99,7 @@ class RankFiles:
                 return [], self._written(number, ranks.rank, tensors)
             return [[tensor.detach().cpu() for tensor in each] for each in tensors], OfRanks()
 
-        sent, own = ranks.attempt(write)  # nothing is sent but by a rank that does not see the folder
+        sent, own = ranks.attempt(write)  # only a rank that does not see the folder sends anything
         told = ranks.each(own)[1:]
         for rank in range(1, ranks.world):
             if self._hidden[rank]:
@@ -120,18 +120,18 @@ class RankFiles:
             ]
         except WriteError as error:
             for path in made:
-                with contextlib.suppress(OSError):  # the error that is told says more
+                with contextlib.suppress(OSError):  # the first error says more
                     path.unlink(missing_ok=True)
             return OfRanks(failure=str(error))
         return OfRanks([{"state": state, "rows": rows}])
 
     def read(self, others: Sequence[OfRank] | None, own: Own | None, writers: int) -> Own | None:
-        """What this rank has written, if there were as many ranks; else ``None`` on all but the first.
+        """Return this rank's files, if there were as many ranks; else ``None`` on all but the first.
 
         Args:
             others: The files of the others; on the first rank.
-            own: What the first one has written; on that rank.
-            writers: How many ranks there were.
+            own: Those of the first one; on that rank.
+            writers: The number of ranks that wrote.
 
         Raises:
             PackpropError: On every rank, if one of them cannot read its files.
@@ -154,7 +154,7 @@ class RankFiles:
         return found
 
     def in_turn(self, others: Sequence[OfRank]) -> Iterator[Own]:
-        """What ranks other than the first have written, one after the other."""
+        """Yield the files of ranks other than the first, one after the other."""
         for files in others:
             yield self._read(files)
 
@@ -173,25 +173,25 @@ class RankFiles:
 
 
 def merged_apart(results: dict[str, Any]) -> dict[str, Any]:
-    """Saved results without what all ranks have together: shards, and what a first reading led to."""
+    """Return saved results without the common part of all ranks: shards, and results of a first reading."""
     own = [each for each in results["partial"] if not has_saved_shards(each[-1])]
     return {**results, "partial": own, "rotations": []}
 
 
 def told_to_all(state: dict[str, Any]) -> dict[str, Any]:
-    """What the first rank has read, without what it has added up alone."""
+    """Return the files of the first rank, without its own sums."""
     together = [each for each in state["results"]["partial"] if has_saved_shards(each[-1])]
     return {**state, "results": {**state["results"], "partial": together}}
 
 
 def _seen_by(folder: Path | None, ranks: Ranks) -> tuple[Path, str, list[str]]:
-    """The folder that the first rank writes to, a text that it has drawn, and why each rank does not see it.
+    """Return the first rank's folder, a text that it has drawn, and why each rank does not see it.
 
     All ranks must ask at once.
 
     Args:
         folder: The folder, which the first rank has locked; ``None`` on the others.
-        ranks: Who takes part.
+        ranks: The ranks of the run.
     """
     path, token, failure = part_of((folder or Path()) / "ranks"), secrets.token_hex(8), ""
     if ranks.world == 1:
@@ -199,7 +199,7 @@ def _seen_by(folder: Path | None, ranks: Ranks) -> tuple[Path, str, list[str]]:
     if ranks.rank == 0:
         try:
             path.write_text(token)
-        except OSError as error:  # of a full disk: so the work can go on
+        except OSError as error:  # of a full disk: so the work can continue
             failure = str(error)
     path, token, failure = ranks.each((path.resolve(), token, failure))[0]
 

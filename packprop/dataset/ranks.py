@@ -3,17 +3,16 @@
 # NOTE [In step]
 All ranks do as many steps as the one with the most batches. Each begins a step with one small message: whether
 it has a batch, has failed, finds that a checkpoint is due; and ends it when all have sent theirs. So a rank may
-be one batch ahead of a slower one, ranks with unequal numbers of batches end together, an error on one is an
-error on all, and a rank that has died is noticed by the others at the end of their step: its connections are
-closed.
+be one batch ahead of a slower one, ranks with unequal numbers of batches end together, and an error on one is
+an error on all. The others notice a dead rank at the end of their step, because its connections are closed.
 
 A checkpoint, and the end of a reading, begin with exchanges of another kind, which a rank that fails in the
-step before would not come to. So a step that one of these comes after ends with one more message: nobody goes
-on to them unless nobody has failed.
+step before would not reach. So a step before one of these ends with one more message: nobody goes on to them
+unless nobody has failed.
 
-Where ``fully_shard`` has sharded the model, a message also goes round before each unit is put together in a
-forward pass, and at its end. So a rank that fails in its forward pass is heard where the others would wait for
-its shards, and ranks that come to different units are told so.
+If ``fully_shard`` has sharded the model, a message also goes round before each unit of a forward pass, and at
+its end. So the others hear of a rank that fails in its forward pass, instead of waiting for its shards, and
+ranks that come to different units learn so.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ Key = TypeVar("Key")
 
 
 class OtherRankFailed(PackpropError):
-    """Another rank has failed, or ended: this one cannot go on."""
+    """Raised if another rank has failed, or ended: this one cannot go on."""
 
     @classmethod
     def of(cls, rank: int, said: str) -> OtherRankFailed:
-        """The error for what a rank has said of its failure."""
-        return cls(ASKED, f"rank {rank}", f"it has failed:\n{said}\n", "see what that rank says")
+        """Make the error for a rank's report of its failure."""
+        return cls(ASKED, f"rank {rank}", f"it has failed:\n{said}\n", "read the error of that rank")
 
 
 class Ranks:
     """The processes that share the work; one alone is the usual case.
 
     Args:
-        all_ranks: Which they are; ``None`` for this process alone.
+        all_ranks: The ranks; ``None`` for this process alone.
     """
 
     def __init__(self, all_ranks: AllRanks | None = None) -> None:
@@ -63,7 +62,7 @@ class Ranks:
             self.rank = torch.distributed.get_rank(all_ranks.group)
             self.world = torch.distributed.get_world_size(all_ranks.group)
         self.in_step = False
-        """Whether the others wait for this rank's message."""
+        """Tell whether the others wait for this rank's message."""
         self._begun: Callable[[], list[int]] | None = None
 
     @property
@@ -93,7 +92,7 @@ class Ranks:
             ) from error
 
     def agree(self, has_any: bool) -> bool:
-        """Whether any rank has samples.
+        """Tell whether any rank has samples.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
@@ -104,8 +103,8 @@ class Ranks:
     def begin_step(self, has_batch: bool, due: Callable[[], bool]) -> None:
         """Tell the others whether this rank has a batch; the first one, whether a checkpoint is due after it.
 
-        Nobody is waited for: a rank that is slower than another in one batch can be faster in the next one. One
-        process alone is asked whether a checkpoint is due when the batch was added.
+        It waits for nobody: a rank that is slower than another in one batch can be faster in the next one. For
+        one process alone, a checkpoint is due when the batch was added.
         """
         if self.world == 1:
             self._begun = lambda: [has_batch, False, due(), 0, 0]
@@ -113,7 +112,7 @@ class Ranks:
             self._begun = self._begin_round(has_batch=has_batch, due=not self.rank and due())
 
     def end_step(self) -> tuple[bool, bool]:
-        """Whether any rank had a batch, and whether the first rank said that a checkpoint is due.
+        """Return whether any rank had a batch, and whether the first rank said that a checkpoint is due.
 
         Waits until all ranks have begun the step; if no other step comes next, until all have ended it.
 
@@ -130,7 +129,7 @@ class Ranks:
         return bool(had), bool(due_now)
 
     def come_to(self, unit: int) -> None:
-        """Wait until all ranks are about to put together the unit with this number in a forward pass.
+        """Wait until all ranks are about to make the unit with this number whole in a forward pass.
 
         Raises:
             OtherRankFailed: If another rank has failed, or is gone.
@@ -152,17 +151,17 @@ class Ranks:
         if self.world == 1 or not self.in_step or isinstance(error, OtherRankFailed):
             return
         self.in_step = False
-        with contextlib.suppress(Exception):  # the error that is on its way says more
-            others_wait = self._begun is None or not self._begun()[1]  # unless one has failed in this step, too
+        with contextlib.suppress(Exception):  # the first error says more
+            others_wait = self._begun is None or not self._begun()[1]  # unless one has also failed in this step
             if others_wait:
                 self._begin_round(failed=True)()
             self.each(str(error) or type(error).__name__)
 
     def attempt(self, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns, if it succeeds on all ranks; an interrupt, too, is told to all.
+        """Return the result of ``work``, if it succeeds on all ranks; tell even an interrupt to all.
 
         Raises:
-            OtherRankFailed: With what another one says.
+            OtherRankFailed: With the report of another one.
         """
         try:
             value = work()
@@ -173,14 +172,14 @@ class Ranks:
         return value
 
     def each(self, value: Value) -> list[Value]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in their order."""
         if self.world == 1 or self.all is None:
             return [value]
         with self._noticing():
             return exchanged(value, self.all.group)
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns, in which PyTorch exchanges what all ranks need.
+        """Return the result of ``work``, in which PyTorch exchanges what all ranks need.
 
         Raises:
             OtherRankFailed: If another rank is gone.
@@ -189,7 +188,7 @@ class Ranks:
             return work()
 
     def given_to_all(self, value: Value | None) -> Value | None:
-        """The value, or on a rank that has none that of the first rank that has one.
+        """Return the value, or on a rank that has none that of the first rank that has one.
 
         Raises:
             BadInput: On that rank, if the value cannot be sent; ``OtherRankFailed`` on the others.
@@ -202,7 +201,7 @@ class Ranks:
         return self.attempt(lambda: pickle.loads(sent) if value is None else value)
 
     def merged(self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]) -> dict[Key, Any]:
-        """Partial results of all ranks, merged; those that grow are lists with one piece for each rank."""
+        """Return partial results of all ranks, merged; growing ones are lists with one piece for each rank."""
         if self.world == 1 or self.all is None:
             return dict(partial)
         with self._noticing():
@@ -211,7 +210,7 @@ class Ranks:
     def merged_in_turn(
         self, partial: Mapping[Key, Any], monoid_of: Callable[[Key], Monoid]
     ) -> Iterator[tuple[Key, Any]]:
-        """As ``merged``, a few at a time."""
+        """Merge as ``merged``, a few at a time."""
         if self.world == 1 or self.all is None:
             yield from [*partial.items()]
             return
@@ -219,7 +218,7 @@ class Ranks:
             yield from merged_in_turn(partial, monoid_of, group=self.all.group)
 
     def derived(self, state: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """A state for the generator of this rank, whose draws are others than those of the first one."""
+        """Return a state for the generator of this rank, with other draws than those of the first one."""
         if self.rank == 0:
             return state
         text = state.numpy().tobytes() + str(self.rank).encode()
@@ -244,7 +243,7 @@ class Ranks:
     def _begin_round(
         self, *, has_batch: bool = False, failed: bool = False, due: bool = False, place: int = 0
     ) -> Callable[[], list[int]]:
-        """Send a message; returns what waits for those of the others, and gives the largest of each part.
+        """Send a message; return a function that waits for the others, and gives each part's maximum.
 
         Parts are the arguments, and the place once more with its sign changed.
         """
@@ -265,7 +264,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Say what it means if an exchange fails."""
+        """Explain a failed exchange."""
         try:
             yield
         except PackpropError:
@@ -290,17 +289,17 @@ def _packed(value: Any) -> bytes:
     except Exception as error:
         raise BadInput(
             ASKED,
-            "the first batch of a rank, which one without batches has to go through, too",
+            "the first batch of a rank, which a rank without batches also has to go through",
             f"it cannot be sent there ({type(error).__name__}: {error})",
             "let batches hold what can be pickled, or give every rank a batch",
         ) from error
 
 
 def ranks_for(ranks: Any) -> Ranks:
-    """The ranks that a run is on: by default all, where there is a process group.
+    """Return the ranks of a run: by default all, if there is a process group.
 
     Raises:
-        BadInput: If the argument is none of those that are known.
+        BadInput: If the argument is unknown.
     """
     if ranks is None:
         there = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,12 +1,12 @@
-"""Graphs in place of passes over batches: where it pays, and what it brought.
+"""Graphs in place of passes over batches, if that pays.
 
 # NOTE [Where it pays]
-To trace a pass takes as long as 5 to 50 ordinary ones, and up to a few seconds. What a replay saves is the time
-between operations: half of a pass of a few milliseconds, next to nothing of a long one. So a kind of batches is
-traced if a hundred or more are expected, of long passes if there are hundreds. A graph is compiled if the time
-that this may save, a third of what the replays to come would take, is more than what it costs, which grows with
-the number of operations. And a graph that is no faster than a pass is given up. All of it goes by times that
-were measured, so that the last digits of values may differ from one run to the next.
+Tracing a pass takes as long as 5 to 50 ordinary ones, and up to a few seconds. A replay saves the time between
+operations: half of a pass of a few milliseconds, almost nothing of a long one. So packprop traces a kind of
+batches if it expects a hundred or more, or hundreds with long passes. It compiles a graph if this may save more
+time than it costs: it may save a third of the time of the replays to come, and the cost grows with the number
+of operations. It drops a graph that is no faster than a pass. All of this follows measured times, so the last
+digits of values may differ from one run to the next.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from collections.abc import Callable, Sequence
 from packprop.compiled.replayer import Kind
 
 MEASURED = 3
-"""Passes, and replays, whose times are known before anything is decided by them."""
+"""Passes, and replays, with known times before any decision."""
 
 MANY = 100
-"""Batches to come from which on a pass is traced."""
+"""Batches to come from which on packprop traces a pass."""
 
 PASSES_TO_TRACE, TRACE_SECONDS = 50, 4.0
-"""What tracing takes: so many passes, but no more than so long. ``benchmarks/results/compiled.json`` has 5 to
+"""The time of tracing: so many passes, but no more than so long. ``benchmarks/results/compiled.json`` has 5 to
 44 passes, and 0.05 to 3.2 s."""
 
 BETWEEN_SECONDS, BETWEEN_SHARE = 0.005, 0.03
-"""What a replay of a long pass is expected to save: the time between operations, and a share of the rest."""
+"""The expected savings of a replay of a long pass: the time between operations, and a share of the rest."""
 
 FIXED_SECONDS, SECONDS_OF_OPERATION = 2.0, 0.035
-"""What a compiler takes: ``benchmarks/results/compiled.json`` has 2 to 39 s for 32 to 1,478 operations."""
+"""The time of a compiler: ``benchmarks/results/compiled.json`` has 2 to 39 s for 32 to 1,478 operations."""
 
 SAVED = 1 / 3
-"""The share of a replay that a compiler is expected to save."""
+"""The share of a replay that a compiler probably saves."""
 
 
 class WhereItPays:
-    """Says of each kind of batches whether it shall be traced and compiled; see NOTE [Where it pays].
+    """Decides for each kind of batches whether to trace and compile it; see NOTE [Where it pays].
 
     Args:
-        left: How many batches are to come.
+        left: The number of batches to come.
     """
 
     warns = False
@@ -49,7 +49,7 @@ class WhereItPays:
         self._left = left
 
     def traces(self, kind: Kind) -> bool:
-        """If many more are to come, and replays of them save more time than tracing takes."""
+        """Trace if many more are to come, and their replays save more time than tracing takes."""
         if kind.passes <= MEASURED or self._left() < MANY:
             return False
         taken = kind.pass_seconds
@@ -57,19 +57,19 @@ class WhereItPays:
         return self._left() * saved >= min(PASSES_TO_TRACE * taken, TRACE_SECONDS)
 
     def compiles(self, kind: Kind) -> bool:
-        """If it saves more time than it takes."""
+        """Compile if it saves more time than it takes."""
         if kind.replays < MEASURED or kind.traced is None:
             return False
         costs = FIXED_SECONDS + SECONDS_OF_OPERATION * kind.traced.operations
         return self._left() * kind.replay_seconds * SAVED > costs
 
     def keeps(self, kind: Kind) -> bool:
-        """If it is faster than passes are."""
+        """Go on if it is faster than passes are."""
         return kind.replays < MEASURED or kind.replay_seconds < kind.pass_seconds
 
 
 def told(kinds: Sequence[Kind]) -> str | None:
-    """What graphs have brought, in words; ``None`` if there was none."""
+    """Describe the effect of graphs; return ``None`` if there was none."""
     traced = [kind for kind in kinds if kind.traced is not None]
     if not traced:
         return None

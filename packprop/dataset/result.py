@@ -1,4 +1,4 @@
-"""Values over a whole data set, and how they are saved and loaded."""
+"""Values over a whole data set, and their files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from packprop.types import Extension
 Value = Tensor | list[Tensor] | Eigen
 
 FORMAT = "values over a data set, format 3"
-"""What a file says that it is."""
+"""The description in a file."""
 
 BEFORE = "values over a data set, format 2"
-"""What files without a checksum say."""
+"""The description in files without a checksum."""
 
 
 @dataclass(repr=False)
@@ -42,11 +42,11 @@ class Result(Mapping[Any, dict[str, Any]]):
 
     Args:
         tables: ``savefield -> parameter name -> value``.
-        samples: Samples that they were computed from.
+        samples: The number of samples.
         loss: The value of the loss over the whole data set.
-        reduction: How the loss is reduced: ``"mean"`` or ``"sum"``.
-        replays: What graphs in place of passes have brought, in words, if there were any; not saved.
-        chunk_sizes: How much of the first batch was taken at once, if one was read; not saved.
+        reduction: The reduction of the loss: ``"mean"`` or ``"sum"``.
+        replays: The effect of graphs in place of passes, in words, if there were any; not saved.
+        chunk_sizes: The chunk sizes of the first batch, if one was read; not saved.
     """
 
     tables: dict[str, dict[str, Any]]
@@ -73,15 +73,15 @@ class Result(Mapping[Any, dict[str, Any]]):
         return self.summary()
 
     def summary(self) -> str:
-        """A table of all tensors: shape, norm, mean, smallest and largest entry of each.
+        """Return a table of all tensors: shape, norm, mean, smallest and largest entry of each.
 
-        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one. Of sharded values
-        it tells of this rank's part; ``whole().summary()`` of all.
+        Kronecker factors have a line each; of an eigendecomposition the eigenvalues have one. For sharded
+        values it shows this rank's part; ``whole().summary()`` shows all.
         """
         return as_text(self.tables, self._facts)
 
     def to_frame(self) -> Any:
-        """The lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
+        """Return the lines of ``summary()`` as a data frame of pandas, by quantity, parameter and part.
 
         Raises:
             BadInput: If pandas is missing: ``pip install '.[frames]'``.
@@ -92,9 +92,9 @@ class Result(Mapping[Any, dict[str, Any]]):
         return as_html(self.tables, self._facts)
 
     def norms(self) -> Tensor:
-        """Norms of the gradients of samples' own losses, in all parameters together ``[n]``.
+        """Return norms of the gradients of samples' own losses, in all parameters together ``[n]``.
 
-        A sample's own loss is N times its part of a loss that is a mean, and its part of one that is a sum, as
+        A sample's own loss is N times its part of a mean loss, and its part of a sum, as
         in ``clipped_gradients`` and in profiles.
 
         Raises:
@@ -120,11 +120,11 @@ class Result(Mapping[Any, dict[str, Any]]):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some values are of type ``DTensor``, of which this process holds a part."""
+        """Tell whether some values are of type ``DTensor``, of which this process holds a part."""
         return any(map(is_distributed, tensors_in(self.tables)))
 
     def whole(self) -> Result:
-        """The same result with whole tensors in place of each ``DTensor``; all ranks must call it."""
+        """Return the same result with whole tensors in place of each ``DTensor``; all ranks must call it."""
         return replace(self, tables=map_tensors(whole_tensor, self.tables)) if self.is_sharded else self
 
     def save(self, path: str | Path) -> None:
@@ -160,7 +160,7 @@ class Result(Mapping[Any, dict[str, Any]]):
         """Read what ``save`` wrote.
 
         Raises:
-            BadInput: If there is no such file, or it is one of another kind, or not what was written.
+            BadInput: If there is no such file, or it is one of another kind, or has changed.
         """
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -181,7 +181,7 @@ class Result(Mapping[Any, dict[str, Any]]):
 
 @dataclass(frozen=True)
 class _Notes:
-    """What a file says beside its tensors."""
+    """The description in a file, beside its tensors."""
 
     format: str
     samples: str
@@ -193,7 +193,7 @@ class _Notes:
 
 
 def _checksum(notes: Mapping[str, str], tensors: Iterable[Tensor]) -> int:
-    """The checksum of all that a file says and holds."""
+    """Return the checksum of the whole content of a file."""
     kinds = []
     for tensor in tensors:
         entries = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -211,7 +211,7 @@ def _no_result(path: str | Path, why: str) -> BadInput:
 
 
 def _names_of(tables: dict[str, dict[str, Value]]) -> list[str]:
-    """A name for each tensor, in the order in which ``encode`` takes them."""
+    """Return a name for each tensor, in the order in which ``encode`` takes them."""
     return [
         f"{savefield}/{name}/{index}"
         for savefield, by_name in tables.items()

@@ -1,4 +1,4 @@
-"""A run over a data set: its readings, what is kept of it, and how it goes on from there."""
+"""A run over a data set: its readings, its checkpoint, and its continuation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Run:
 
     Args:
         batches: The data.
-        stream: What batches are added to.
-        chunk_sizes: How much of a batch is taken at once.
-        device: Where results are.
-        ranks: Who takes part.
-        keeps: Whether there is a checkpoint.
-        progress: Whether to show a bar.
-        budget: The most bytes that tensors may take; ``None`` without a budget.
+        stream: Takes batches.
+        chunk_sizes: The chunk sizes of batches.
+        device: The device of results.
+        ranks: The ranks of the run.
+        keeps: Says that there is a checkpoint.
+        progress: Show a bar.
+        budget: The most bytes for tensors; ``None`` without a budget.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Run:
         self._number, self._steps, self._written = 0, 0, 0
         self._goes_on = False
         self._moment: Moment | None = None
-        self._stand_in: Any = None  # a batch for passes that other ranks need this one in
+        self._stand_in: Any = None  # a batch for passes in which other ranks need this one
         batches.share(ranks)
         batches.watched = keeps
         self._before = self._draws()
@@ -80,13 +80,13 @@ class Run:
         state: dict[str, Any] | None,
         own: Own | None,
     ) -> None:
-        """Take up what the last checkpoint holds, if there is one.
+        """Restore the last checkpoint, if there is one.
 
         Args:
-            checkpoint: Where the run is kept; the first rank has it.
-            files: Where what other ranks have added up is kept; ``None`` without a checkpoint.
-            state: What the last checkpoint holds for all ranks.
-            own: What it holds for this one; ``None`` on a rank whose batches are all yet to come.
+            checkpoint: The checkpoint of the run; the first rank has it.
+            files: The files of the sums of other ranks; ``None`` without a checkpoint.
+            state: The common part of the last checkpoint.
+            own: The part of this rank; ``None`` on a rank whose batches are all yet to come.
 
         Raises:
             BadInput: If it was written by another number of ranks that had batches of their own.
@@ -115,7 +115,7 @@ class Run:
             self._stream.step.stored.go_to(place["stored"])
 
     def _own(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the checkpoint says of this rank; of one that was not there, what follows from the first one."""
+        """Return the checkpoint's part for this rank; derive a new rank's from the first one."""
         if len(of_ranks) == self._ranks.world:
             return of_ranks[self._ranks.rank]
         require_divided(self._batches.source, len(of_ranks), self._ranks.world)
@@ -125,7 +125,7 @@ class Run:
         return {**first, **own, "begin": self._derived(first["begin"]), "now": self._derived(first["now"])}
 
     def to_the_end(self) -> Result:
-        """Read the data as often as it takes; what was done when that fails is kept.
+        """Read the data as often as it takes; keep the work so far if that fails.
 
         Raises:
             PackpropError: Of any kind; it says what is kept.
@@ -139,7 +139,7 @@ class Run:
                 self._set_draws(self._before)
             alone = self._ranks.world == 1 and self._checkpoint is not None
             if alone and self._results.whole and self._moment is not None:
-                with contextlib.suppress(Exception):  # the error that is on its way says more
+                with contextlib.suppress(Exception):  # the first error says more
                     self._keep_what_is_lacking()
             kept = "" if self._checkpoint is None else self._checkpoint.kept
             if isinstance(error, PackpropError) and kept:
@@ -150,7 +150,7 @@ class Run:
         if not self._is_complete:
             begins = self._keeps and self._stream.step.stored is not None and not self._goes_on
             if begins:
-                self._note_moment()  # before a batch is looked at, which draws it
+                self._note_moment()  # before looking at a batch, which draws it
             self._ranks.attempt(self._look_at_first)
             if begins:
                 self._keep()  # a store without a checkpoint would be one of something else
@@ -174,7 +174,7 @@ class Run:
         return found.result()
 
     def _look_at_first(self) -> None:
-        """A budget that nothing fits is refused before any work."""
+        """Refuse a budget that nothing fits before any work."""
         first = self._batches.first()
         if first is not None:
             self._chunk_sizes.of(first)
@@ -205,7 +205,7 @@ class Run:
         self._ranks.in_step = False
 
     def _take(self, batch: Any, parts: Sequence[Part], second: bool) -> None:
-        """Add one batch, or none where only other ranks have one."""
+        """Add one batch, or none if only other ranks have one."""
         number = self._number + self._ranks.rank
         if self._is_sharded:
             self._take_together(batch, parts, second, number)
@@ -238,7 +238,7 @@ class Run:
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether all ranks go through every pass together; see NOTE [Sharded passes]."""
+        """Tell whether all ranks go through every pass together; see NOTE [Sharded passes]."""
         return self._stream.step.sharded is not None
 
     def _take_together(self, batch: Any, parts: Sequence[Part], second: bool, number: int) -> None:
@@ -259,7 +259,7 @@ class Run:
         self._ranks.in_step = True
 
     def _with_the_others(self, batches: Iterator[Any] | Any) -> Iterator[Any]:
-        """The batches of this rank, then ``None`` as long as others have some."""
+        """Yield the batches of this rank, then ``None`` as long as others have some."""
         yield from batches
         while self._ranks.world > 1:
             yield None
@@ -267,13 +267,13 @@ class Run:
                 return
 
     def _note_moment(self) -> None:
-        """Batches before this moment are merged, and no others."""
+        """Note that all batches before this moment are merged, and no others."""
         stored = None if self._stream.step.stored is None else self._stream.step.stored.place
         self._moment = Moment(self._batches.place(), self._draws(), self._number, self._steps, stored)
         self._results.whole = True
 
     def _keep_what_is_lacking(self) -> None:
-        """Write a checkpoint of the last moment between two batches, if that can be done and was not."""
+        """Write a checkpoint of the last moment between two batches, if possible and not yet done."""
         assert self._checkpoint is not None
         assert self._moment is not None
         taken = self._batches.count != self._moment.place["batches"]
@@ -288,7 +288,7 @@ class Run:
             self._checkpoint.begin()
         count, steps = len(self._results.batches), self._moment.steps
         stored = self._stream.step.stored
-        if stored is not None:  # what the checkpoint speaks of is on the disk before it
+        if stored is not None:  # the rows that the checkpoint names are on the disk before it
             self._ranks.attempt(stored.writer.commit)
         found = self._results.since(self._written)
         place = None if self._checkpoint is None else self._checkpoint.next_shards
@@ -309,7 +309,7 @@ class Run:
             self._written = count
 
     def _require_plain(self) -> None:
-        """Refuse what has no form in a file now, not after half a minute."""
+        """Refuse values that have no form in a file now, not after half a minute."""
         assert self._checkpoint is not None
         pieces = [
             piece for key, value in self._results.partial.items() if self._results.grows(key) for piece in value
@@ -317,7 +317,7 @@ class Run:
         self._checkpoint.require_plain(self._state(self._results.saved(), [self._own_state()]), pieces)
 
     def _said(self, of_ranks: list[dict[str, Any]]) -> str:
-        """What a checkpoint of the last moment holds, for messages."""
+        """Describe a checkpoint of the last moment, for messages."""
         samples = sum(each["samples"] for each in of_ranks)
         if self._is_complete:
             return f"the results of all {samples:,} samples"
@@ -327,14 +327,14 @@ class Run:
         return f"all batches once, and the first {batches:,} batches of a second reading"
 
     def _said_batches(self, counts: list[int]) -> int:
-        """How many batches all ranks have done."""
+        """Return how many batches all ranks have done."""
         assert self._moment is not None or not self._keeps or self._is_complete
         number = self._number if self._moment is None else self._moment.number
         source = self._batches.source
         return min(number, len(source)) if isinstance(source, Samples) else sum(counts)
 
     def _state(self, results: Mapping[str, Any], of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a run goes on from, but for what grows with the data."""
+        """Return the state that a run continues from, without results that grow with the data."""
         assert self._moment is not None
         return {
             "reading": self._reading,
@@ -346,7 +346,7 @@ class Run:
         }
 
     def _own_state(self) -> dict[str, Any]:
-        """What this rank goes on from."""
+        """Return the state that this rank continues from."""
         assert self._moment is not None
         loader = {"loader": self._batches.loader_state(), "ended": self._batches.ended}
         draws = {"now": self._moment.draws, "begin": self._begin}
@@ -354,12 +354,12 @@ class Run:
         return {**self._moment.place, **loader, **draws, **counts}
 
     def _draws(self) -> dict[str, Any]:
-        """The random states that the next draws are made from."""
+        """Return the random states of the next draws."""
         states = {str(device): state for device, state in random_states().items()}
         return {"devices": states, "generators": states_of(self._generators)}
 
     def _derived(self, draws: dict[str, Any]) -> dict[str, Any]:
-        """Random states of this rank, where those of the first one are given."""
+        """Return random states of this rank, given those of the first one."""
         generators = [
             self._ranks.derived(state, generator.device)
             for state, generator in zip(draws["generators"], self._generators, strict=True)
@@ -370,10 +370,10 @@ class Run:
         return {"devices": devices, "generators": generators}
 
     def _draw_alike(self) -> None:
-        """Leave random states as users expect them, who know nothing of numbers that ranks draw on their own.
+        """Leave random states as users expect them, who do not know of numbers that ranks draw on their own.
 
-        A rank whose state was that of the first one has that of the first one again; of another rank, a state
-        that nothing was drawn from is as it was.
+        A rank that had the state of the first one has it again; on another rank, a state that nothing was drawn
+        from is unchanged.
         """
         first, first_now = self._ranks.each((self._before, self._draws()))[0]
 
@@ -394,5 +394,5 @@ class Run:
 
 
 def _with(error: PackpropError, kept: str) -> PackpropError:
-    """The same error, which also says what is kept."""
+    """Return the same error, which also says what is kept."""
     return type(error)(error.asked, error.where, error.why, f"{error.instead}; {kept}")

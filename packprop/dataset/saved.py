@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, as declared types: what was read is fitted to them before it is used."""
+"""The contents of a run's checkpoint, as declared types: everything read has to fit them before its use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from packprop.store.schema import Size, Unfit, fitted_as, parsed
 ASKED = "compute(..., checkpoint=...) was called."
 
 Pieces = list[tuple[tuple[Size, Size, str], Tensor]]
-"""What has come to results that grow: extension, row, parameter, and the piece."""
+"""A piece of a growing result: extension, row, parameter, and the piece."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the JSON file says."""
+    """The contents of the JSON file."""
 
     said: str
     identity: dict[str, Any]
@@ -39,7 +39,7 @@ class SavedDraws:
     generators: list[Tensor]
 
     def __post_init__(self) -> None:
-        """Refuse what is no random state.
+        """Refuse anything that is no random state.
 
         Raises:
             ValueError: If there is none of the CPU, or one of another kind.
@@ -51,7 +51,7 @@ class SavedDraws:
 
 @dataclass(frozen=True)
 class SavedRank:
-    """What one rank goes on from."""
+    """The state that one rank continues from."""
 
     batches: Size
     digest: str
@@ -67,7 +67,7 @@ class SavedRank:
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what is no random state.
+        """Refuse anything that is no random state.
 
         Raises:
             ValueError: If it is not.
@@ -108,7 +108,7 @@ class SavedResults:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What one rank has added up, but for what grows with the data, and which chunks it takes."""
+    """One rank's sums, without results that grow with the data, and its chunk sizes."""
 
     results: SavedResults
     chunks: list[tuple[list[list[Size]], list[Any]]]
@@ -117,7 +117,7 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedRun(SavedPart):
-    """What a run goes on from, but for what grows with the data: sums are those of the first rank."""
+    """The state that a run continues from, without growing results: sums are the first rank's."""
 
     reading: Literal[0, 1]
     complete: bool
@@ -126,7 +126,7 @@ class SavedRun(SavedPart):
     may_have_more: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a run of nobody.
+        """Refuse a run without ranks.
 
         Raises:
             ValueError: If there is no rank.
@@ -136,10 +136,10 @@ class SavedRun(SavedPart):
 
 
 def packed(value: Any) -> list[Tensor]:
-    """A value as the tensors of one file: the first one says in JSON what the others are.
+    """Return a value as the tensors of one file: the first one describes the others in JSON.
 
     Raises:
-        BadInput: If it holds what has no form in a file, with its type.
+        BadInput: If it holds something that has no form in a file, with its type.
     """
     tensors: list[Tensor] = []
     try:
@@ -156,7 +156,7 @@ def packed(value: Any) -> list[Tensor]:
 
 
 def unpacked(kind: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that ``packed`` was given.
+    """Return the value that ``packed`` was given.
 
     Raises:
         Unfit: If it was given nothing of this kind.

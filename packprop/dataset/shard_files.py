@@ -1,10 +1,10 @@
 """Sums of sharded parameters in a checkpoint: each rank writes and reads its own shards.
 
 # NOTE [Files of shards]
-``torch.distributed.checkpoint`` plans who writes what, into a folder ``shards-<number>`` of the checkpoint: a
-file of safetensors for each rank, and a description in JSON (``shard_storage.py``); no pickles. No rank puts
-a whole tensor together for that, and any number of ranks may read them, which may be sharded otherwise, or not
-at all. The folder is written under another name and renamed when all ranks are done; each rank then computes
+``torch.distributed.checkpoint`` plans the writers, into a folder ``shards-<number>`` of the checkpoint: a file
+of safetensors for each rank, and a description in JSON (``shard_storage.py``); no pickles. No rank puts a whole
+tensor together for that. Any number of ranks may read the shards, sharded in another way, or not at all.
+packprop writes the folder under another name and renames it when all ranks are done; each rank then computes
 the checksums of some of its files. The JSON file, which comes last, names all of them. Before any rank reads,
 the first one has compared them with their checksums.
 """
@@ -36,11 +36,11 @@ Key = TypeVar("Key", bound="tuple[Any, ...]")
 
 
 class WrittenShards(NamedTuple):
-    """What came of an attempt to write shards.
+    """The outcome of an attempt to write shards.
 
     Args:
         files: Name, size and checksum of each file; those of all ranks.
-        failure: Why they could not be written; empty if they were.
+        failure: The reason why they could not be written; empty if they were.
     """
 
     files: Sequence[dict[str, Any]] = ()
@@ -48,7 +48,7 @@ class WrittenShards(NamedTuple):
 
 
 def taken_out(partial: dict[Key, Any]) -> dict[str, Tensor]:
-    """Each ``DTensor`` that is divided between ranks, by a name that takes its place in ``partial``."""
+    """Return each ``DTensor`` that ranks divide, by a name that takes its place in ``partial``."""
     found: dict[str, Tensor] = {}
 
     def named(key: Key, tensor: Tensor) -> Any:
@@ -66,7 +66,7 @@ def taken_out(partial: dict[Key, Any]) -> dict[str, Tensor]:
 
 
 def has_saved_shards(value: Any) -> bool:
-    """Whether ``taken_out`` has named something of a value."""
+    """Tell whether ``taken_out`` has named something of a value."""
     found: list[SavedShards] = []
     map_instances(SavedShards, found.append, value)
     return bool(found)
@@ -79,16 +79,16 @@ def read_back(
     device: torch.device | str,
     ranks: Ranks,
 ) -> dict[Key, Any]:
-    """Values with what ``taken_out`` has named: of a sharded parameter this rank's part, else the whole tensor.
+    """Fill in the values that ``taken_out`` has named: this rank's part if sharded, else the whole tensor.
 
     All ranks must do so at once.
 
     Args:
         values: Values by extension, row and parameter name.
-        folder: Where the shards were written to.
+        folder: The folder of the shards.
         shards: The parameters that are sharded now, by name.
-        device: Where whole tensors are made.
-        ranks: Who takes part.
+        device: The device for whole tensors.
+        ranks: The ranks of the run.
 
     Raises:
         PackpropError: On every rank, if one of them cannot read its part.
@@ -133,18 +133,18 @@ def _unreadable(folder: Path, why: str) -> PackpropError:
 
 
 def written_shards(partial: dict[Key, Any], folder: Path | None, ranks: Ranks) -> WrittenShards:
-    """Write what ``taken_out`` takes out of partial results, if that is anything; all ranks must do so at once.
+    """Write everything that ``taken_out`` takes out of partial results; all ranks must do so at once.
 
     Args:
         partial: Merged results; they are without shards afterwards.
-        folder: Where to, on the first rank; ``None`` on the others.
-        ranks: Who takes part.
+        folder: The folder, on the first rank; ``None`` on the others.
+        ranks: The ranks of the run.
     """
     shards = taken_out(partial)
     if not shards:
         return WrittenShards()
     if folder is not None:
-        with contextlib.suppress(OSError):  # what writes there says more
+        with contextlib.suppress(OSError):  # a later write says more
             remove(part_of(folder))  # of a run that was killed
     place: Path = ranks.each(folder)[0]  # type: ignore[assignment]  # the first rank has it
     written = _written(shards, part_of(place), ranks)
@@ -161,7 +161,7 @@ def written_shards(partial: dict[Key, Any], folder: Path | None, ranks: Ranks) -
 
 
 def _written(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> WrittenShards:
-    """Write this rank's parts of ``shards`` beside those of the others, and look at some of the files."""
+    """Write this rank's parts of ``shards`` beside those of the others, and check some of the files."""
 
     def files() -> list[dict[str, Any]]:
         flush_folder(folder)
@@ -186,7 +186,7 @@ def _load(into: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     options: dict[str, Any] = {"storage_reader": _storage().Reader(folder)}
     if ranks.world > 1:
         options["process_group"] = ranks.group
-    elif "no_dist" in inspect.signature(library.load).parameters:  # older ones look whether there is a group
+    elif "no_dist" in inspect.signature(library.load).parameters:  # older ones check for a group
         options["no_dist"] = True
     with warnings.catch_warnings():  # one process alone is meant
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -194,21 +194,21 @@ def _load(into: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 
 def _library() -> Any:
-    """``torch.distributed.checkpoint``, imported when it is needed."""
+    """Import ``torch.distributed.checkpoint`` when it is needed."""
     from torch.distributed import checkpoint
 
     return checkpoint
 
 
 def _storage() -> Any:
-    """Where shards are written to and read from, imported when it is needed."""
+    """Import the storage of shards when it is needed."""
     from packprop.dataset import shard_storage
 
     return shard_storage
 
 
 def _together(ranks: Ranks, work: Callable[[], object]) -> str:
-    """Why some rank failed at ``work``, in which all ranks exchange what they need; empty if none did."""
+    """Return why some rank failed at ``work``, in which all ranks exchange data; empty if none did."""
     try:
         ranks.together(work)
     except _library().CheckpointException as error:

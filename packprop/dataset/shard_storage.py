@@ -1,7 +1,7 @@
-"""Where ``torch.distributed.checkpoint`` writes and reads shards for packprop: safetensors, and JSON.
+"""Storage of shards for ``torch.distributed.checkpoint``: safetensors, and JSON.
 
-PyTorch plans who writes what, and who reads which part of it. What it would write itself are pickles, which can
-run any code when they are read; so files and their description are packprop's own.
+PyTorch plans who writes which part, and who reads it. Its own files would be pickles, which can run any code
+when they are read. So files and their description are packprop's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from packprop.store.plain import dtype_of, name_of
 from packprop.store.schema import Size, Unfit, fitted, parsed
 
 DESCRIPTION = "shards.json"
-"""The file that says what is in the others."""
+"""The file that describes the others."""
 
 FILE = re.compile(r"__\d+_0\.safetensors")
 """The file of one rank."""
@@ -43,9 +43,9 @@ class Part:
     """One part of a tensor.
 
     Args:
-        offsets: Where in the tensor it begins.
+        offsets: The index at which it begins in the tensor.
         sizes: Its shape.
-        file: The file that it is in.
+        file: Its file.
         key: Its name there.
     """
 
@@ -96,7 +96,7 @@ class Divided:
 
 
 def divided_tensors(folder: Path) -> dict[str, Divided]:
-    """What ranks have written to a folder, by name.
+    """Read the description of a folder, by name.
 
     Raises:
         OSError: If it cannot be read.
@@ -118,17 +118,17 @@ class Writer(StorageWriter):
     """Writes the parts of each rank to one file, and a description of all to another.
 
     Args:
-        folder: Where to; made if it is missing.
+        folder: The folder; made if it is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one time to the next."""
+        """Do nothing: there is no state to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Make the folder."""
@@ -172,15 +172,15 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any folder will do."""
+        """Accept any folder."""
         return True
 
 
 class Reader(StorageReader):
-    """Reads what ``Writer`` wrote.
+    """Reads the files of ``Writer``.
 
     Args:
-        folder: Where from.
+        folder: The folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -188,10 +188,10 @@ class Reader(StorageReader):
         self._known = divided_tensors(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one time to the next."""
+        """Do nothing: there is no state to reset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description, as PyTorch has it."""
+        """Return the description, as PyTorch has it."""
         found = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=tensor.precision),
@@ -208,18 +208,18 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Each rank has read the description itself."""
+        """Do nothing: each rank has read the description itself."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Any plan will do."""
+        """Accept any plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Any plans will do."""
+        """Accept any plans."""
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read what this rank needs of each part."""
+        """Read this rank's share of each part."""
         parts = {(name, part.offsets): part for name, each in self._known.items() for part in each.parts}
         for item in plan.items:
             part = parts[item.storage_index.fqn, tuple(item.storage_index.offset)]
@@ -241,7 +241,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any folder will do."""
+        """Accept any folder."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Models whose parameters are divided between processes: which of them a data set can go through."""
+"""Checks of models whose parameters are divided between processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from packprop.tensors.names import named_parameters
 from packprop.tensors.sharding import has_sharded_units, is_distributed, placed_where, reshard
 
 WHOLE = "whole, or not there"
-"""What is told of a parameter that is not divided."""
+"""The description of a parameter that is not divided."""
 
 
 def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) -> bool:
-    """Whether ``fully_shard`` has sharded the model, so that its ranks go through every batch together.
+    """Tell whether ``fully_shard`` has sharded the model, so that its ranks go through every batch together.
 
     Raises:
-        BadInput: If it is divided in another way, if this rank is asked to work alone, or within a budget.
+        BadInput: If it is divided in another way, if this rank has to work alone, or within a budget.
     """
     is_sharded = has_sharded_units(model)
     if is_sharded:
@@ -51,7 +51,7 @@ def is_sharded_over(asked: str, model: nn.Module, ranks: Ranks, memory: object) 
 
 
 def require_same_shards(asked: str, model: nn.Module, ranks: Ranks) -> None:
-    """Refuse ranks whose parameters are not divided alike: to look at their values would never end.
+    """Refuse ranks that divide parameters in different ways: reading their values would never end.
 
     Raises:
         BadInput: On every rank, with the first difference.
@@ -92,5 +92,5 @@ def require_whole_parameters(asked: str, model: nn.Module) -> None:
 
 
 def _divided(model: nn.Module) -> str | None:
-    """The name of the first parameter of which this process holds a part."""
+    """Return the name of the first parameter of which this process holds a part."""
     return next((name for name, each in named_parameters(model) if is_distributed(each)), None)

@@ -1,11 +1,11 @@
-"""Results of the batches so far where parameters are sharded: each rank keeps the parts of its own shards.
+"""Results of the batches so far for sharded parameters: each rank keeps the parts of its own shards.
 
 # NOTE [Sums of shards]
-A pass brings results of whole parameters, for this rank's samples. When it is over, those of all ranks are
-merged, a few parameters at a time, and each rank adds the part of its shard to what it has kept: values of all
-samples so far; so it writes them to a checkpoint (NOTE [Files of shards]). That is for results with an entry
-for each entry of a parameter. Others, such as Kronecker factors and rows of samples, are kept by every rank for
-its own samples, and merged at the end.
+A pass brings results of whole parameters, for this rank's samples. When it is over, packprop merges those of
+all ranks, a few parameters at a time, and each rank adds the part of its shard to its kept sum over all samples
+so far. It also writes these sums to a checkpoint (NOTE [Files of shards]). That is for results with an entry
+for each entry of a parameter. Every rank keeps others, such as Kronecker factors and rows of samples, for its
+own samples, and packprop merges them at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardedResults(MergedResults):
 
     Args:
         shards: The parameters that are sharded, by name.
-        arrived: Results of the pass that is under way, for whole parameters and this rank's samples.
+        arrived: Results of the current pass, for whole parameters and this rank's samples.
         kept: The parts of results of all ranks that belong to this rank's shards.
     """
 
@@ -41,17 +41,17 @@ class ShardedResults(MergedResults):
     kept: dict[Key, Any] = field(default_factory=dict)
 
     def end_pass(self, ranks: Ranks) -> None:
-        """Merge what a pass has brought on all ranks; each keeps the parts of its own shards."""
+        """Merge the results of a pass on all ranks; each keeps the parts of its own shards."""
         for key, value in ranks.merged_in_turn(self.arrived, self.monoid_of):
             self.arrived.pop(key, None)
             self._keep(key, self._part(key, value))
 
     def since(self, batches: int) -> MergedResults:
-        """As of any results; of those that are kept as parts a ``DTensor``, placed like the parameter."""
+        """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
         return self._with_kept(super().since(batches))
 
     def of_all(self, ranks: Ranks) -> MergedResults:
-        """As of any results; of those that are kept as parts a ``DTensor``, placed like the parameter."""
+        """Work as for any results; results kept as parts become a ``DTensor``, placed like the parameter."""
         return self._with_kept(super().of_all(ranks))
 
     def _with_kept(self, found: MergedResults) -> MergedResults:
@@ -61,7 +61,7 @@ class ShardedResults(MergedResults):
         return found
 
     def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
-        """Take up what ``saved`` returned; what it has of whole parameters waits for the end of a pass."""
+        """Restore the values of ``saved``; results of whole parameters wait for the end of a pass."""
         super().restore(saved, pieces)
         for key in [key for key, value in self.partial.items() if self._is_of_shard(key, value)]:
             self.arrived[key] = self.partial.pop(key)
@@ -74,7 +74,7 @@ class ShardedResults(MergedResults):
             super()._merge_row(key, partial)
 
     def _is_of_shard(self, key: Key, value: Any) -> bool:
-        """Whether a result has an entry for each entry of a sharded parameter, and stands alone."""
+        """Tell whether a result has an entry for each entry of a sharded parameter, and stands alone."""
         rows, shard = self.extensions[key[0]].rows, self.shards.get(key[2])
         if shard is None or len(rows) != 1 or rows[0].whole or not rows[0].sums:
             return False
@@ -91,7 +91,7 @@ class ShardedResults(MergedResults):
 
 
 def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResults:
-    """Where results of a model are merged."""
+    """Make the object that merges results of a model."""
     if not sharded:
         return MergedResults(extensions)
     shards = {name: each.detach() for name, each in named_parameters(model) if is_distributed(each)}
@@ -99,13 +99,13 @@ def results_of(model: nn.Module, extensions: Any, sharded: bool) -> MergedResult
 
 
 def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any, ranks: Ranks) -> None:
-    """Take up what ranks have written as shards, and divide what they have written as a whole; all at once.
+    """Restore the shards of ranks, and divide results that they have written as a whole; all at once.
 
     Args:
-        results: What goes on.
-        state: What the checkpoint holds.
-        device: Where results are.
-        ranks: Who takes part.
+        results: The results to continue.
+        state: The contents of the checkpoint.
+        device: The device of results.
+        ranks: The ranks of the run.
     """
     shards = results.shards if isinstance(results, ShardedResults) else {}
     saved = {(position, index, name): value for position, index, name, value in state["results"]["partial"]}
@@ -122,7 +122,7 @@ def take_up_shards(results: MergedResults, state: Mapping[str, Any], device: Any
 
 
 def _each(value: Any, change: Any, shard: Tensor | None = None) -> Any:
-    """A result with its tensors changed; of moments the number of rows is the same on all ranks."""
+    """Return a result with its tensors changed; for moments the number of rows is the same on all ranks."""
     if not isinstance(value, Moments):
         return change(value)
     number = value.samples

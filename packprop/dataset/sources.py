@@ -1,4 +1,4 @@
-"""Where batches come from: samples that are put together here, or batches that come as they are."""
+"""Sources of batches: samples that packprop puts together, or batches that come as they are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from packprop.tensors.nesting import tensors_in
 
 @dataclass(frozen=True)
 class Ranges:
-    """Indices of the samples of some batches, in the data's order: a sampler of batches.
+    """A sampler of batches: indices of the samples of some batches, in the data's order.
 
     Args:
         samples: Samples in all batches.
@@ -64,24 +64,24 @@ class Samples:
 
     @property
     def tensors(self) -> Sequence[Tensor] | None:
-        """Tensors whose leading axes hold the samples, where there is nothing else to a sample."""
+        """Return tensors whose leading axes hold the samples, if there is nothing else to a sample."""
         plain = type(self.data).__getitem__ is TensorDataset.__getitem__
         return self.data.tensors if plain else None
 
     def open(self, begin: int, rank: int = 0, world: int = 1) -> Iterator[Any]:
-        """Batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
+        """Yield batches from number ``begin`` on: of ``world`` in a row the one of number ``rank``."""
         ranges = Ranges(len(self.data), self.size, begin + rank, world)
         if self.tensors is not None:
             return (tuple(t[at[0] : at[-1] + 1] for t in self.tensors) for at in ranges)
         return iter(DataLoader(self.data, batch_sampler=ranges))
 
     def facts(self) -> dict[str, Any]:
-        """What tells these data from others, without reading them all."""
+        """Return facts that tell these data from others, without reading them all."""
         spots = None if self.tensors is None else spot_check(self.tensors)
         return {"samples": len(self.data), "samples in a batch": self.size, "some values": spots}
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """What reads the samples, and some of them; nothing where the tensors are known."""
+        """Describe the code that reads the samples, and some of them; nothing if the tensors are known."""
         return {} if self.tensors is not None else data_set_facts(self.data, describer)
 
     def __len__(self) -> int:
@@ -100,16 +100,16 @@ class Given:
 
     @property
     def is_read_once(self) -> bool:
-        """Whether the data are gone when they have been read."""
+        """Tell whether the data are gone after one reading."""
         return isinstance(self.data, Iterator)
 
     @property
     def has_state(self) -> bool:
-        """Whether the data say where they are, and can be put there, as a ``StatefulDataLoader`` does."""
+        """Tell whether the data know their position, and can restore it, as a ``StatefulDataLoader`` does."""
         return all(callable(getattr(self.data, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def generators(self) -> list[torch.Generator]:
-        """Generators that a data loader and its samplers draw from, each once."""
+        """Return generators that a data loader and its samplers draw from, each once."""
         loader: Any = self.data
         samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
         samplers.append(getattr(samplers[1], "sampler", None))
@@ -117,17 +117,17 @@ class Given:
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def facts(self) -> dict[str, Any]:
-        """What tells these data from others, without reading them."""
+        """Return facts that tell these data from others, without reading them."""
         return {"batches": "of a loader with a state" if self.has_state else "as they are given"}
 
     def described(self, describer: Describer) -> dict[str, Any]:
-        """What yields the batches, and some of them where they can be seen without reading."""
+        """Describe the code that yields the batches, and some of them if that needs no reading."""
         return loader_facts(self.data, describer)
 
     def open(self) -> Iterator[Any]:
-        """Batches, from the first one on; processes that outlive a reading do not take part.
+        """Yield batches, from the first one on; processes that outlive a reading do not take part.
 
-        Such processes (``persistent_workers``) go on drawing where they stopped, which nobody can put back.
+        Such processes (``persistent_workers``) go on drawing from their last state, which nobody can restore.
         """
         loader: Any = self.data
         if type(loader) is not DataLoader or not loader.persistent_workers:
@@ -153,7 +153,7 @@ Source = Samples | Given
 
 
 def source_of(data: Any, size: int) -> Source:
-    """Samples, if the data have indices; a data set without becomes a loader."""
+    """Make a source of samples, if the data have indices; else of a loader."""
     if isinstance(data, Dataset):
         if isinstance(data, Sized) and not isinstance(data, IterableDataset):
             return Samples(data, size)
@@ -162,10 +162,10 @@ def source_of(data: Any, size: int) -> Source:
 
 
 class Draws:
-    """Random numbers of the data: the global generator of the CPU, apart from what is drawn between batches.
+    """Random numbers of the data: the global generator of the CPU, apart from draws between batches.
 
-    So the order of a shuffled loader, and what it does to its samples, depends on how many batches it gave, and
-    not on what was computed from them. It begins with a state that the global one determines.
+    So the order of a shuffled loader, and its changes to samples, depend on how many batches it gave, and not
+    on the computation with them. It begins with a state that the global one determines.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Draws:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, the global generator is that of the data."""
+        """Make the global generator that of the data inside."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:
@@ -188,12 +188,12 @@ class Draws:
 
 
 def chained(before: str, batch: Any) -> str:
-    """A text that stands for the batches so far and this one, in their order."""
+    """Return a text that stands for the batches so far and this one, in their order."""
     return hashlib.blake2b((before + spot_check([*tensors_in(batch)])).encode(), digest_size=8).hexdigest()
 
 
 class Numbers:
-    """A generator of Python or numpy, whose state can be taken and put back as that of one of torch.
+    """A generator of Python or numpy, whose state can be read and restored as that of one of torch.
 
     Args:
         source: A generator, or ``random`` or ``numpy.random``, whose functions draw from one.
@@ -213,7 +213,7 @@ class Numbers:
         return torch.frombuffer(bytearray(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
 
     def set_state(self, state: Tensor) -> None:
-        """Put back what ``get_state`` returned."""
+        """Restore a state that ``get_state`` returned."""
         found = json.loads(state.numpy().tobytes(), object_hook=_array)
         if hasattr(self.source, "getstate"):
             version, numbers, waiting = found
@@ -225,28 +225,28 @@ class Numbers:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for a value of numpy in JSON."""
+    """Return what stands for a value of numpy in JSON."""
     return {"dtype": str(value.dtype), "values": value.tolist()}
 
 
 def _array(found: dict[str, Any]) -> Any:
-    """What ``_plain`` was given; another mapping as it is."""
+    """Return the argument of ``_plain``; another mapping as it is."""
     return np.array(found["values"], found["dtype"])[()] if found.keys() == {"dtype", "values"} else found
 
 
 Drawing = torch.Generator | Numbers
-"""What numbers are drawn from."""
+"""Types of generators."""
 
 GLOBAL = (Numbers(random), Numbers(np.random))
-"""What the functions of Python's ``random`` and of ``numpy.random`` draw from."""
+"""The generators behind Python's ``random`` and ``numpy.random``."""
 
 
 def states_of(generators: Sequence[Drawing]) -> list[Tensor]:
-    """The states of generators."""
+    """Return the states of generators."""
     return [generator.get_state() for generator in generators]
 
 
 def set_states(generators: Sequence[Drawing], states: Sequence[Tensor]) -> None:
-    """Put back what ``states_of`` returned."""
+    """Restore states that ``states_of`` returned."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)

@@ -31,23 +31,24 @@ Key = tuple[int, int, str]
 class MergedResults:
     """Merged partial results of the batches so far, as if the loss were a sum over terms.
 
-    Sums and moments are merged in float64 where the device has it: over millions of samples those in float32
-    lose digits.
+    Sums and moments merge in float64 if the device has it: over millions of samples those in float32 lose
+    digits.
 
     Args:
-        extensions: What is computed.
+        extensions: The extensions.
         partial: Merged results by extension, row and parameter name.
-        rotations: What the first reading led to, by extension and parameter name; see NOTE [Second reading].
+        rotations: Results of the first reading for the second, by extension and parameter name; see NOTE
+            [Second reading].
         dtypes: Precision of each parameter.
         reached: For each parameter the number of samples that depend on it.
         samples: Samples so far.
-        terms: Terms of the loss so far, under a mean; under a sum what the loss is divided by.
+        terms: Terms of the loss so far, under a mean; under a sum the divisor of the loss.
         loss: The sum of all terms.
-        reduction: How the loss is reduced.
-        whole: Whether no batch is half merged; whoever adds batches says so when one is.
+        reduction: The reduction of the loss.
+        whole: Says that no batch is half merged; whoever adds batches says so when one is.
         again: Samples and terms so far of a second reading.
-        batches: Where results grow with the data: the number of each batch among those of all ranks, and how
-            many samples it has. It has one piece of each such result.
+        batches: If results grow with the data: the number of each batch among those of all ranks, and the
+            number of its samples. There is one piece of each such result for it.
     """
 
     extensions: Sequence[Extension]
@@ -66,7 +67,7 @@ class MergedResults:
     def count(self, number: int, samples: int, terms: float, loss: Tensor, reduction: str) -> None:
         """Count a batch whose results were added, by its number among those of all ranks.
 
-        Where samples have results of their own, every batch must use each parameter.
+        If samples have results of their own, every batch must use each parameter.
         """
         if self.reduction not in ("", reduction):
             raise _two_reductions(self.reduction, reduction)
@@ -80,7 +81,7 @@ class MergedResults:
         self._require_reached()
 
     def _require_reached(self) -> None:
-        """Refuse parameters that some batches do not use, where samples have rows, or count one by one."""
+        """Refuse parameters that some batches do not use, if samples have rows, or count one by one."""
         whole = [e.name for e in self.extensions if any(row.over_n not in (SUM, KEEP) for row in e.rows)]
         for name, reached in self.reached.items():
             if whole and reached != self.samples:
@@ -153,7 +154,7 @@ class MergedResults:
         self.partial[key] = merged_with(monoid, before, partial)
 
     def end_first_reading(self, ranks: Ranks) -> None:
-        """Turn the results of first passes, of all ranks, into what second passes are given.
+        """Turn the results of first passes, of all ranks, into the arguments of second passes.
 
         Each rank makes its share of the eigenvectors.
         """
@@ -178,7 +179,7 @@ class MergedResults:
                 after = self.extensions[key[0]].rows[-1].after
                 assert after is not None
                 with doing("eigenvectors", sizes[key]), naming(key[1]):
-                    # in the layout that a file has: products are rounded as it is
+                    # in the layout of a file: this decides how products round
                     made[key] = map_tensors(Tensor.contiguous, after(rows[key]))
             return made
 
@@ -187,14 +188,14 @@ class MergedResults:
         self.rotations = {key: self.rotations[key] for key in keys}
 
     def _is_of_first_pass(self, key: Key) -> bool:
-        """Whether a result is of a row that a second pass comes after."""
+        """Tell whether a result is of a row before a second pass."""
         extension = self.extensions[key[0]]
         return needs_second_reading(extension) and key[1] < len(extension.rows) - 1
 
     def _rows(
         self, position: int, name: str, merged: Mapping[Key, Any], parameter: torch.dtype, scale: float
     ) -> list[Any]:
-        """The results of an extension's first rows, scaled and rounded as one pass would have them."""
+        """Return the results of an extension's first rows, scaled and rounded as one pass would have them."""
         dtype = accumulation_dtype(parameter)
         results = []
         for index, row in enumerate(self.extensions[position].rows[:-1]):
@@ -204,11 +205,11 @@ class MergedResults:
         return results
 
     def monoid_of(self, key: Key) -> Monoid:
-        """How the partial results under a key merge."""
+        """Return how the partial results under a key merge."""
         return self.extensions[key[0]].rows[key[1]].over_n
 
     def _terms_of(self, ranks: Ranks) -> tuple[float, str]:
-        """Terms of the losses of all ranks, and how they are reduced."""
+        """Return terms of the losses of all ranks, and their reduction."""
         told = [
             (terms, reduction) for terms, reduction in ranks.each((self.terms, self.reduction)) if reduction
         ]
@@ -220,12 +221,12 @@ class MergedResults:
         return told[0] if told else (0.0, "")
 
     def since(self, batches: int) -> MergedResults:
-        """These results; of what grows, the pieces that came after so many ``batches`` of this rank."""
+        """Return these results; of growing ones, the pieces after so many ``batches`` of this rank."""
         own = {key: value[batches:] if self.grows(key) else value for key, value in self.partial.items()}
         return replace(self, partial=own)
 
     def of_all(self, ranks: Ranks) -> MergedResults:
-        """The results of the batches of all ranks; those of this rank stay as they are."""
+        """Return the results of the batches of all ranks; those of this rank stay as they are."""
         if ranks.world == 1:
             return replace(self, partial=dict(self.partial))
         terms, reduction = self._terms_of(ranks)
@@ -262,7 +263,7 @@ class MergedResults:
         return found
 
     def known(self, name: str, extension: Extension) -> list[Any]:
-        """What a second pass is given.
+        """Return the argument of a second pass.
 
         Raises:
             PackpropError: If the parameter was used in no batch of the first reading.
@@ -282,7 +283,7 @@ class MergedResults:
         return 1 / self.terms if self.terms else math.nan
 
     def result(self) -> Result:
-        """Values of the loss over all samples so far; the partial results are gone then."""
+        """Return values of the loss over all samples so far; the partial results are gone then."""
         values: dict[str, dict[str, Value]] = {}
         names = list(dict.fromkeys(name for _, _, name in self.partial))
         for position, extension in enumerate(self.extensions):
@@ -308,9 +309,9 @@ class MergedResults:
         return Result(values, self.samples, float(self.loss) * self._scale, self.reduction)
 
     def saved(self) -> dict[str, Any]:
-        """Everything but what grows with the data, in values that files can hold; of that its place alone.
+        """Return everything but growing results, in values that files can hold; of these only the place.
 
-        In which order results are merged decides how ranks round them.
+        The order of merging decides how ranks round results.
         """
         return {
             "partial": [[*key, [] if self.grows(key) else value] for key, value in self.partial.items()],
@@ -326,7 +327,7 @@ class MergedResults:
         }
 
     def restore(self, saved: Mapping[str, Any], pieces: Iterable[tuple[Key, Tensor]]) -> None:
-        """Take up what ``saved`` returned, and the ``pieces`` of what grows, in their order."""
+        """Restore the values of ``saved``, and the ``pieces`` of growing results, in their order."""
         self.partial = {(position, index, name): value for position, index, name, value in saved["partial"]}
         self.partial |= {key: [] for key in self.partial if self.grows(key)}
         for key, piece in pieces:
@@ -340,18 +341,18 @@ class MergedResults:
         self.batches = [(number, samples) for number, samples in saved["batches"]]
 
     def restore_what_is_shared(self, saved: Mapping[str, Any]) -> None:
-        """Take up what a rank needs whose own batches are all yet to come."""
+        """Restore the part for a rank whose own batches are all yet to come."""
         self.rotations = {(position, name): value for position, name, value in saved["rotations"]}
         self.reduction = saved["reduction"]
         self.terms = saved["terms"] if self.reduction == "sum" else 0.0
 
     def grows(self, key: Key) -> bool:
-        """Whether a result grows with the data; it is a list of pieces then."""
+        """Tell whether a result grows with the data; it is then a list of pieces."""
         return self.extensions[key[0]].rows[key[1]].over_n.grows
 
 
 def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
-    """Which rank does what: the largest piece of work first, each to the rank that has least to do."""
+    """Assign work to ranks: the largest piece first, each to the rank that has least to do."""
     load, shared = [0.0] * ranks, {}
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
         rank = load.index(min(load))
@@ -363,7 +364,7 @@ def _shared(sizes: Mapping[Any, float], ranks: int) -> dict[Any, int]:
 def _in_order(
     pieces: Sequence[Tensor], axis: int, batches: Sequence[Sequence[tuple[int, int]]]
 ) -> list[Tensor]:
-    """The pieces of ranks, one for each batch, in the order of all batches."""
+    """Return the pieces of ranks, one for each batch, in the order of all batches."""
     numbered: list[tuple[int, Tensor]] = []
     for piece, own in zip(pieces, batches, strict=True):
         parts = piece.split([samples for _, samples in own], axis) if own else ()

@@ -18,18 +18,18 @@ from packprop.store.writing import StoreWriter
 from packprop.types import Extension
 
 LOSS = "loss"
-"""What losses of samples are stored under."""
+"""The name of stored losses of samples."""
 
 
 class StoredResults:
-    """Takes the results of a batch that are to be stored, and stores them together when the batch is done.
+    """Takes the results of a batch for the store, and stores them together when the batch is done.
 
-    A batch that does not use a parameter gives it rows of zeros, which they are.
+    If a batch does not use a parameter, its rows of that parameter are zero.
 
     Args:
-        writer: Where they are stored.
-        extensions: All that is computed.
-        losses: Whether the loss of each sample is stored, too.
+        writer: The writer of the store.
+        extensions: All extensions.
+        losses: Store also the loss of each sample.
     """
 
     def __init__(self, writer: StoreWriter, extensions: Sequence[Extension], losses: bool = False) -> None:
@@ -41,9 +41,9 @@ class StoredResults:
     def take(
         self, name: str, dtype: torch.dtype, samples: int, terms: float, results: dict[Part, list[Any]]
     ) -> dict[Part, list[Any]]:
-        """Keep the results of one parameter that are to be stored, and return the others.
+        """Keep the results of one parameter for the store, and return the others.
 
-        As in ``MergedResults``, they are brought to the scale of a loss that is summed over its terms.
+        As in ``MergedResults``, they get the scale of a loss that is summed over its terms.
         """
         for part, found in results.items():
             extension = part.whole
@@ -57,11 +57,11 @@ class StoredResults:
 
     @property
     def place(self) -> tuple[int, float]:
-        """How many samples are stored, and how many terms their losses had."""
+        """Return how many samples are stored, and how many terms their losses had."""
         return self.writer.samples, self.writer.terms
 
     def go_to(self, place: Sequence[Any]) -> None:
-        """Go back to a place; rows that came after it are gone.
+        """Go back to a place; later rows are gone.
 
         Raises:
             BadInput: If fewer samples are safe.
@@ -70,7 +70,7 @@ class StoredResults:
         self.writer.resume_at(place[0], place[1])
 
     def end_batch(self, batch: Any, samples: int, terms: float) -> None:
-        """Store what was kept of a batch."""
+        """Store the kept results of a batch."""
         values, self._values = self._values, {}
         identify = self.writer.identify
         self.writer.add(values, samples, terms, None if identify is None else identify(batch))
@@ -79,14 +79,14 @@ class StoredResults:
 def of_summed_loss(
     extension: Extension, found: Sequence[Any], dtype: torch.dtype, samples: int, terms: float
 ) -> Tensor:
-    """The value for a loss that is summed over its terms, from results for one that is divided by ``terms``.
+    """Return the value for a loss that is summed over its terms, from results for one divided by ``terms``.
 
     Args:
-        extension: What the value is of.
+        extension: The extension of the value.
         found: A result for each of its rows.
         dtype: Precision of the parameter.
         samples: Samples of the batch.
-        terms: What its loss was divided by; 0 for a batch that counts for nothing.
+        terms: The divisor of its loss; 0 for a batch that counts for nothing.
     """
     values = [
         rescale(value if terms or not row.degree else nothing_like(value), terms, row.degree)
@@ -104,13 +104,13 @@ def stored_results(
     resume: bool = False,
     losses: bool = False,
 ) -> StoredResults | None:
-    """What takes results to a store: one that is open, or one that is made in a folder.
+    """Return the writer for a store: an open one, or one that is made in a folder.
 
-    ``resume``: whether a store in that folder goes on. ``losses``: whether losses of samples are stored, too.
+    ``resume`` continues a store in that folder. ``losses`` also stores losses of samples.
 
     Raises:
         BadInput: If none of the extensions grows with the data, or the store was opened for others, or losses
-            are to be stored and there is no store.
+            have no store to go to.
     """
     if store is None:
         if losses:
@@ -139,7 +139,7 @@ def stored_results(
         raise BadInput(
             asked,
             f"the store {str(store.folder)!r}",
-            f"it was opened for {missing.name}, which is not asked for",
+            f"it was opened for {missing.name}, which this call does not compute",
             "give compute(...) the extensions of the store, with the same options",
         )
     if store.samples and losses != (LOSS in store.quantities):

@@ -1,4 +1,4 @@
-"""One batch after the other through the model and the loss; what comes out is merged."""
+"""The stream of batches through the model and the loss; it merges the results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BatchStream:
 
     Args:
         step: The pass over one batch.
-        device: Where batches are moved to.
-        left: How many batches are to come, if graphs may take the place of passes; else ``None``.
+        device: The device of batches.
+        left: The number of batches to come, if graphs may replace passes; else ``None``.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class BatchStream:
         number: int,
         counts: bool = True,
     ) -> None:
-        """Add the results of one batch: of the parts that the first or ``second`` reading asks for.
+        """Add the results of one batch: of the parts in the first or ``second`` reading.
 
         Args:
             batch: Inputs and targets.
-            chunk_sizes: How much of it is taken at once.
-            parts: What the reading asks for.
-            second: Whether it is the second reading.
-            number: That of the batch among those of all ranks.
-            counts: Whether results are added; else other ranks need this one in the pass.
+            chunk_sizes: Its chunk sizes.
+            parts: The parts of the reading.
+            second: Says that it is the second reading.
+            number: Its number among those of all ranks.
+            counts: Add results; else other ranks only need this one in the pass.
         """
         if is_empty(batch):
             return
@@ -66,11 +66,11 @@ class BatchStream:
                 self._replayer(inputs, targets)
 
     def told(self) -> str | None:
-        """What graphs have brought, in words; ``None`` if there was none."""
+        """Describe the effect of graphs; return ``None`` if there was none."""
         return None if self._replayer is None else told(self._replayer.kinds)
 
 
 def is_empty(batch: tuple[Any, Any]) -> bool:
-    """Whether no tensor of the inputs has an entry: there is no sample in the batch."""
+    """Tell whether no tensor of the inputs has an entry: there is no sample in the batch."""
     tensors = [*tensors_in(batch[0])]
     return bool(tensors) and not any(tensor.numel() for tensor in tensors)

@@ -27,12 +27,12 @@ MOST_LINES = 40
 """Lines that a notebook shows at first sight."""
 
 LEFT = ("quantity", "parameter", "part")
-"""Columns that name what a line is of."""
+"""Columns that name the tensor of a line."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is told of one tensor.
+    """The facts about one tensor.
 
     Args:
         quantity: Attribute of the extension.
@@ -61,7 +61,7 @@ COLUMNS = tuple(field.name for field in fields(Line))
 
 
 def lines_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
-    """A line for each tensor in tables ``quantity -> parameter -> value``."""
+    """Return a line for each tensor in tables ``quantity -> parameter -> value``."""
     for quantity, by_name in tables.items():
         for parameter, value in by_name.items():
             for part, tensor in _parts(value):
@@ -69,7 +69,7 @@ def lines_of(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def as_text(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:
-    """A table for a terminal, and facts below it."""
+    """Return a table for a terminal, and facts below it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [name for name in COLUMNS if name != "dtype"]
     for name in shown:
@@ -81,7 +81,7 @@ def as_text(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:
 
 
 def as_html(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:
-    """The table for a notebook: its first lines, and how many more there are."""
+    """Return the table for a notebook: its first lines, and the number of the others."""
     lines = list(lines_of(tables))
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
     body = "".join(_html_row(_cells(line, COLUMNS)) for line in lines[:MOST_LINES])
@@ -92,7 +92,7 @@ def as_html(tables: Mapping[str, Mapping[str, Any]], facts: str) -> str:
 
 
 def as_frame(asked: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A data frame of pandas, by quantity, parameter and part.
+    """Return a data frame of pandas, by quantity, parameter and part.
 
     Raises:
         BadInput: If pandas is missing.
@@ -103,7 +103,7 @@ def as_frame(asked: str, tables: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def _parts(value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a value that are told of, by what they are called."""
+    """Return the tensors of a value to describe, by their names."""
     if isinstance(value, Tensor):
         return [("", value)]
     if isinstance(value, Eigen):

@@ -10,11 +10,11 @@ from packprop.algebra.monoid import KEEP, SUM, Moments, Monoid
 from packprop.tensors.precision import wider_dtype
 
 PIECE = 2**18
-"""Entries of a large tensor that are added up at once: what stays in a processor's caches."""
+"""Entries of a large tensor that are added up at once: those that stay in a processor's caches."""
 
 
 def begun(monoid: Monoid, partial: Any) -> Any:
-    """The first partial result, in memory of its own and with more digits where others will be added to it."""
+    """Return the first partial result, in its own memory, with more digits if others will be added."""
     if monoid.grows or monoid is KEEP:
         return partial
     if monoid is SUM and isinstance(partial, Tensor):
@@ -26,7 +26,7 @@ def begun(monoid: Monoid, partial: Any) -> Any:
 
 
 def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
-    """A partial result with another one merged into it: sums in place."""
+    """Merge another partial result into one; sums in place."""
     if monoid is SUM and isinstance(before, Tensor) and before.shape == partial.shape:
         add_to(before, partial)
         return before
@@ -34,7 +34,7 @@ def merged_with(monoid: Monoid, before: Any, partial: Any) -> Any:
 
 
 def add_to(total: Tensor, value: Tensor) -> None:
-    """Add in place; piece by piece where the precisions differ, so that no second large tensor is made."""
+    """Add in place; piece by piece if the precisions differ, so that no second large tensor is made."""
     if total.dtype == value.dtype or total.device.type != "cpu" or not total.is_contiguous():
         total.add_(value)
         return
@@ -44,5 +44,5 @@ def add_to(total: Tensor, value: Tensor) -> None:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """With twice the digits, where the device has them."""
+    """Return a tensor with twice the digits, if the device has them."""
     return tensor.to(wider_dtype(tensor.dtype, tensor.device.type) or tensor.dtype)

@@ -1,4 +1,4 @@
-"""Values of any nesting as plain data and a list of tensors, and back: what files are made of."""
+"""Values of any nesting as plain data and a list of tensors, and back: the contents of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Plain = Any
 
 
 class SavedShards(NamedTuple):
-    """Stands for a tensor whose shards are in files that the ranks have written.
+    """Stands for a tensor whose shards are in files of the ranks.
 
     Args:
         name: Its name there.
@@ -35,18 +35,18 @@ class SavedShards(NamedTuple):
 
 
 TUPLES: dict[str, Any] = {"Moments": Moments, "Eigen": Eigen, "SavedShards": SavedShards}
-"""Named tuples that values are made of."""
+"""Named tuples inside values."""
 
 _ORDER = tuple[Literal["same", "swapped", "places"], tuple[Size, Size, Size], list[Size], Tensor | None]
-"""What is said of where entries are kept."""
+"""The description of an order of entries."""
 
 
 class NotPlainError(TypeError):
-    """A value holds something that is neither plain nor a tensor."""
+    """Raised if a value holds something that is neither plain nor a tensor."""
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Plain:
-    """The value as plain data; its tensors are appended to ``tensors``, and named by their places there.
+    """Return the value as plain data; append its tensors to ``tensors``, and name them by their places there.
 
     Raises:
         NotPlainError: With the type that has no form in a file.
@@ -80,7 +80,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Plain:
 
 
 def decode(plain: Plain, tensors: Sequence[Tensor]) -> Any:
-    """The value that ``encode`` was given; mappings are dictionaries.
+    """Return the value that ``encode`` was given; mappings are dictionaries.
 
     Raises:
         Unfit: For plain data that ``encode`` has not made.
@@ -118,7 +118,7 @@ def _decoded(plain: Plain, tensors: Sequence[Tensor]) -> Any:
 
 
 def _described(order: EntryOrder) -> list[Any]:
-    """Where entries are kept: by the name of the fold if it is one of packprop's own, else place by place."""
+    """Describe an order of entries: by the fold's name if it is packprop's own, else place by place."""
     shape = order.parameter
     for name, fold in (("same", fold_to), ("swapped", fold_swapped)):
         if order.fold is fold(shape):
@@ -141,7 +141,7 @@ def _order(name: str, extents: tuple[int, int, int], shape: list[int], places: T
 
 
 def _gathered(gradient: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """``[..., g, o, i] -> [..., *p]``, by where each entry comes from."""
+    """Map ``[..., g, o, i]`` to ``[..., *p]``, by the source of each entry."""
     leading = gradient.shape[:-3]
     if gradient.device.type == "meta":
         return gradient.new_empty(leading + shape)

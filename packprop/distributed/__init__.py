@@ -1,4 +1,4 @@
-"""Several processes: what a value is that the samples of all ranks make up, and how it is put together."""
+"""Several processes: values of the samples of all ranks, and how packprop puts them together."""
 
 from packprop.distributed.merging import merge_over_ranks
 from packprop.distributed.ranks import AllRanks

@@ -1,4 +1,4 @@
-"""Ranks wait for each other before they exchange anything."""
+"""Waiting of ranks for each other before they exchange anything."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from packprop.distributed.merging import Group, exchanged
 from packprop.errors import PackpropError
 
 PATIENCE = 600.0
-"""Seconds that a rank waits for the others, unless it was told another time."""
+"""Seconds that a rank waits for the others by default."""
 
 
 class RefusedElsewhere(PackpropError):
-    """Another rank has refused its part of a pass; all ranks know, and none waits for a word of this one."""
+    """Raised if another rank has refused its part of a pass; all ranks know, and none waits for this one."""
 
 
 def arrive(group: Group, timeout: float = PATIENCE) -> None:
@@ -39,7 +39,7 @@ def arrive(group: Group, timeout: float = PATIENCE) -> None:
 
 
 def require_well(group: Group, failure: str = "") -> None:
-    """Wait until all ranks say whether they can go on, each with its failure; all must come here.
+    """Wait until all ranks say that they can go on, or with which failure not; all must come here.
 
     Raises:
         RefusedElsewhere: If another rank cannot.
@@ -55,5 +55,5 @@ def require_well(group: Group, failure: str = "") -> None:
         "Quantities were asked for in a backward pass of several ranks.",
         f"rank {rank}",
         f"it has failed in its part of the pass:\n{told[rank]}\n",
-        "see what that rank says",
+        "read the error of that rank",
     )

@@ -1,4 +1,4 @@
-"""One backward pass on all ranks: its results are kept until it is over, merged, and handed over then."""
+"""One backward pass on all ranks: keeps its results until it is over, then merges and saves them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from packprop.tensors.sharding import named_wholes
 from packprop.types import Extension
 
 AT_ONCE = 2**22
-"""Entries of parameters whose results are merged together."""
+"""Entries of parameters whose results merge together."""
 
 
 class JointPass:
-    """What one rank does in a pass whose values are those of all ranks.
+    """The part of one rank in a pass whose values cover the samples of all ranks.
 
-    Inside the context, an error is told to the other ranks as long as they wait for this one.
+    Inside the context, a rank tells an error to the other ranks as long as they wait for it.
 
     Args:
-        ranks: Whose samples values are made of, and how.
-        extensions: What is computed.
+        ranks: Says whose samples count, and how.
+        extensions: The extensions of the pass.
     """
 
     def __init__(self, ranks: AllRanks, extensions: Sequence[Extension]) -> None:
@@ -55,11 +55,11 @@ class JointPass:
         self._own: dict[str, Tensor] = {}
         self._statements: list[Statement] | None = None
         self._share = 0.0
-        self._groups: list[list[str]] = []  # names of parameters whose results are merged together
+        self._groups: list[list[str]] = []  # names of parameters whose results merge together
         self._is_under_way = False
-        self._others_wait = False  # whether they come to `require_well` next
+        self._others_wait = False  # they come to `require_well` next
         self.rows = range(0)
-        """Which of the samples of all ranks are this rank's, in the order of ranks."""
+        """This rank's samples among those of all ranks, in the order of ranks."""
 
     def __enter__(self) -> JointPass:
         return self
@@ -83,20 +83,20 @@ class JointPass:
 
     @property
     def finds_samples(self) -> bool:
-        """Whether it must be known how many samples there are."""
+        """Tell whether the number of samples must be known."""
         return self._ranks.share == "samples"
 
     def require_possible(self, create_graph: bool) -> None:
-        """Refuse what cannot be put together from ranks.
+        """Refuse values that ranks cannot put together.
 
         Raises:
-            PackpropError: Told to the other ranks, too.
+            PackpropError: On every rank.
         """
         if create_graph:
             raise PackpropError(
                 ASKED,
                 "backward(create_graph=True)",
-                "what ranks exchange cannot be differentiated",
+                "nothing can differentiate the exchange between ranks",
                 "ask for values of this rank's own samples, ranks='own'",
             )
         for extension in self._extensions:
@@ -105,10 +105,10 @@ class JointPass:
                 raise PackpropError(ASKED, f"extension {extension.name}", *why)
 
     def agree(self, graph: Graph, request: Request | None, saver: ResultSaver | None = None) -> None:
-        """Tell the other ranks what this one does, and hear what they do; no rank has begun to work then.
+        """Tell the other ranks what this one does, and hear what they do, before any rank begins to work.
 
-        ``request`` is ``None`` where this rank has no samples, or no use of a parameter. If no rank has any,
-        ``saver`` saves what there is then.
+        ``request`` is ``None`` if this rank has no samples, or no use of a parameter. If no rank has any,
+        ``saver`` saves the empty values.
 
         Raises:
             PackpropError: On every rank, if one cannot take part, or they do not fit together.
@@ -132,7 +132,7 @@ class JointPass:
             )
             self._own |= {self._names[id(leaf)]: leaf for leaf in graph.leaves()}
         rank = torch.distributed.get_rank(self._ranks.group)
-        told = self._statements = []  # from here on no rank waits for a word of this one
+        told = self._statements = []  # from here on no rank waits for this one
         told += agreed(self._ranks, own)
         share = shares(self._ranks, told)[rank]
         self._share = float(self._ranks.share) if not isinstance(self._ranks.share, str) else share
@@ -144,7 +144,7 @@ class JointPass:
             saved_nothing(graph, self._extensions, saver)
 
     def before_backward(self) -> None:
-        """Wait until all ranks are about to run their own backward pass, in which gradients may be exchanged.
+        """Wait until all ranks are about to run their own backward pass, which may exchange gradients.
 
         Raises:
             RefusedElsewhere: If another rank has failed in its sweeps.
@@ -163,9 +163,9 @@ class JointPass:
         self._results[self._names[id(leaf)]] = results
 
     def hand_over(self, saver: ResultSaver) -> None:
-        """Merge the results of all ranks, and save them: also on parameters that this rank has not used."""
+        """Merge the results of all ranks, and save them, even on parameters that this rank has not used."""
         assert self._statements is not None
-        self.before_backward()  # where there was no pass of the user's own
+        self.before_backward()  # if the user's own pass did not run
         counts = merged_counts(self._statements, self._extensions)
         for place, names in enumerate(self._groups, 1):
             own = {key: value for name in names for key, value in self._partial(name)}
@@ -177,20 +177,20 @@ class JointPass:
                 gather=self._ranks.gather,
                 absent=len(self.rows),
             )
-            self._others_wait = place < len(self._groups)  # a hook that fails is heard by those
+            self._others_wait = place < len(self._groups)  # the other ranks hear of a hook that fails
             for name in names:
                 leaf = self._own.get(name)
                 if leaf is not None:
                     saver.save(leaf, self._values(name, merged), counts)
 
     def _partial(self, name: str) -> Iterator[tuple[tuple[str, int, int], Any]]:
-        """What this rank has of one parameter, at the scale of the loss of all ranks."""
+        """Return this rank's results for one parameter, at the scale of the loss of all ranks."""
         results = self._results.pop(name, {})
         for place, extension in enumerate(self._extensions):
             for index, (row, value) in enumerate(zip(extension.rows, results.get(extension, []), strict=False)):
                 if value is not None:
                     scaled = rescale(value, self._share, row.degree) if self._share else value
-                    if row.degree and not self._share:  # what is NaN counts nothing, too
+                    if row.degree and not self._share:  # NaN counts nothing either
                         scaled = nothing_like(value)
                     yield (name, place, index), lift(row.over_n, scaled)
 
@@ -205,7 +205,7 @@ class JointPass:
 
 
 def _unmergeable(extension: Extension) -> tuple[str, str] | None:
-    """Why values of ranks cannot be put together, and what to do."""
+    """Return why ranks cannot put these values together, and what to do."""
     own = "ask for values of this rank's own samples, ranks='own'"
     for row in extension.rows:
         if row.after is not None:
@@ -214,8 +214,8 @@ def _unmergeable(extension: Extension) -> tuple[str, str] | None:
             return "its value is a function of vectors, which belongs to the graph of one rank", own
         if row.whole:
             return (
-                "it relates all samples to each other, those of one rank to those of another: no merging of "
-                "what single ranks have makes it",
+                "it relates all samples to each other, those of one rank to those of another: no merge of "
+                "the results of single ranks gives it",
                 own,
             )
     return None
@@ -226,7 +226,7 @@ def _sees_penalties(extension: Extension) -> bool:
 
 
 def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of the modules that were called, else of all that are extended, by a name for all ranks."""
+    """Return parameters of the modules that were called, else of all extended ones, by a name for all ranks."""
     seen: set[str] = set()
     for module in graph.modules or list(EXTENDED):
         for name, parameter in (*named_wholes(module), *named_parameters(module)):
@@ -236,7 +236,7 @@ def _parameters(graph: Graph) -> Iterator[tuple[str, Tensor]]:
 
 
 def _names(leaves: Sequence[Tensor], parameters: dict[str, Tensor]) -> dict[int, str]:
-    """A name for each leaf: that of the parameter; others are numbered in the order in which they are met."""
+    """Name each leaf: by its parameter, or by a number in the order in which the pass meets the leaves."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for module in list(EXTENDED):
         for name, parameter in named_parameters(module):

@@ -1,4 +1,4 @@
-"""Partial results of several ranks are merged, each by its own monoid."""
+"""Merging of the partial results of several ranks, each by its own monoid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packprop.algebra.monoid import MOMENTS, SUM, Moments, Monoid
 from packprop.errors import PackpropError
 
 BUCKET = 2**24
-"""Entries that are added up over ranks by one call."""
+"""Entries that one call adds up over ranks."""
 
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # quoted: PyTorch may be built without it
 """The ranks that take part; ``None`` for all."""
@@ -24,10 +24,10 @@ Value = TypeVar("Value")
 
 
 class Form(NamedTuple):
-    """What ranks tell each other of a partial result before they merge it.
+    """The facts that ranks tell each other about a partial result before they merge it.
 
     Args:
-        monoid: How it merges.
+        monoid: Its monoid.
         shape: Its shape, without the axis that it grows along.
         dtype: Its precision.
         length: Its length along that axis; for moments the number of rows, if that is known.
@@ -47,19 +47,19 @@ def merge_over_ranks(
     gather: bool = True,
     absent: int = 0,
 ) -> dict[Key, Any]:
-    """The partial results of all ranks, merged; every rank of the group must call it.
+    """Merge the partial results of all ranks; every rank of the group must call it.
 
     Args:
         partial: Partial results of this rank: tensors under ``SUM``, ``Moments`` under ``MOMENTS``, lists of
             tensors under ``CAT``. Ranks may have different ones. They are not changed.
-        monoid_of: How the partial result under a key merges.
+        monoid_of: The monoid of the partial result under a key.
         group: The ranks; ``None`` for all.
-        gather: Whether partial results that grow are gathered from all ranks, in their order; else each rank
-            keeps its own.
-        absent: How many samples of this rank have rows of zeros in partial results that only other ranks have.
+        gather: Gathers partial results that grow from all ranks, in their order; else each rank keeps its own.
+        absent: The number of this rank's samples that have rows of zeros in partial results of other ranks
+            only.
 
     Returns:
-        A partial result under every key that any rank has, the same on all ranks but for what is not gathered.
+        A partial result under every key that any rank has, the same on all ranks unless it is not gathered.
 
     Raises:
         PackpropError: On every rank, if partial results under one key do not fit together.
@@ -75,7 +75,7 @@ def merged_in_turn(
     gather: bool = True,
     absent: int = 0,
 ) -> Iterator[tuple[Key, Any]]:
-    """As ``merge_over_ranks``, a few at a time, so that no second copy of all is there."""
+    """Merge as ``merge_over_ranks``, a few at a time, so that there is no second copy of all."""
     own = {key: _form(monoid_of(key), value) for key, value in partial.items()}
     forms = exchanged((own, absent), group)
     known: dict[Key, list[Form | None]] = {
@@ -96,14 +96,14 @@ def merged_in_turn(
 
 
 def exchanged(value: Value, group: Group) -> list[Value]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in their order."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group)
     return found
 
 
 def summed(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Sums over ranks of some tensors; few calls for many small ones. The arguments are not changed."""
+    """Sum some tensors over ranks, by few calls for many small ones; the arguments stay unchanged."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -198,9 +198,9 @@ def _merged(
 
 
 def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], group: Group) -> list[Moments]:
-    """Moments of all rows: deviations are from the mean of all, to which each rank adds its own distance.
+    """Merge moments of all rows: deviations from the mean of all, to which each rank adds its own distance.
 
-    ``numbers``: how many rows all ranks have; ``None`` where data decide.
+    ``numbers`` are the numbers of rows of all ranks; ``None`` if data decide.
     """
     means = [each.mean for each in moments]
     counted = [place for place, number in enumerate(numbers) if number is None]
@@ -222,7 +222,7 @@ def _merge_moments(moments: Sequence[Moments], numbers: Sequence[int | None], gr
 
 
 def _gathered(pieces: list[Tensor], axis: int, lengths: Sequence[int], group: Group) -> list[Tensor]:
-    """The pieces of all ranks, in their order; they may be of different lengths."""
+    """Return the pieces of all ranks, in their order; they may be of different lengths."""
     own = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
     longest = max(lengths)
     shape = (*own.shape[:axis], longest, *own.shape[axis + 1 :])
@@ -239,7 +239,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _device(bucket: Sequence[tuple[Any, Any, Any]], group: Group) -> torch.device:
-    """Where zeros are made for what this rank lacks: beside what it has, else where the group exchanges."""
+    """Return the device for zeros in place of missing results: that of others here, else the group's."""
     for _, value, _ in bucket:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor):

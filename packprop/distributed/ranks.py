@@ -1,4 +1,4 @@
-"""Whose samples a value is made of: those of this rank, or those of all ranks of a group."""
+"""The samples behind a value: those of this rank, or those of all ranks of a group."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from packprop.errors import BadInput
 ASKED = "Values of the samples of all ranks were asked for."
 
 Share = Literal["terms", "samples", "equal"]
-"""What the losses of ranks are weighted by in the loss of all of them."""
+"""The weight of each rank's loss in the loss of all of them."""
 
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Values are those of the samples of all ranks, as of one process that has them all.
+    """Makes values cover the samples of all ranks, as of one process that has them all.
 
-    Sums, moments and Kronecker factors are the same on every rank. What has a row for each sample stays on the
-    rank of the sample, at the scale of the loss of all ranks, unless it is gathered.
+    Sums, moments and Kronecker factors are the same on every rank. Values with a row for each sample stay on
+    the rank of the sample, at the scale of the loss of all ranks, unless you gather them.
 
     Args:
-        share: What a rank's loss counts in the loss of all ranks, which values are derivatives of. ``"terms"``:
+        share: The weight of a rank's loss in the loss of all ranks, whose derivatives values are. ``"terms"``:
             as if there were one loss over all samples: under a mean its number of terms divided by that of all
             ranks, under a sum 1. ``"samples"``: its number of samples divided by that of all ranks.
-            ``"equal"``: 1 divided by the number of ranks, which ``DistributedDataParallel`` and
-            ``fully_shard`` multiply gradients by. Or a positive number, for a loss that is weighted already.
-        gather: Whether every rank gets the rows of all samples, in the order of ranks.
+            ``"equal"``: 1 divided by the number of ranks, as in the gradients of ``DistributedDataParallel``
+            and ``fully_shard``. Or a positive number, for a loss that is already weighted.
+        gather: Gives every rank the rows of all samples, in the order of ranks.
         group: The ranks that have samples of their own, and share parameters if any do; ``None`` for all.
-        timeout: Seconds to wait for the other ranks before each pass; with gloo, the ranks that did not come
-            are named then.
+        timeout: Seconds to wait for the other ranks before each pass; with gloo, the error then names the ranks
+            that did not come.
 
     Raises:
         BadInput: For a share that is neither a name nor a positive number.
@@ -66,7 +66,7 @@ class AllRanks:
 
 
 def ranks_of(ranks: Any) -> AllRanks | None:
-    """The argument ``ranks`` of ``backpack``: ``None`` for this rank's samples.
+    """Read the argument ``ranks`` of ``backpack``: ``None`` for this rank's samples.
 
     Raises:
         BadInput: If it is neither ``"own"``, ``"all"`` nor an ``AllRanks``.

@@ -1,15 +1,16 @@
-"""Sharded parameters are put together while packprop sweeps through their uses, on all ranks at once.
+"""Whole parameters for packprop's sweeps through sharded models, on all ranks at once.
 
 # NOTE [Rounds]
-A parameter that ``fully_shard`` has sharded is put together by all ranks, or by none. But ranks sweep through
-their graphs as often as their own batches need: one has other shapes and looks for its samples, another takes
+All ranks together make a parameter whole that ``fully_shard`` has sharded, or none does. But each rank sweeps
+through its graph as often as its own batch needs: one has other shapes and looks for its samples, another takes
 its columns in more chunks. So before a sweep comes to a use whose parameters are not there, the rank tells all
-others which units it needs, and hears what they need. All put together what any of them has named; each keeps
-what it named itself, until it needs another unit. A rank that has swept all says so, and serves the others
-until all have. So no rank waits for what another one does not do, however different their sweeps are; and no
-more than two units are there at a time, apart from those that have to be there throughout.
+others which units it needs, and hears what they need. All ranks make every unit whole that any of them has
+named. Each keeps the units that it named itself, until it needs another unit. A rank that has swept all says
+so, and serves the others until all have. So no rank waits for something that another one does not do, however
+different their sweeps are. And no more than two units are there at a time, apart from those that have to be
+there throughout.
 
-The user's own backward pass is left to ``fully_shard``, whose hooks are heard in it, and in no other.
+The user's own backward pass belongs to ``fully_shard``, whose hooks run in it, and in no other.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ ASKED = "A quantity beyond the gradient was asked for, of parameters that are sh
 
 
 Said = tuple[frozenset[int] | None, bool]
-"""What a rank says: which units it needs, ``None`` if it needs nothing any more; whether it failed."""
+"""The words of a rank: the units that it needs, ``None`` if it needs nothing any more, and its failure."""
 
 
 class Residence:
-    """Has the sharded parameters of a graph put together where sweeps go through their uses; see NOTE [Rounds].
+    """Makes the sharded parameters of a graph whole for sweeps through their uses; see NOTE [Rounds].
 
-    Inside the context sweeps may be run. It is left before the user's own pass begins, on every rank.
+    Inside the context sweeps may run. Every rank leaves it before the user's own pass begins.
 
     Args:
-        graph: What is swept.
-        at_once: Whether all parameters are put together for the whole time. Else those are that are frozen, or
-            that lie beside frozen ones: nothing tells where the graph needs these.
+        graph: The graph to sweep.
+        at_once: Makes all parameters whole for the whole time. Otherwise this holds for those that are frozen,
+            or that lie beside frozen ones: nothing tells where the graph needs these.
         timeout: Seconds to wait for the other ranks.
     """
 
@@ -93,7 +94,7 @@ class Residence:
                 ASKED,
                 f"rank {failed[0]}",
                 "it has refused its part of the pass, or failed in it",
-                "see what that rank says",
+                "read the error of that rank",
             )
 
     def _units_of(self, use: ReachedUse) -> frozenset[int]:
@@ -102,10 +103,10 @@ class Residence:
         return frozenset(self._place[id(each)] for each in parameters if id(each) in self._place)
 
     def _need(self, places: frozenset[int], *_: Any) -> None:
-        """Have some units there, whatever this is the hook of."""
+        """Make some units whole, whatever object this is the hook of."""
         if self._told is not None:
             raise self._told
-        if torch.is_grad_enabled():  # what is differentiated now is differentiated again, by whatever way
+        if torch.is_grad_enabled():  # a later pass differentiates this pass again, in any order
             places, self._keeps = frozenset(range(len(self._units))), True
         missing = frozenset(place for place in places if not self._units[place].is_whole)
         if missing:
@@ -121,16 +122,16 @@ class Residence:
     def _round(
         self, own: frozenset[int] | None, failed: bool = False
     ) -> list[tuple[frozenset[int] | None, bool]]:
-        """Say what this rank needs, hear what others do, and put it together; ``None`` for nothing any more."""
+        """Say what this rank needs, hear what others need, and make it whole; ``None`` for nothing any more."""
         with torch.no_grad():
             said: list[Any] = exchanged((own, failed), self._group)
             strangers = [rank for rank, each in enumerate(said) if not isinstance(each, tuple)]
-            if strangers:  # what a rank says that was refused before it came to sweeps
+            if strangers:  # the words of a rank that was refused before its sweeps
                 self._told = RefusedElsewhere(
                     ASKED,
                     f"rank {strangers[0]}",
                     f"it has refused its part of the pass:\n{getattr(said[strangers[0]], 'refused', '')}\n",
-                    "see what that rank says",
+                    "read the error of that rank",
                 )
                 raise self._told
             for place in sorted(frozenset().union(*(places or () for places, _ in said))):
@@ -143,7 +144,7 @@ class Residence:
 
 
 def group_of(units: Iterable[ShardedUnit]) -> torch.distributed.ProcessGroup | None:
-    """The ranks that share the parameters of some units.
+    """Return the ranks that share the parameters of some units.
 
     Raises:
         PackpropError: If that is not one group for all of them.

@@ -1,4 +1,4 @@
-"""What can be computed of parameters that ``fully_shard`` has sharded, and what is refused by name."""
+"""Values of parameters that ``fully_shard`` has sharded, and refusals by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packprop.types import Extension
 def swept(
     graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None
 ) -> contextlib.AbstractContextManager[object]:
-    """Inside, sweeps go through sharded parameters; left before the user's own pass. See NOTE [Rounds]."""
+    """Let sweeps go through sharded parameters inside; leave before the user's own pass. See NOTE [Rounds]."""
     if not graph.units:
         return contextlib.nullcontext()
     twice = any(row.seed.kind.startswith("hessian") for extension in extensions for row in extension.rows)
@@ -33,7 +33,7 @@ def swept(
 def require_sharded(
     graph: Graph, extensions: Sequence[Extension], ranks: AllRanks | None, *, create_graph: bool, planned: bool
 ) -> None:
-    """Refuse what cannot be had of sharded parameters; nothing is refused if there are none.
+    """Refuse values that sharded parameters cannot have; refuse nothing if there are none.
 
     Raises:
         PackpropError: The same on every rank.
@@ -99,7 +99,7 @@ def require_sharded(
 
 
 def _is_sharded_inside(use: ReachedUse) -> bool:
-    """Whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
+    """Tell whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
     source = use.recorded.source
     return isinstance(source, RecomputedInputs) and any(
         is_of_sharding(owner_of(hook)) for hook in source.region.hooks

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a pass, and what is refused because they do not fit together."""
+"""Statements of ranks before a pass, and refusals if they do not fit together."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LossTerms:
 
     Args:
         reduction: ``"mean"`` or ``"sum"``; empty if it is neither.
-        terms: What its sum is divided by.
-        factor: What its value is multiplied by on the way to the rank's loss.
+        terms: The divisor of its sum.
+        factor: The factor on its value on the way to the rank's loss.
     """
 
     reduction: str
@@ -42,16 +42,16 @@ class LossTerms:
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """What one rank says of its pass.
+    """The statement of one rank about its pass.
 
     Args:
-        refused: Why this rank cannot take part; empty if it can.
-        asked: What it computes, and how values are put together.
-        samples: How many samples it has.
-        counts: How many samples each extension takes.
+        refused: The reason why this rank cannot take part; empty if it can.
+        asked: Its extensions, and how it puts values together.
+        samples: Its number of samples.
+        counts: The number of samples of each extension.
         losses: Its loss functions, in the order of their calls.
-        is_whole: Whether all of its loss comes from these.
-        has_penalties: Whether terms that no sample enters are added to its loss.
+        is_whole: Says that all of its loss comes from these.
+        has_penalties: Says that its loss has added terms that no sample enters.
         leaves: Names of its parameters, with their numbers of entries.
     """
 
@@ -66,7 +66,7 @@ class Statement:
 
 
 def described(ranks: AllRanks, extensions: Sequence[Extension]) -> tuple[str, ...]:
-    """What must be the same on all ranks, in words."""
+    """Describe the properties that must be the same on all ranks."""
     share = ranks.share if isinstance(ranks.share, str) else "a number"
     return (*map(_described, extensions), f"share: {share}", f"gather: {ranks.gather}")
 
@@ -80,7 +80,7 @@ def _described(extension: Extension) -> str:
 
 
 def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
-    """The loss functions of a rank's loss."""
+    """Return the loss functions of a rank's loss."""
     losses = sorted(graph.losses, key=lambda loss: loss.call.number)
     if all(any(root.grad_fn is loss.node for root in graph.roots) for loss in losses):
         seeds = {root.grad_fn: seed for root, seed in zip(graph.roots, graph.root_gradients(), strict=True)}
@@ -98,7 +98,7 @@ def losses_of(graph: Graph) -> tuple[LossTerms, ...]:
 
 
 def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
-    """The statements of all ranks, which fit together.
+    """Return the statements of all ranks, which fit together.
 
     Raises:
         PackpropError: On every rank, if one of them cannot take part, or they ask for different values.
@@ -113,7 +113,7 @@ def agreed(ranks: AllRanks, own: Statement) -> list[Statement]:
                 ASKED,
                 f"rank {rank}",
                 f"it has refused its part of the pass:\n{statement.refused}\n",
-                "see what that rank says",
+                "read the error of that rank",
             )
     for rank, statement in enumerate(statements):
         for other, mine in zip(statement.asked, statements[0].asked, strict=False):
@@ -134,7 +134,7 @@ def _different(rank: int, first: str, other: str) -> PackpropError:
 
 
 def shares(ranks: AllRanks, statements: Sequence[Statement]) -> list[float]:
-    """What each rank's loss counts in the loss of all ranks; ``NaN`` where only the rank knows.
+    """Return the weight of each rank's loss in the loss of all ranks; ``NaN`` if only the rank knows it.
 
     Raises:
         PackpropError: On every rank, if it is not known.
@@ -170,7 +170,7 @@ def shares(ranks: AllRanks, statements: Sequence[Statement]) -> list[float]:
 
 
 def _require_known(rank: int, statement: Statement, first: Statement) -> None:
-    """Refuse a loss of which it is not known what it counts."""
+    """Refuse a loss whose weight is not known."""
     reductions = [loss.reduction for loss in statement.losses]
     error = functools.partial(_unknown, rank)
     if not statement.is_whole or not reductions or "" in reductions:
@@ -199,7 +199,7 @@ def _unknown(rank: int, why: str) -> PackpropError:
 
 
 def merged_counts(statements: Sequence[Statement], extensions: Sequence[Extension]) -> dict[Extension, int]:
-    """How many samples of all ranks each extension takes."""
+    """Return how many samples of all ranks each extension takes."""
     return {
         extension: sum(statement.counts[place] for statement in statements if statement.counts)
         for place, extension in enumerate(extensions)
@@ -207,7 +207,7 @@ def merged_counts(statements: Sequence[Statement], extensions: Sequence[Extensio
 
 
 def leaves_of_all(statements: Sequence[Statement]) -> dict[str, int]:
-    """Names of the parameters of all ranks, with their numbers of entries, in one order."""
+    """Return names of the parameters of all ranks, with their numbers of entries, in one order."""
     names: dict[str, Any] = {}
     for statement in statements:
         names |= {name: entries for name, entries in statement.leaves.items() if name not in names}

@@ -1,8 +1,8 @@
 """Penalties that cost no memory: `eager_backward` takes the gradient of a branch at once.
 
-A branch of the autograd graph whose value goes straight into the loss need not wait for the
-backward pass. Its gradient is known as soon as its value is, up to a factor that arrives later,
-and everything that was needed to compute it can be freed.
+A branch of the autograd graph whose value goes straight into the loss need not wait for the backward
+pass. Its gradient is known as soon as its value is, up to a factor that arrives later, and packprop
+can free everything else that it computed.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ def eager_backward(
 ) -> Any:
     """Evaluate `fn(*inputs)`, take its gradient at once, free its graph, return the value.
 
-    The value backpropagates like any tensor: what arrives at it multiplies the kept gradients.
-    Tensors that `fn` reaches by closure and that require a gradient get theirs, undeclared.
+    The value backpropagates like any tensor: its gradient multiplies the kept gradients. Tensors that
+    `fn` reaches by closure and that require a gradient get theirs, undeclared.
 
     Args:
-        fn: Returns a scalar, or one value per sample `[n]`: what arrives for a sample then scales
+        fn: Returns a scalar, or one value per sample `[n]`: the gradient of a sample's value then scales
             its rows of the inputs' gradients. It must not change its inputs.
         *inputs: Tensors, or tuples, lists, dicts and dataclasses of them; anything else is passed
             on. Without inputs the result is a function: `@eager_backward(chunks=4)`.
-        chunks: Evaluate that many pieces of the inputs, one after the other. Scalars add up;
-            values per sample are joined if `axes` is 0, and add up otherwise.
+        chunks: Evaluate that many pieces of the inputs, one after the other. Scalars add up; values per
+            sample join if `axes` is 0, and add up otherwise.
         axes: The axis along which inputs are split: one number for all, or one entry per input,
             where None marks an input that has no such axis and is passed whole. Parameters and
             scalars are never split. Samples lie on axis 0.
-        reduction: `"mean"` if `fn` averages over the axis that is split: a piece then counts by
-            its length. A mean with another divisor (cross entropy with ignored targets): let `fn`
-            sum, and divide the value.
+        reduction: `"mean"` if `fn` averages over the split axis: a piece then counts by its length. For a
+            mean with another divisor (cross entropy with ignored targets), let `fn` sum, and divide the
+            value.
         weights: `[n]`, for a `fn` that returns one value per sample: the value is the scalar
-            `(weights * fn(*inputs)).sum()`, which is right for parameters, too.
-        keep: What waits for the backward pass: the gradients as they are (`"exact"`), rounded to
-            a dtype, or on the `"cpu"` (pinned, asynchronous); or the inputs, to `"recompute"`.
-        memory: In place of `keep`, the most bytes (`"64MiB"`) to keep on the inputs' device; of
-            exact, cpu (from an accelerator), recompute and `torch.bfloat16` the first that fits.
-        hook: Called in the backward pass with the scaled gradients of the inputs that have one,
-            in order; returns what goes on instead (one tensor, or as many as it got), or None.
-        check: Check whether samples are mixed and whether pieces add up; costs time and memory.
+            `(weights * fn(*inputs)).sum()`, which is also right for parameters.
+        keep: Kept for the backward pass: the gradients, exact (`"exact"`), rounded to a dtype, or on the
+            `"cpu"` (pinned, asynchronous); or the inputs, to `"recompute"`.
+        memory: In place of `keep`, the most bytes (`"64MiB"`) to keep on the inputs' device; of exact, cpu
+            (from an accelerator), recompute and `torch.bfloat16`, packprop takes the first that fits.
+        hook: A function to call in the backward pass with the scaled gradients of the inputs that have
+            one, in order; it returns the gradients that go on (one tensor, or as many as it got), or None.
+        check: Check that samples do not mix and that pieces add up; costs time and memory.
 
     Returns:
         A scalar or `[n]`, of the dtype that `fn` returned.

@@ -31,7 +31,7 @@ class Choices(TypedDict, total=False):
 
 
 def bad(where: str, why: str, instead: str) -> BadInput:
-    """The error for an argument of `eager_backward` that cannot be used."""
+    """Make the error for an unusable argument of `eager_backward`."""
     return BadInput(ASKED, where, why, instead)
 
 
@@ -59,7 +59,7 @@ def check_choices(choices: Choices) -> None:
 
 
 def byte_count(memory: int | str) -> int:
-    """Bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
+    """Return the bytes of a number, or of a text such as `"64MiB"` or `"1.5 GB"`."""
     count = memory_bytes(memory)
     if count is None:
         raise bad(f"{memory=}", "this is no number of bytes", "memory='64MiB', say")

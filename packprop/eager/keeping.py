@@ -1,4 +1,4 @@
-"""What waits for the backward pass: gradients, exact, rounded or on the CPU, or the inputs."""
+"""The kept part of a branch until the backward pass: gradients, exact, rounded or on the CPU, or the inputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from packprop.errors import PackpropError
 
 
 def choose_keep(budget: int, leaves: list[Any], targets: list[Tensor], shared: bool) -> Keep:
-    """What to keep within a budget: exact gradients first, rounded ones last.
+    """Choose what to keep within a budget: exact gradients first, rounded ones last.
 
     Args:
-        budget: Bytes that may be kept on the devices of `targets`.
+        budget: Bytes for keeping on the devices of `targets`.
         leaves: All inputs.
         targets: The inputs and outside tensors whose gradients would be kept.
-        shared: Whether there is one value per sample, and a gradient that all samples share.
+        shared: Says that there is one value per sample, and a gradient that all samples share.
     """
 
     def size(tensors: list[Tensor], entry_bytes: int = 16) -> int:

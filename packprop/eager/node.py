@@ -1,4 +1,4 @@
-"""The node that stands for a branch in the graph, and hands on its gradient."""
+"""The node that stands for a branch in the graph, and passes on its gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from packprop.tensors.random import random_numbers_from, random_states
 
 
 def attach(job: Job, leaves: list[Any]) -> Tensor:
-    """The value of a job; if anything requires a gradient, with a node that holds the gradient."""
+    """Return the value of a job; if anything requires a gradient, with a node that holds the gradient."""
     choices = job.choices
     may_recompute = choices["keep"] == "recompute" or choices["memory"] is not None
     random = random_states(devices_of(leaves)) if may_recompute else {}
@@ -54,7 +54,7 @@ def attach(job: Job, leaves: list[Any]) -> Tensor:
 
 @dataclass
 class _Recomputation:
-    """How to evaluate a job once more, from saved tensors."""
+    """The means to evaluate a job once more, from saved tensors."""
 
     job: Job
     random: dict[torch.device, Tensor]
@@ -93,7 +93,7 @@ class _Recomputation:
     def _differentiably(self, leaves: list[Any], cotangent: Tensor) -> list[Tensor | None]:
         job = self.job
         for number in self.inputs:
-            # A view, so that hooks on the input are left to the outer pass.
+            # A view, so that hooks on the input run only in the outer pass.
             leaves[number] = leaves[number].view_as(leaves[number])
         value = job.join([job.evaluate(piece, length) for _, length, piece in job.split(leaves)])
         targets = [leaves[number] for number in self.inputs] + self.shared
@@ -103,15 +103,15 @@ class _Recomputation:
 
 @dataclass
 class _Record:
-    """What the backward pass must know besides the saved tensors; lists are in the order of the sources.
+    """The facts that the backward pass needs besides the saved tensors; lists are in the order of the sources.
 
     Args:
         like: Dtype and device of each gradient.
-        rows: Whether the cotangent of each sample scales that sample's rows.
-        inputs: How many sources the hook gets: the first ones.
-        owned: Whether nobody else holds the kept gradients.
+        rows: Says that the cotangent of each sample scales that sample's rows.
+        inputs: The number of sources that the hook gets: the first ones.
+        owned: Says that nobody else holds the kept gradients.
         hook: The user's hook.
-        recompute: How to evaluate the job once more, if that was chosen.
+        recompute: The means to evaluate the job once more, if that was chosen.
     """
 
     like: list[tuple[torch.dtype, torch.device]]
@@ -123,11 +123,11 @@ class _Record:
 
 
 class Eager(torch.autograd.Function):
-    """Multiplies kept gradients by what arrives; in the graph its node is EagerBackward."""
+    """Multiplies kept gradients by the gradient that arrives; in the graph its node is EagerBackward."""
 
     @staticmethod
     def forward(ctx: Any, record: _Record, result: tuple[Tensor, list[Tensor]], *sources: Tensor) -> Tensor:
-        """Save what `attach` has computed; return the value."""
+        """Save the results of `attach`; return the value."""
         ctx.record = record
         value, saved = result
         ctx.save_for_backward(*saved)
@@ -135,7 +135,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        """The gradients of the sources."""
+        """Return the gradients of the sources."""
         record: _Record = ctx.record
         saved = _unpack(ctx)
         create_graph = torch.is_grad_enabled()
@@ -150,7 +150,7 @@ class Eager(torch.autograd.Function):
                 "eager_backward(..., keep='recompute')",
             )
         else:
-            # in the last pass the kept gradient may be scaled in place, which saves the memory of a second one
+            # the last pass may scale the kept gradient in place, which saves the memory of a second one
             consume = record.owned and not graph_is_kept()
             entries = zip(saved, record.like, record.rows, strict=True)
             gradients = [_scaled(kept, like, cotangent, rows, consume) for kept, like, rows in entries]

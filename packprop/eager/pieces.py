@@ -1,4 +1,4 @@
-"""A function and its arguments, cut into pieces, evaluated, and put together again."""
+"""A function and its arguments: cut into pieces, evaluated, and put together again."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @dataclass
 class Job:
-    """A function, and how its arguments are put together and cut; it holds no input."""
+    """A function, and the way to put together and cut its arguments; it holds no input."""
 
     fn: Callable[..., Tensor]
     choices: Choices
     specs: list[Any]  # per argument: itself, with gaps where its tensors were
-    axes: list[int | None]  # per leaf: the axis to cut; None for what is passed whole
-    spans: list[tuple[int, int]]  # per piece: where it starts, how long it is
+    axes: list[int | None]  # per leaf: the axis to cut; None to pass it whole
+    spans: list[tuple[int, int]]  # per piece: its start and its length
     autocast: Autocast
     named: bool  # whether the last argument is a dict of keyword arguments
     rows: frozenset[int] = frozenset()  # leaves whose rows have a factor each
@@ -49,12 +49,12 @@ class Job:
 
     @property
     def axis(self) -> int | None:
-        """The axis that is cut, if anything is."""
+        """The axis to cut, if there is one."""
         cut = [axis for axis in self.axes if axis is not None]
         return cut[0] if cut and len(self.spans) > 1 else None
 
     def split(self, leaves: list[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-        """Start, length and leaves of each piece."""
+        """Yield start, length and leaves of each piece."""
         for start, length in self.spans:
             piece = list(leaves)
             if len(self.spans) > 1:
@@ -64,7 +64,7 @@ class Job:
             yield start, length, piece
 
     def evaluate(self, piece: list[Any], length: int) -> Tensor:
-        """The value of one piece, checked, with its weights and its share of a mean."""
+        """Return the value of one piece, checked, with its weights and its share of a mean."""
         tensors = [leaf for leaf in piece if isinstance(leaf, Tensor)]
         versions = [version(tensor) for tensor in tensors]
         inputs = put_together(piece, self.specs)
@@ -88,7 +88,7 @@ class Job:
         return output * (length / sum(n for _, n in self.spans)) if mean else output
 
     def join(self, values: list[Tensor]) -> Tensor:
-        """One value from those of the pieces."""
+        """Join the values of the pieces into one."""
         if len(values) == 1:
             return values[0]
         if values[0].ndim and self.axis == 0:
@@ -96,7 +96,7 @@ class Job:
         return torch.stack(values).sum(0, dtype=accumulation_dtype(values[0].dtype)).to(values[0].dtype)
 
     def seed(self, output: Tensor, cotangent: Tensor | None, start: int) -> Tensor | None:
-        """The cotangent at the value of one piece; None for one."""
+        """Return the cotangent at the value of one piece; None for one."""
         if cotangent is None:
             return torch.ones_like(output) if output.ndim else None
         if output.ndim and self.axis == 0:
@@ -108,7 +108,7 @@ class Job:
         return bad(self.where, why, "clone the input first, or use the out-of-place function")
 
     def _check_output(self, output: Any, piece: list[Any]) -> None:
-        """Refuse outputs that are neither a scalar nor one value per sample; note which leaves hold samples."""
+        """Refuse outputs other than a scalar or one value per sample; note leaves that hold samples."""
         if not isinstance(output, Tensor):
             several = isinstance(output, Sequence) and not isinstance(output, str)
             got = f"{len(output)} values" if several else f"a {type(output).__name__}"
@@ -148,7 +148,7 @@ class Job:
 def prepare(
     fn: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any], choices: Choices
 ) -> tuple[Job, list[Any]]:
-    """The job of one call, and the leaves of all its arguments, with the weights last."""
+    """Return the job of one call, and the leaves of all its arguments, with the weights last."""
     axes, chunks, weights = choices["axes"], choices["chunks"], choices["weights"]
     if isinstance(axes, Sequence) and len(axes) != len(inputs):
         raise bad(f"{axes=}", f"there are {len(inputs)} inputs", "give one entry per input")
@@ -200,14 +200,14 @@ def _axis(leaf: Any, axis: int | None, strict: bool) -> int | None:
 
 
 class _Gap:
-    """What stands in an argument where a tensor was."""
+    """A placeholder for a tensor in an argument."""
 
 
 _GAP = _Gap()
 
 
 def take_apart(argument: Any) -> tuple[list[Tensor], Any]:
-    """Tensors of an argument, and the rest of it."""
+    """Split an argument into its tensors and the rest."""
     leaves: list[Tensor] = []
 
     def taken_out(tensor: Tensor) -> _Gap:
@@ -219,13 +219,13 @@ def take_apart(argument: Any) -> tuple[list[Tensor], Any]:
 
 
 def put_together(leaves: list[Any], specs: list[Any]) -> list[Any]:
-    """The arguments again, from the tensors of all of them."""
+    """Rebuild the arguments from the tensors of all of them."""
     rest = iter(leaves)
     return [map_instances(_Gap, lambda _: next(rest), spec) for spec in specs]
 
 
 def freed(tensor: Tensor) -> bool:
-    """Whether a tensor's memory was taken away, as sharding does between uses."""
+    """Tell whether a tensor's memory was taken away, as sharding does between uses."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().nbytes() == 0
@@ -239,14 +239,14 @@ def freed(tensor: Tensor) -> bool:
 
 
 def surroundings(autocast: Autocast, backward: bool = False) -> AbstractContextManager[Any]:
-    """Autocast as it was at the call, or none for gradients; no hooks on saved tensors."""
+    """Restore autocast as it was at the call, or none for gradients; disable hooks on saved tensors."""
     contexts: list[AbstractContextManager[Any]] = [
         torch.autocast(kind, dtype, enabled and not backward, cache_enabled=False)
         for kind, enabled, dtype in autocast
         if enabled or torch.is_autocast_enabled(kind)
     ]
-    # Under hooks, even ones that do nothing, PyTorch no longer notices that a saved tensor was changed: they
-    # are set only where others are in force. In 2.6 a branch inside a checkpoint is evaluated once more.
+    # Under hooks, even ones that do nothing, PyTorch no longer notices a change of a saved tensor: so this sets
+    # hooks only if others are active. In 2.6 a branch inside a checkpoint is evaluated once more.
     if hooks_in_force() is not None:
         contexts.append(graph.saved_tensors_hooks(_same, _same))
     if not contexts:
@@ -262,5 +262,5 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def devices_of(leaves: list[Any]) -> set[torch.device]:
-    """The devices of the tensors among the leaves."""
+    """Return the devices of the tensors among the leaves."""
     return {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}

@@ -1,4 +1,4 @@
-"""What a branch of the autograd graph reaches: leaves, and tensors of the graph around it."""
+"""The sources of a branch of the autograd graph: leaves, and tensors of the graph around it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from packprop.eager.choices import ASKED
 from packprop.errors import PackpropError
 
 Key = tuple[Any, int]
-"""Identifies a tensor of a graph: its node and output number; for a leaf, its `id` and 0."""
+"""An identifier of a tensor of a graph: its node and output number; for a leaf, its `id` and 0."""
 
 with torch.enable_grad():
     _ANY: Any = torch.empty(0, device="cpu", requires_grad=True).view(0)
 _ACCUMULATE_GRAD: Any = type(_ANY.grad_fn.next_functions[0][0])
 
 SEARCH_LIMIT = 20_000
-"""At most this many objects that a function refers to are searched for a tensor that it uses."""
+"""The maximum number of objects behind a function that packprop searches for a tensor."""
 
 
 def key_of(tensor: Tensor) -> Key:
-    """The key of a tensor."""
+    """Return the key of a tensor."""
     node = tensor.grad_fn
     return (id(tensor), 0) if node is None else (node, tensor.output_nr)
 
 
 def clock() -> int:
-    """A number between those of the nodes made before and after; gradients must be enabled."""
+    """Return a number between those of the nodes made before and after; gradients must be enabled."""
     # NOTE [Inside and outside]
     # Nodes are numbered in the order of their creation, one count per thread: those of a branch lie
     # between the clock at its start and its value. The number is private (`Node._sequence_nr`), and
@@ -50,17 +50,17 @@ def _number(node: Any) -> int:
 def reached(
     output: Tensor, since: int, known: Mapping[Key, Tensor], fn: Callable[..., Any]
 ) -> tuple[dict[Key, Tensor], bool]:
-    """The tensors that a branch starts from: its leaves, and tensors of the graph around it.
+    """Return the tensors that a branch starts from: its leaves, and tensors of the graph around it.
 
     Args:
         output: The value of the branch.
         since: The `clock` before it was computed.
-        known: Tensors that are known to lie outside.
-        fn: The function that computed it; its names are searched for tensors that lie outside.
+        known: Tensors outside of the branch.
+        fn: The function that computed it; packprop searches its names for tensors outside.
 
     Returns:
-        The tensors, and whether the graph must be kept after its differentiation, because it is in
-        doubt where the branch ends.
+        The tensors, and whether to keep the graph after its differentiation, because the end of the branch is
+        in doubt.
     """
     if threading.get_ident() != threading.main_thread().ident:
         # Nodes of another thread are numbered by that thread's count: look for tensors by name instead.
@@ -98,12 +98,12 @@ def reached(
 
 
 def _has_threads(device: torch.device) -> bool:
-    """Whether autograd computes gradients on this device, and makes their nodes, in a separate thread."""
+    """Tell whether autograd computes gradients on this device, and makes their nodes, in a separate thread."""
     return device.type != "cpu"
 
 
 def _by_name(edges: Collection[Key], known: Mapping[Key, Tensor], fn: Callable[..., Any]) -> dict[Key, Tensor]:
-    """The tensors at edges out of a branch that are known, or that a name leads to."""
+    """Return tensors at edges out of a branch that are known, or that a name leads to."""
     found = {edge: known[edge] for edge in edges if edge in known}
     if len(found) < len(edges):
         for _, tensor in tensors_of(fn):
@@ -123,7 +123,7 @@ def _hidden(node: Any, fn: Callable[..., Any]) -> PackpropError:
 
 
 def tensors_of(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors that a function can reach, nearest first."""
+    """Yield names and tensors that a function can reach, nearest first."""
     queue: deque[tuple[str, Any]] = deque([("", fn)])
     seen: set[int] = set()
     while queue and len(seen) < SEARCH_LIMIT:
@@ -178,7 +178,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Global names in a function's code and in that of its comprehensions and lambdas."""
+    """Yield global names in a function's code and in that of its comprehensions and lambdas."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

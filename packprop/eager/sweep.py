@@ -1,4 +1,4 @@
-"""The gradient of a branch, taken piece by piece."""
+"""The gradient of a branch, computed piece by piece."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Sweep:
     """Evaluates a job piece by piece; takes each piece's gradient, then frees its graph.
 
     Args:
-        job: What to evaluate.
+        job: The job to evaluate.
         leaves: The tensors and constants of its arguments.
         cotangent: The gradient of the value; None for ones, before the backward pass.
-        known: Tensors that the branch is known to take from the graph around it.
+        known: Tensors that the branch takes from the graph around it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sweep:
         return self.job.join(self.values)
 
     def _final(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """The gradient of all pieces, as it is kept."""
+        """Return the gradient of all pieces, as it is kept."""
         if self.keep == "recompute":
             return gradient
         # A sum over pieces is of a wider dtype than its terms.
@@ -76,7 +76,7 @@ class Sweep:
         return [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def _piece(self, start: int, length: int, piece: list[Any]) -> None:
-        # What is local to this function must be gone before the next piece is evaluated.
+        # Locals of this function must be gone before the next piece is evaluated.
         job = self.job
         numbers = self._differentiable(self.leaves)
         since = clock()
@@ -115,7 +115,7 @@ class Sweep:
     def _decide(
         self, output: Tensor, piece: list[Any], own: dict[Key, int], outside: dict[Key, Tensor]
     ) -> None:
-        """Decide what is kept; refuse gradients that cannot be scaled and, under ``check``, mixed samples."""
+        """Decide what to keep; refuse gradients that cannot be scaled and, under ``check``, mixed samples."""
         job = self.job
         whole = [piece[n] for n in own.values() if n not in job.rows] if job.rows else []
         shared = [*whole, *outside.values()] if job.rows else []

@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
     Args:
         inputs: Channels of the input.
         outputs: Channels of the output.
-        stride: Stride of the first convolution; where shapes change, the shortcut is a 1 x 1 convolution.
+        stride: Stride of the first convolution; if shapes change, the shortcut is a 1 x 1 convolution.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
@@ -44,7 +44,7 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[n, inputs, height, width] -> [n, outputs, height / stride, width / stride]``."""
+        """Map ``[n, inputs, height, width]`` to ``[n, outputs, height / stride, width / stride]``."""
         out = F.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
         return F.relu(out + self.shortcut(x))
@@ -67,7 +67,7 @@ class SmallResNet(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[n, 1, height, width] -> [n, classes]``."""
+        """Map ``[n, 1, height, width]`` to ``[n, classes]``."""
         x = F.relu(self.norm(self.stem(x)))
         x = self.block2(self.block1(x))
         out: Tensor = self.head(x.mean((2, 3)))
@@ -75,7 +75,7 @@ class SmallResNet(nn.Module):
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """The 1797 handwritten digits that ship with scikit-learn, of Alpaydin and Kaynak (UCI, 1998).
+    """Load the 1797 handwritten digits that ship with scikit-learn, of Alpaydin and Kaynak (UCI, 1998).
 
     Returns:
         Grey values from 0 to 1 ``[n, 1, 8, 8]``, classes from 0 to 9 ``[n]``.
@@ -98,7 +98,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: str | Path) -> Tensor:
-    """A file in the IDX format of MNIST (LeCun, Cortes and Burges, 1998), plain or compressed with gzip.
+    """Read a file in the IDX format of MNIST (LeCun, Cortes and Burges, 1998), plain or compressed with gzip.
 
     Args:
         path: The file.
@@ -127,9 +127,9 @@ def read_idx(path: str | Path) -> Tensor:
 
 
 def load_mnist(root: str | Path | None = None) -> tuple[Tensor, Tensor]:
-    """The training images of MNIST or, if they are not available, scikit-learn's digits in their format.
+    """Load the training images of MNIST or, if they are not available, scikit-learn's digits in their format.
 
-    They are looked for in this order: IDX files in ``root``, in the folder that the environment variable
+    It looks in this order: IDX files in ``root``, in the folder that the environment variable
     ``PACKPROP_MNIST`` names, in ``./data/MNIST/raw``; a download by torchvision to ``./data``, if it is
     installed; the digits, enlarged to 20 x 20 inside 28 x 28, with one warning.
 
@@ -165,7 +165,7 @@ def _idx_file(folder: Path, name: str) -> Path | None:
 
 @functools.cache
 def _downloaded_mnist() -> tuple[Tensor, Tensor]:
-    """MNIST from torchvision, or the digits instead; this is decided, with a warning, once."""
+    """Load MNIST by torchvision, or the digits instead; it decides this, with a warning, once."""
     try:
         from torchvision.datasets import MNIST
 
@@ -187,15 +187,15 @@ def _downloaded_mnist() -> tuple[Tensor, Tensor]:
 def load_one_batch_mnist(
     batch_size: int = 64, shuffle: bool = True, flat: bool = False, root: str | Path | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One batch of MNIST's training images, shifted and scaled to mean 0 and standard deviation 1.
+    """Load one batch of MNIST's training images, shifted and scaled to mean 0 and standard deviation 1.
 
     A ``DataLoader`` draws it from the global random state, so that a seed chooses the batch. ``load_mnist``
     says where the images come from.
 
     Args:
         batch_size: Number of samples.
-        shuffle: Whether samples are drawn at random; else the first ones.
-        flat: Whether each image shall be a vector of its pixels.
+        shuffle: Draw samples at random; else take the first ones.
+        flat: Make each image a vector of its pixels.
         root: Folder with the IDX files of MNIST.
 
     Returns:
@@ -208,7 +208,7 @@ def load_one_batch_mnist(
 def mnist_loader(
     batch_size: int = 64, shuffle: bool = True, root: str | Path | None = None
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches of MNIST's training images and classes, in the form of ``load_one_batch_mnist``."""
+    """Load batches of MNIST's training images and classes, in the form of ``load_one_batch_mnist``."""
     return DataLoader(TensorDataset(*load_mnist(root)), batch_size, shuffle, collate_fn=_normalised)
 
 
@@ -218,9 +218,9 @@ def _normalised(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def digits(seed: int = 0, epochs: int = 5, batch_size: int = 64) -> tuple[nn.Module, nn.Module, TensorDataset]:
-    """A small residual network trained for a few seconds, its loss, and the digits it was trained on.
+    """Train a small residual network for a few seconds; return it, its loss, and its training digits.
 
-    The global random state is left alone.
+    This leaves the global random state alone.
 
     Args:
         seed: Seed of the initial weights and of the order of the training data.

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from packprop.errors import PackpropError
 
 OTHER = "·"
-"""What is shown for a character that has no token of its own."""
+"""The sign for a character that has no token of its own."""
 
 CHARACTERS = OTHER + "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\u2018\u2019\u201c\u201d\u2026"
 """The tokens, printable ASCII and typographic quotation marks; place 0 stands for every other character."""
@@ -40,7 +40,7 @@ class TransformerBlock(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[n, tokens, width] -> [n, tokens, width]``."""
+        """Map ``[n, tokens, width]`` to ``[n, tokens, width]``."""
         heads = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         query, key, value = heads.unbind(2)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -71,14 +71,14 @@ class SmallTransformer(nn.Module):
         self.head = nn.Linear(width, tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[n, length] -> [n, length, tokens]``: logits of the token after each."""
+        """Map ``[n, length]`` to ``[n, length, tokens]``: logits of the token after each."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         out: Tensor = self.head(self.norm(self.block2(self.block1(x))))
         return out
 
 
 def load_windows(length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    """Python's help pages, cut into windows of some characters: what ``help("LAMBDAS")`` and the like print.
+    """Return Python's help pages in windows of some characters: the text of ``help("LAMBDAS")`` and the like.
 
     The text ships with Python, about half a million characters that change a little from version to version.
 
@@ -109,22 +109,22 @@ def load_windows(length: int = LENGTH) -> tuple[Tensor, Tensor]:
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens, of logits ``[n, length, tokens]`` and targets ``[n, length]``."""
+    """Compute the mean cross entropy over all tokens, of logits ``[n, length, tokens]`` and targets."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def language_model(
     seed: int = 0, steps: int = 300, samples: int = 1024, batch_size: int = 32
 ) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], TensorDataset]:
-    """A small causal language model trained for some seconds, its loss, and windows of the text.
+    """Train a small causal language model for some seconds; return it, its loss, and windows of the text.
 
     ``packprop profile packprop.examples:language_model --decode packprop.examples:decode`` shows the windows
-    with the largest gradients as text. The global random state is left alone.
+    with the largest gradients as text. This leaves the global random state alone.
 
     Args:
         seed: Seed of the initial weights and of the order of the training data.
         steps: Steps of training; 0 leaves the network as it was initialised.
-        samples: How many windows are returned, evenly spaced over the text; training draws from all.
+        samples: The number of returned windows, evenly spaced over the text; training draws from all.
         batch_size: Windows in each step of training.
 
     Returns:
@@ -152,7 +152,7 @@ def language_model(
 
 
 def decode(inputs: Tensor, targets: Tensor) -> list[str]:
-    """The characters that the model has to find in one window, one by one: for ``packprop profile --decode``.
+    """Return the characters that the model has to find in one window: for ``packprop profile --decode``.
 
     Args:
         inputs: The window ``[length]``; not needed.

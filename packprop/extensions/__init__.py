@@ -1,4 +1,4 @@
-"""The catalogue: what can be asked for in one backward pass, each quantity a class of a few rows."""
+"""The catalogue of quantities that one backward pass computes, each a class of a few rows."""
 
 from packprop.extensions.averaged import HBP, KFRA
 from packprop.extensions.diagonal import (

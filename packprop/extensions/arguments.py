@@ -1,4 +1,4 @@
-"""Refusals that extensions share: an argument is checked when the extension is made."""
+"""Refusals that extensions share: each extension checks its arguments when you make it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_one_of(asked: str, where: str, value: object, choices: tuple[str | N
 
 
 def require_draws(name: str, mc_samples: object) -> None:
-    """Refuse what is not a number of Monte Carlo draws.
+    """Refuse anything that is not a number of Monte Carlo draws.
 
     Raises:
         BadInput: A ``ValueError``.
@@ -39,7 +39,7 @@ def require_draws(name: str, mc_samples: object) -> None:
 
 
 def require_own_savefields(asked: str, extensions: Sequence[Extension], instead: str) -> None:
-    """Refuse extensions two of which are saved under one name.
+    """Refuse extensions if two of them use one name.
 
     Raises:
         BadInput: A ``ValueError``, with the first of them.
@@ -50,6 +50,6 @@ def require_own_savefields(asked: str, extensions: Sequence[Extension], instead:
             raise BadInput(
                 asked,
                 f"extension {extension.name}",
-                f"another one that is saved as {extension.savefield!r} is there, too",
+                f"another extension is also saved as {extension.savefield!r}",
                 instead,
             )

@@ -1,7 +1,7 @@
 """Kronecker factors from curvature that is averaged over samples layer by layer: KFRA and HBP.
 
 See NOTE [Kronecker factors] (``packprop/extensions/kronecker.py``) for conventions and scales, and
-NOTE [Averaged recursion] (``packprop/curvature/recursion.py``) for what is averaged.
+NOTE [Averaged recursion] (``packprop/curvature/recursion.py``) for the averages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ BOTEV_MARTENS, CHEN = "E[J^T E(H) J]", "E(J^T) E(H) E(J)"
 class KFRA(Extension):
     """Kronecker factors of the GGN by averaging over samples layer by layer, ``kfra``: ``[B, A]`` or ``[B]``.
 
-    For chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017). Other graphs are
-    refused. Conventions and scales are those of KFAC. Both factors are added up, and handed over, in at least
-    float32.
+    They exist for chains of affine and elementwise layers, pooling and reshapes (Botev et al. 2017); packprop
+    refuses other graphs. Conventions and scales are those of KFAC. Both factors add up in at least float32, and
+    keep this precision.
 
     Args:
-        otherwise: As for ``KFAC``, of input factors. ``B`` is given whole: the recursion needs it so.
+        otherwise: As for ``KFAC``, for input factors. ``B`` is always whole: the recursion needs it.
     """
 
     otherwise: Otherwise | None = None
@@ -60,19 +60,19 @@ class HBP(Extension):
     """Hessian backpropagation with its options, ``hbp``: ``[B, A]`` or ``[B]`` (Dangel et al. 2020).
 
     With ``backprop_strategy="sqrt"`` it is KFLR (``"exact"``) or KFAC (``"sampling"``) under another name. With
-    ``"average"`` one matrix is averaged over samples layer by layer, as for KFRA, and on the same graphs. Both
-    factors are added up, and handed over, in at least float32.
+    ``"average"`` it averages one matrix over samples layer by layer, as KFRA does, and on the same graphs. Both
+    factors add up in at least float32, and keep this precision.
 
     Args:
-        curv_type: ``"ggn"``, or with ``"average"`` also ``"hessian"``, ``"pch-abs"``, ``"pch-clip"``: whether
-            elementwise nonlinearities add their curvature, and how negative curvature is treated.
+        curv_type: ``"ggn"``, or with ``"average"`` also ``"hessian"``, ``"pch-abs"``, ``"pch-clip"``: these add
+            the curvature of elementwise nonlinearities, and differ in the treatment of negative curvature.
         loss_hessian_strategy: ``"exact"`` columns or ``"sampling"``; ``"sum"``: exact, summed over samples.
         backprop_strategy: ``"sqrt"`` or ``"average"``.
-        ea_strategy: ``"E[J^T E(H) J]"``; or ``"E(J^T) E(H) E(J)"``: Jacobians and inputs are averaged first.
+        ea_strategy: ``"E[J^T E(H) J]"``; or ``"E(J^T) E(H) E(J)"``, which averages Jacobians and inputs first.
         savefield: The attribute that the value is saved in.
         generator: Makes draws repeatable.
-        otherwise: As for ``KFAC``; with ``"average"`` of input factors: ``B`` is given whole, as the recursion
-            needs it.
+        otherwise: As for ``KFAC``; with ``"average"`` for input factors: ``B`` is always whole, because the
+            recursion needs it.
     """
 
     curv_type: Curvature = "ggn"

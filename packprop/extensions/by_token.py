@@ -1,10 +1,11 @@
-"""What extensions share that have a row for each sample, or one for each token of each sample.
+"""Extensions with a row for each sample, or for each token of each sample.
 
-With ``per="token"`` the loss is taken apart into its terms: one for each sample n and each position t that the
-loss has beside its axes of samples and classes. A row is the gradient of one term through the whole model,
-attention to earlier tokens included; the rows of a sample sum to its own. Tokens whose term is multiplied by
-zero (``ignore_index``, padding that a weight removes) have rows of zeros. See NOTE [Tokens]
-(``packprop/curvature/tokens.py``). There are as many columns as a sample has tokens, which are swept in chunks.
+With ``per="token"``, packprop splits the loss into its terms: one for each sample n and each position t that
+the loss has beside its axes of samples and classes. A row is the gradient of one term through the whole model,
+attention to earlier tokens included; the rows of a sample sum to its own. If zero multiplies the term of a
+token (``ignore_index``, padding that a weight removes), its row is zero. See NOTE [Tokens]
+(``packprop/curvature/tokens.py``). There are as many columns as a sample has tokens; packprop sweeps them in
+chunks.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from packprop.extensions.arguments import require_one_of
 from packprop.types import Extension, Row
 
 Per = Literal["sample", "token"]
-"""What has rows of its own."""
+"""The units that have rows of their own."""
 
 
 def save_by_token(extension: Extension, per: Per) -> None:
-    """Check ``per``, and give quantities of tokens an attribute of their own: that of samples and ``_token``.
+    """Check ``per``, and give quantities of tokens their own attribute: that of samples and ``_token``.
 
     Raises:
         BadInput: If ``per`` is neither.
@@ -33,11 +34,11 @@ def save_by_token(extension: Extension, per: Per) -> None:
 
 @dataclass(frozen=True, eq=False)
 class BySampleOrToken(Extension):
-    """An extension of one statistic of samples, and one of tokens.
+    """An extension of one statistic of samples, or one of tokens.
 
     Args:
         subsampling: Indices of samples.
-        per: What has rows of its own.
+        per: The unit that has rows of its own.
     """
 
     subsampling: Sequence[int] | None = None

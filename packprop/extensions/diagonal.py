@@ -1,9 +1,9 @@
 """Diagonals of the generalized Gauss-Newton matrix (GGN), of the loss as reduced (Schraudolph 2002).
 
 ``G = sum_n J_n^T H_n J_n``, with ``J_n`` the Jacobian of the loss's input in the parameters and ``H_n`` the
-Hessian of the loss in its input. For cross entropy and squared error G is the Fisher information. For exact
-diagonals every column of a square root of ``H_n`` is swept back; for Monte Carlo estimates ``mc_samples``
-gradients are, each for targets drawn from the model.
+Hessian of the loss in its input. For cross entropy and squared error, G is the Fisher information. An exact
+diagonal sweeps back every column of a square root of ``H_n``. A Monte Carlo estimate sweeps back ``mc_samples``
+gradients, each for targets drawn from the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packprop.types import EXACT, EXACT_BY_TOKEN, Extension, Row
 class DiagGGNExact(Extension):
     """Diagonal of the GGN, ``diag_ggn_exact``: ``[*p]``.
 
-    Squares are added up over columns and samples, and handed over, in at least float32.
+    Squares add up over columns and samples in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -42,7 +42,7 @@ class DiagGGNExact(Extension):
 class BatchDiagGGNExact(BySampleOrToken):
     """Diagonal of each sample's GGN, ``diag_ggn_exact_batch``: ``[n, *p]``; rows sum to ``diag_ggn_exact``.
 
-    Squares are added up over columns, and handed over, in at least float32.
+    Squares add up over columns in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -56,7 +56,7 @@ class BatchDiagGGNExact(BySampleOrToken):
     of_tokens = Row(EXACT_BY_TOKEN, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Bring samples before tokens."""
+        """Move samples before tokens."""
         diagonals: Tensor = values[0]
         return diagonals if self.per == "sample" else diagonals.transpose(0, 1)
 
@@ -65,19 +65,19 @@ class BatchDiagGGNExact(BySampleOrToken):
 class DiagGGNMC(Sampled):
     """Unbiased Monte Carlo estimate of the GGN's diagonal, ``diag_ggn_mc``: ``[*p]``.
 
-    Squares are added up over columns and samples, and handed over, in at least float32.
+    Squares add up over columns and samples in at least float32, and keep this precision.
 
     Args:
         mc_samples: Draws for each sample of the batch.
         subsampling: Indices of samples, at the scale of the full batch.
-        generator: Makes the draws repeatable; the global random state is left alone then.
+        generator: Makes the draws repeatable, and leaves the global random state alone.
     """
 
     savefield = "diag_ggn_mc"
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Squares of sampled columns."""
+        """The squares of sampled columns."""
         return (Row(self.seed, sum_sq),)
 
 
@@ -85,12 +85,12 @@ class DiagGGNMC(Sampled):
 class BatchDiagGGNMC(Sampled):
     """Monte Carlo estimate of each sample's GGN diagonal, ``diag_ggn_mc_batch``: ``[n, *p]``.
 
-    Squares are added up over columns, and handed over, in at least float32.
+    Squares add up over columns in at least float32, and keep this precision.
 
     Args:
         mc_samples: Draws for each sample of the batch.
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
-        generator: Makes the draws repeatable; the global random state is left alone then.
+        generator: Makes the draws repeatable, and leaves the global random state alone.
         per: ``"token"`` for the diagonal of each token's GGN, ``diag_ggn_mc_batch_token``: ``[n, t, *p]``,
             as in ``packprop/extensions/by_token.py``, from ``mc_samples`` draws for each token.
     """
@@ -105,13 +105,13 @@ class BatchDiagGGNMC(Sampled):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Squares of sampled columns, sample by sample or token by token."""
+        """The squares of sampled columns, sample by sample or token by token."""
         if self.per == "sample":
             return (Row(self.seed, batch_sq, over_n=CAT[0]),)
         seed = replace(self.seed, by_token=True)
         return (Row(seed, token_batch_sq, over_n=CAT[1], over_v=ADD_IN_PLACE),)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Bring samples before tokens."""
+        """Move samples before tokens."""
         diagonals: Tensor = values[0]
         return diagonals if self.per == "sample" else diagonals.transpose(0, 1)

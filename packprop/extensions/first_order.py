@@ -1,10 +1,10 @@
-"""Gradients of single samples and their statistics.
+"""Per-sample gradients and their statistics.
 
 A sample's gradient is a row of ``grad_batch``. The rows sum to ``.grad``, so that under a mean loss each has
 the factor ``1/N``. A factor on the loss multiplies the rows, and its square multiplies their squares.
 
-With ``per="token"`` rows are gradients of single tokens: of single terms of the loss, see
-``packprop/extensions/by_token.py``. Values are saved under the same name and ``_token``.
+With ``per="token"``, rows are gradients of single tokens: of single terms of the loss, see
+``packprop/extensions/by_token.py``. Their attribute is the same name and ``_token``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packprop.types import GRADIENT, GRADIENT_BY_TOKEN, Extension, Row
 class BatchGrad(BySampleOrToken):
     """Gradient of each sample's loss term, ``grad_batch``: ``[n, *p]``.
 
-    Sums over positions are taken in at least float32; rows are rounded to the parameter's precision once.
+    Sums over positions use at least float32; packprop rounds each row to the parameter's precision once.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -40,7 +40,7 @@ class BatchGrad(BySampleOrToken):
     of_tokens = Row(GRADIENT_BY_TOKEN, token_grads, over_n=CAT[1], over_v=ADD_IN_PLACE)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Drop the axis of the one column, or bring samples before tokens."""
+        """Drop the axis of the one column, or move samples before tokens."""
         gradients: Tensor = values[0]
         return gradients[0] if self.per == "sample" else gradients.transpose(0, 1)
 
@@ -49,7 +49,7 @@ class BatchGrad(BySampleOrToken):
 class BatchL2Grad(BySampleOrToken):
     """Squared L2 norm of each row of ``grad_batch``, ``batch_l2``: ``[n]``.
 
-    Squares are formed, added up and handed over in at least float32.
+    Squares are formed and add up in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -61,7 +61,7 @@ class BatchL2Grad(BySampleOrToken):
     of_tokens = Row(GRADIENT_BY_TOKEN, token_sq_norm, over_n=CAT[1], over_v=ADD_IN_PLACE, degree=2)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Bring samples before tokens."""
+        """Move samples before tokens."""
         norms: Tensor = values[0]
         return norms if self.per == "sample" else norms.T
 
@@ -70,7 +70,7 @@ class BatchL2Grad(BySampleOrToken):
 class SumGradSquared(BySampleOrToken):
     """Squares of the entries of ``grad_batch``, summed over samples, ``sum_grad_squared``: ``[*p]``.
 
-    Squares are formed, added up and handed over in at least float32.
+    Squares are formed and add up in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
@@ -87,16 +87,16 @@ class SumGradSquared(BySampleOrToken):
 class Variance(BySampleOrToken):
     """Population variance of the rows of ``grad_batch``, ``variance``: ``[*p]``; never negative.
 
-    Nothing cancels. Mean and squared deviations are computed from per-sample gradients, by Welford's recurrence
-    (1962) where these come one at a time, or for linear layers in float32 from sums in float64. They are merged
-    over chunks as by Chan, Golub and LeVeque (1979), in at least float32, and handed over so. Of an empty batch
-    it is NaN, as a mean over nothing is.
+    Nothing cancels. Mean and squared deviations come from per-sample gradients, by Welford's recurrence (1962)
+    if these come one at a time, or for linear layers in float32 from sums in float64. They merge over chunks as
+    in Chan, Golub and LeVeque (1979), in at least float32, and keep this precision. For an empty batch the
+    variance is NaN, as a mean over nothing is.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.
         per: ``"token"`` for the population variance of the rows of ``grad_batch_token``, ``variance_token``:
-            ``[*p]``. The population is that of the tokens that count: those whose term is not multiplied by
-            zero, as by ``ignore_index``. Zero where no token does.
+            ``[*p]``. The population holds the tokens that count: those whose term is not multiplied by zero, as
+            by ``ignore_index``. The variance is zero if no token counts.
     """
 
     savefield = "variance"
@@ -104,7 +104,7 @@ class Variance(BySampleOrToken):
     of_tokens = Row(GRADIENT_BY_TOKEN, token_moments, over_n=MOMENTS, over_v=MOMENTS, degree=1)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Squared deviations divided by the number of samples, or of tokens that count."""
+        """Divide squared deviations by the number of samples, or of tokens that count."""
         total: Moments = values[0]
         number = total.samples
         return total.deviation / (number.clamp(min=1) if isinstance(number, Tensor) else number)
@@ -114,7 +114,7 @@ class Variance(BySampleOrToken):
 class BatchDotGrad(Extension):
     """Inner products of the rows of ``grad_batch``, ``batch_dot``: ``[n, n]``.
 
-    Products are formed, added up and handed over in at least float32.
+    Products are formed and add up in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples, at the scale of the full batch.

@@ -1,7 +1,7 @@
 """Diagonals of the Hessian of the loss as reduced, in the parameters.
 
 See NOTE [Hessian diagonal] (``packprop/curvature/routes.py``) for the routes to them. On graphs that are
-piecewise linear above the last layer they equal those of the GGN, and cost the same.
+piecewise linear above the last layer, they equal those of the GGN, and cost the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from packprop.types import HESSIAN, Extension, Row, Seed
 class DiagHessian(Extension):
     """Diagonal of the Hessian, ``diag_h``: ``[*p]``; exact on any twice differentiable graph.
 
-    It is that of the whole loss: a term that no sample enters, such as a penalty, is part of it. It is added
-    up, and handed over, in at least float32.
+    It belongs to the whole loss: a term that no sample enters, such as a penalty, is part of it. It adds up in
+    at least float32, and keeps this precision.
 
     Args:
-        subsampling: Indices of samples, at the scale of the full batch; terms without samples are left out.
+        subsampling: Indices of samples, at the scale of the full batch; this leaves out terms without samples.
     """
 
     subsampling: Sequence[int] | None = None
@@ -39,7 +39,7 @@ class DiagHessian(Extension):
 class BatchDiagHessian(Extension):
     """Diagonal of the Hessian of each sample's loss, ``diag_h_batch``: ``[n, *p]``; rows sum to ``diag_h``.
 
-    Terms that no sample enters belong to no row. Rows are added up, and handed over, in at least float32.
+    Terms that no sample enters belong to no row. Rows add up in at least float32, and keep this precision.
 
     Args:
         subsampling: Indices of samples; rows come in their order, at the scale of the full batch.
@@ -55,14 +55,14 @@ class BatchDiagHessian(Extension):
 class DiagHessianMC(Extension):
     """Unbiased estimate of the Hessian's diagonal from random signs, ``diag_h_mc``: ``[*p]``.
 
-    One Hessian-vector product for each draw (Bekas et al. 2007), for models too large for the exact diagonal.
-    The variance of an entry is the sum of squares of the other entries in its row of the Hessian, those between
-    parameters included, divided by the number of draws. They are added up, and their mean handed over, in at
-    least float32.
+    It takes one Hessian-vector product for each draw (Bekas et al. 2007), for models too large for the exact
+    diagonal. The variance of an entry is the sum of squares of the other entries in its row of the Hessian,
+    including those between parameters, divided by the number of draws. Draws add up in at least float32, and
+    their mean keeps this precision.
 
     Args:
         mc_samples: Number of draws.
-        generator: Makes the draws repeatable; the global random state is left alone then.
+        generator: Makes the draws repeatable, and leaves the global random state alone.
     """
 
     mc_samples: int = 1

@@ -18,13 +18,13 @@ from packprop.types import Extension, Row, Seed
 class BatchJacobian(Extension):
     """Jacobian of each sample's output, ``jac_batch``: ``[n, c, *p]``.
 
-    The output is what the extended module returned. The loss, or any other reduction that ``backward()`` is
-    called on, does not enter the result. Sums over positions are taken in at least float32; rows are rounded to
-    the parameter's precision once.
+    The output is the return value of the extended module. The loss, or any other reduction that you call
+    ``backward()`` on, does not enter the result. Sums over positions use at least float32; packprop rounds each
+    row to the parameter's precision once.
 
     Args:
-        outputs: Which entries of a sample's flattened output to take, in this order, so that a Jacobian can be
-            computed in pieces; ``None`` for all.
+        outputs: The entries of a sample's flattened output to take, in this order, so that you can compute a
+            Jacobian in pieces; ``None`` for all.
         subsampling: Indices of samples; they come in this order.
     """
 
@@ -55,6 +55,6 @@ class BatchJacobian(Extension):
         return (Row(seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0),)
 
     def finish(self, values: list[Any], samples: int) -> Tensor:
-        """Bring the samples to the first axis."""
+        """Move the samples to the first axis."""
         jacobians: Tensor = values[0]
         return jacobians.transpose(0, 1)

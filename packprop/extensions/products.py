@@ -1,10 +1,11 @@
 """Products with the blocks of curvature matrices, saved as one function for each parameter.
 
 A function takes vectors ``[v, *p]``, or a single ``[*p]``, and returns their products with the block of its
-parameter, for the loss as reduced. It holds the graph of the forward pass, which ``backward()`` then keeps, and
-stays valid until it is deleted (``del parameter.hmp``) or overwritten. Nothing is run again, so there is no
-random state to restore. After a parameter that it reads was changed in place it raises an error: one downstream
-of its own, mostly. So parameters may be stepped one by one, each after its own product, from the input on.
+parameter, for the loss as reduced. It holds the graph of the forward pass, so ``backward()`` keeps the graph.
+It stays valid until you delete it (``del parameter.hmp``) or the next pass overwrites it. It runs nothing
+again, so there is no random state to restore. If you change a parameter that it reads in place, it raises an
+error; these are mostly parameters downstream of its own. So you may step parameters one by one, each after its
+own product, from the input on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from packprop.types import GRAPH, Extension, Row
 
 @dataclass(frozen=True, eq=False)
 class _Products(Extension):
-    """What the three share: one function for each parameter, and the attribute as an argument."""
+    """The shared part of the three: one function for each parameter, and the attribute as an argument."""
 
     savefield: str = ""  # type: ignore[misc]  # a choice of each instance here
     matrix: ClassVar[Matrix] = "hessian"
@@ -72,18 +73,19 @@ class GGNMP(_Products):
 class PCHMP(_Products):
     """Product with the block of the positive-curvature Hessian, ``pchmp`` (Chen et al. 2018).
 
-    The GGN plus the curvature of each elementwise nonlinearity, with negative entries removed (``"clip"``) or
-    made positive (``"abs"``). Behind nonlinearities of another kind it is not defined, and refused.
+    This is the GGN plus the curvature of each elementwise nonlinearity, without negative entries (``"clip"``)
+    or with positive ones in their place (``"abs"``). Behind other nonlinearities it is not defined, and
+    packprop refuses it.
 
     Args:
         savefield: The attribute that the function is saved in.
-        modify: How negative curvature is treated.
+        modify: The treatment of negative curvature.
     """
 
     savefield: str = "pchmp"  # type: ignore[misc]  # as above
     modify: Modify = "clip"
     matrix: ClassVar[Matrix] = "positive"
-    of_batch: ClassVar[bool] = False  # it looks for the samples at each nonlinearity
+    of_batch: ClassVar[bool] = False  # it needs the samples at each nonlinearity
 
     def __post_init__(self) -> None:
         """Refuse bad arguments at once."""

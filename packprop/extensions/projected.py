@@ -1,4 +1,4 @@
-"""Random projections of gradients of single samples."""
+"""Random projections of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class Projected(Extension):
     """Random projection of the rows of ``grad_batch``, ``grad_batch_projected``: ``[n, d]``.
 
     Inner products of projected rows are those of the rows in expectation over seeds (Johnson and Lindenstrauss
-    1984). Each parameter has a matrix of its own, which depends on the seed and its name; so the sum over
-    parameters of ``grad_batch_projected`` is a projection of the whole gradient, and what a store keeps of it.
+    1984). Each parameter has a matrix of its own, which depends on the seed and its name. So the sum over
+    parameters of ``grad_batch_projected`` is a projection of the whole gradient, and a store keeps this sum.
 
     - ``"rademacher"``: signs. The standard deviation of an inner product ``<g, h>`` is at most
       ``sqrt((|g|^2 |h|^2 + <g, h>^2) / d)``. Work grows with samples times entries times d; neither the matrix
-      nor a gradient of a linear layer is ever there as a whole.
+      nor a gradient of a linear layer ever exists as a whole.
     - ``"gaussian"``: normal numbers, which take several times as long to make; the same without "at most".
     - ``"kronecker"``: a Kronecker product of two matrices of signs for each parameter, in place of one large
-      matrix. The factors of a gradient are projected, and it is never formed: a few percent of a
+      matrix. It projects the factors of a gradient, and never forms the gradient: this takes a few percent of a
       pass. For gradients of rank one ``1 / d`` becomes about ``1 / a + 1 / b`` for d = a b, nearly equal.
 
     Matrices are the same on every device and in every precision, up to rounding; see ``matrix``, and NOTE
-    [Matrices of a seed] (``packprop/algebra/projections.py``) for what they are made of. Sums are taken and
-    handed over in at least float32.
+    [Matrices of a seed] (``packprop/algebra/projections.py``) for their entries. Sums use at least float32, and
+    keep this precision.
 
     Args:
-        of: What is projected: ``BatchGrad()``, with ``subsampling`` if it has one.
+        of: The quantity to project: ``BatchGrad()``, with ``subsampling`` if it has one.
         dimension: Entries of a projected row, d; for ``"kronecker"`` best a product of two near numbers.
         kind: ``"rademacher"``, ``"gaussian"`` or ``"kronecker"``.
         seed: Chooses the matrices.
 
     Raises:
-        BadInput: If anything else is to be projected, or a dimension or seed is no whole number.
+        BadInput: If you project anything else, or a dimension or seed is no whole number.
     """
 
     of: Extension = field(default_factory=BatchGrad)
@@ -65,8 +65,8 @@ class Projected(Extension):
         if not isinstance(self.of, BatchGrad) or self.of.per != "sample":
             raise BadInput(
                 asked,
-                "what is projected",
-                "gradients of samples are, and nothing else is yet",
+                "the quantity to project",
+                "only gradients of samples can be projected yet",
                 "write Projected(BatchGrad(), ...)",
             )
         if type(self.dimension) is not int or self.dimension < 1:
@@ -98,7 +98,7 @@ class Projected(Extension):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """The matrix that gradients of a parameter are multiplied by, ``[d, *p]``.
+        """Return the matrix that multiplies gradients of a parameter, ``[d, *p]``.
 
         ``torch.tensordot(grad_batch, matrix, dims=[[1, ...], [1, ...]])`` is ``grad_batch_projected``.
 
@@ -106,6 +106,6 @@ class Projected(Extension):
             name: Name of the parameter in the module that was called.
             shape: Its shape.
             dtype: Precision of the entries.
-            device: Where they are made.
+            device: The device to make them on.
         """
         return self.projection.matrix(name, shape, torch.empty((), dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""What extensions with Monte Carlo draws share: their arguments, and the seed that follows from these."""
+"""Extensions with Monte Carlo draws: their arguments, and the seed that follows from these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sampled(Extension):
     Args:
         mc_samples: Draws for each sample of the batch.
         subsampling: Indices of samples, at the scale of the full batch.
-        generator: Makes the draws repeatable; the global random state is left alone then.
+        generator: Makes the draws repeatable, and leaves the global random state alone.
     """
 
     mc_samples: int = 1

@@ -16,10 +16,10 @@ from packprop.types import ENTRYWISE, Extension, Row
 class SqrtGGNExact(Extension):
     """Root of the GGN block, ``sqrt_ggn_exact``: ``[c, n, *p]``, one column for each model output.
 
-    They come in the order of the entries of what the loss is given: under cross entropy of ``[n, c, *t]`` class
-    by class, and for each class position by position.
+    They come in the order of the entries of the loss's input: under cross entropy of ``[n, c, *t]`` class by
+    class, and for each class position by position.
 
-    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision once.
+    Sums over positions use at least float32; packprop rounds each column to the parameter's precision once.
 
     Args:
         subsampling: Indices of samples; they come in this order, at the scale of the full batch.
@@ -37,12 +37,12 @@ class SqrtGGNExact(Extension):
 class SqrtGGNMC(Sampled):
     """Root of a Monte Carlo estimate of the GGN block, ``sqrt_ggn_mc``: ``[m, n, *p]``, m draws.
 
-    Sums over positions are taken in at least float32; columns are rounded to the parameter's precision once.
+    Sums over positions use at least float32; packprop rounds each column to the parameter's precision once.
 
     Args:
         mc_samples: Draws for each sample of the batch.
         subsampling: Indices of samples; they come in this order, at the scale of the full batch.
-        generator: Makes the draws repeatable; the global random state is left alone then.
+        generator: Makes the draws repeatable, and leaves the global random state alone.
     """
 
     rounded: ClassVar[bool] = True
@@ -51,5 +51,5 @@ class SqrtGGNMC(Sampled):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Gradients of sampled columns."""
+        """The gradients of sampled columns."""
         return (Row(self.seed, per_sample_grad, over_n=CAT[1], over_v=CAT[0], degree=0.5),)

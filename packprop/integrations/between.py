@@ -1,4 +1,4 @@
-"""A monitored step for trainers that tell when it begins and ends, but run it themselves."""
+"""A monitored step for trainers that announce its beginning and end, but run it themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Opened(threading.local):
 
 
 _opened = _Opened()
-"""Whose step is open in this thread."""
+"""The owner of the open step in this thread."""
 
 
 class StepBetween:
@@ -29,8 +29,8 @@ class StepBetween:
 
     Args:
         options: Arguments of ``Monitor``. The model comes with the first step.
-        trainer: Called with the values of a monitored step and its number: the trainer's own logger. ``None``
-            if it is not to be told.
+        trainer: A function to call with the values of a monitored step and its number: the trainer's own
+            logger. ``None`` to call nothing.
     """
 
     def __init__(self, options: Mapping[str, Any], trainer: Callable[[Values, int], None] | None) -> None:
@@ -45,9 +45,9 @@ class StepBetween:
         Args:
             model: The model that is trained.
             number: The number of the step.
-            scaler: The gradient scaler that multiplies losses, if there is one; it is asked in monitored steps
-                alone.
-            run: What the trainer has made for this run. A step that another run has left open is forgotten.
+            scaler: The gradient scaler that multiplies losses, if there is one; only monitored steps read it.
+            run: An object that the trainer makes for each run. ``begin`` abandons a step that another run has
+                left open.
 
         Raises:
             BadInput: For arguments that ``Monitor`` refuses.
@@ -67,13 +67,13 @@ class StepBetween:
             _opened.between, self._run = self, run
 
     def end(self) -> None:
-        """Hand over what was seen."""
+        """Pass on the measured values."""
         step = self._closed()
         if step is not None:
             step.finish()
 
     def abandon(self) -> None:
-        """Leave the model as it was; a step that has not ended is forgotten."""
+        """Restore the model; forget a step that has not ended."""
         self._closed()
 
     def _closed(self) -> MonitoredStep | None:
@@ -87,5 +87,5 @@ class StepBetween:
 
 
 def numbers_in(values: Values, prefix: str) -> dict[str, float]:
-    """What a logger of numbers takes, each name with a prefix."""
+    """Return the numbers that a logger takes, each name with a prefix."""
     return {f"{prefix}{name}": value for name, value in values.items() if isinstance(value, (int, float))}

@@ -22,17 +22,17 @@ except ImportError as error:
 class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
     """``packprop.Monitor`` for Lightning: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
 
-    A step of the optimizer is one step, with all its batches (``accumulate_grad_batches``). Where a gradient
-    scaler multiplies losses, its factor is taken off.
+    A step of the optimizer is one step, with all its batches (``accumulate_grad_batches``). If a gradient
+    scaler multiplies losses, the callback divides by its factor.
 
     Args:
-        every: Steps from one that is monitored to the next.
-        prefix: What comes before the names in the trainer's logs.
-        trainer_log: Whether numbers go to the trainer's loggers.
+        every: Steps from one monitored step to the next.
+        prefix: The prefix of the names in the trainer's logs.
+        trainer_log: Sends numbers to the trainer's loggers.
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
-        BadInput: In the first step, for what ``Monitor`` refuses.
+        BadInput: In the first step, for arguments that ``Monitor`` refuses.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class MonitorCallback(Callback):  # type: ignore[misc,unused-ignore]  # as the l
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hand over what was seen, with the last batch of a step."""
+        """Pass on the measured values, with the last batch of a step."""
         if trainer.global_step != self._number:
             self._between.end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._between.abandon()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._between.abandon()
 
     def _tell(self, values: Values, step: int) -> None:

@@ -22,19 +22,19 @@ except ImportError as error:
 class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # as the library comes typed or not
     """``packprop.Monitor`` for ``Trainer``: ``Trainer(..., callbacks=[MonitorCallback(every=100)])``.
 
-    A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). By what the
-    trainer divides its loss does not matter: see NOTE [Monitored step] (``packprop/monitor/measurements.py``).
-    Where a gradient scaler multiplies losses (``fp16=True``), its factor is taken off.
+    A step of the optimizer is one step, with all its batches (``gradient_accumulation_steps``). The trainer's
+    own divisor of its loss does not matter: see NOTE [Monitored step] (``packprop/monitor/measurements.py``).
+    If a gradient scaler multiplies losses (``fp16=True``), the callback divides by its factor.
 
     Args:
-        every: Steps from one that is monitored to the next.
-        prefix: What comes before the names in the trainer's logs.
-        trainer_log: Whether numbers are among the trainer's logs, in its next line of them.
+        every: Steps from one monitored step to the next.
+        prefix: The prefix of the names in the trainer's logs.
+        trainer_log: Puts numbers among the trainer's logs, in its next line of them.
         options: As in ``packprop.Monitor``: ``quantities``, ``log``, ``window``, ``ranks`` and so on.
 
     Raises:
-        BadInput: In the first step, for what ``Monitor`` refuses, and for ``fp16=True`` where the optimizer
-            that callbacks are given has no scaler, as under DeepSpeed.
+        BadInput: In the first step, for arguments that ``Monitor`` refuses, and for ``fp16=True`` if the
+            optimizer of the callbacks has no scaler, as under DeepSpeed.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # a
             raise BadInput(
                 "MonitorCallback was given to a Trainer.",
                 f"fp16=True, with an optimizer of {type(optimizer).__name__}",
-                "what losses are multiplied by is not known: the optimizer has no gradient scaler",
+                "the factor on losses is not known: the optimizer has no gradient scaler",
                 "use bf16=True, which needs no scaler, or a loop of your own with monitor.step(loss_scale=...)",
             )
         self._between.begin(model, state.global_step, scaler, run=state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Hand over what was seen."""
+        """Pass on the measured values."""
         self._between.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._between.abandon()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put what waits among the trainer's own numbers."""
+        """Put waiting numbers among the trainer's own."""
         if logs is not None and "loss" in logs:
             logs.update(self._waiting)
             if state.log_history:

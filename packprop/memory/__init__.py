@@ -1,4 +1,4 @@
-"""Memory: bytes are counted, planned, and kept within a budget."""
+"""Memory: counting bytes, planning them, and keeping within a budget."""
 
 from packprop.memory.bytes import byte_count, byte_text
 from packprop.memory.live import LiveBytes

@@ -1,4 +1,4 @@
-"""Numbers of bytes: how they are read and printed, and how many a process takes."""
+"""Numbers of bytes: reading them, printing them, and measuring a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def byte_count(memory: int | str) -> int | None:
-    """Bytes of a number, or of a text such as ``"64MiB"`` or ``"1.5 GB"``; ``None`` if it is neither."""
+    """Return the bytes of a number, or of a text such as ``"64MiB"`` or ``"1.5 GB"``; ``None`` for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(memory))
     if isinstance(memory, bool) or match is None:
         return None
@@ -21,7 +21,7 @@ def byte_count(memory: int | str) -> int | None:
 
 
 def byte_text(count: float) -> str:
-    """A number of bytes to three digits.
+    """Format a number of bytes to three digits.
 
     >>> [byte_text(n) for n in (0, 1023, 1536, 600 * 2**20, 10**10)]
     ['0 B', '1023 B', '1.5 KiB', '600 MiB', '9.31 GiB']
@@ -39,20 +39,20 @@ LARGEST_BLOCK = 2**25 - 2**16
 
 @functools.cache
 def keep_freed_pages() -> None:
-    """Have the C library keep freed memory, once in a process.
+    """Make the C library keep freed memory, once in a process.
 
     # NOTE [Freed pages]
-    Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and hands them
-    and the end of its heap back to the system, so that each is paid for page by page again; a sweep may take
-    twice the time for that. glibc stops doing so once it has seen a block of their size freed, up to 32 MiB.
-    From then on it keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made
-    here is such a block. Nobody touches it, so it takes no memory. Under a budget it is not made.
+    Sweeps make and drop tensors of some MiB by the hundred. glibc maps such blocks one by one, and returns them
+    and the end of its heap to the system, so the process pays for each page again; a sweep may take twice the
+    time for that. glibc stops doing so once a block of their size, up to 32 MiB, has been freed. From then on
+    it keeps 64 MiB at most, as in any program that frees a tensor of that size. The storage made here is such a
+    block. Nobody touches it, so it takes no memory. packprop does not make it under a budget.
     """
     torch.UntypedStorage(LARGEST_BLOCK)
 
 
 def resident_peak() -> int | None:
-    """The most bytes that this process had in memory at once; ``None`` where the system does not tell."""
+    """Return the most bytes that this process had in memory at once; ``None`` if the system does not tell."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -62,7 +62,7 @@ def resident_peak() -> int | None:
 
 
 def resident_now() -> int | None:
-    """Bytes that this process has in memory now; ``None`` where the system does not tell."""
+    """Return the bytes that this process has in memory now; ``None`` if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not on Linux

@@ -1,15 +1,15 @@
-"""One step is run on tensors without data, and the memory that it would take is counted.
+"""Dry runs, which run one step on tensors without data and count the memory that it would take.
 
 # NOTE [Dry runs]
 A dry run is the real code, under fake tensors, with a count of the storage that is alive. Model, loss, walk,
-sweeps and statistics are those of the real pass, and so the count is right. What repeats itself (chunks of
-samples, chunks of columns) is run three times at most; see also NOTE [Repeated columns]. Samples are taken to
-be where they usually are, unless a real pass of the same shapes has found them. What a kernel allocates inside
-of itself is not seen.
+sweeps and statistics are those of the real pass, so the count is right. Repeated work (chunks of samples,
+chunks of columns) runs three times at most; see also NOTE [Repeated columns]. A dry run assumes that samples
+are where they usually are, unless a real pass of the same shapes has found them. It does not see memory inside
+a kernel.
 
-A plan holds for a training loop. In the first step samples are to be found; in the others the results of the
-step before are there until the first of their own are. Without a budget those that are written over in place
-are there until their turn comes (NOTE [Results in place]): a second step is run then. The peak is the
+A plan holds for a training loop. The first step has to find the samples. In the other steps the results of the
+step before are there until the first of their own are. Without a budget, results that are overwritten in place
+are there until their turn comes (NOTE [Results in place]); then packprop runs a second step. The peak is the
 largest of all.
 """
 
@@ -51,8 +51,8 @@ class DryRun:
     """One run of a step without data: see NOTE [Dry runs].
 
     Args:
-        step: What is run.
-        chunk_sizes: How much is taken at once.
+        step: The step to run.
+        chunk_sizes: The sizes of its chunks.
     """
 
     def __init__(self, step: PlannedStep, chunk_sizes: ChunkSizes) -> None:
@@ -69,7 +69,7 @@ class DryRun:
         self._waiting: list[tuple[nn.Module, set[int]]] | None = None
 
     def run(self, budget: int | None) -> Plan:
-        """Run the step; the plan says what it takes, beside the budget."""
+        """Run the step; return a plan with its memory beside the budget."""
         step, peaks = self._step, self._peaks
         with ExitStack() as stack:
             stack.enter_context(dry_run(step.device.type))
@@ -88,7 +88,7 @@ class DryRun:
             samples, shapes, leaves = graph.samples, use_shapes(graph), leaf_shapes(graph)
             if step.gradients and not step.freed:
                 again = [forward, *self._before_results]
-                if is_order_of_data(graph):  # then samples are located anew in each step
+                if is_order_of_data(graph):  # then each step locates the samples anew
                     again.append(parts[1])
                 parts += [part.beside("results", kept) for part in again]
             del graph
@@ -120,7 +120,7 @@ class DryRun:
         )
 
     def _run_step(self, model: nn.Module) -> tuple[list[Peak], Peak, Graph]:
-        """Run the step once; returns the peaks of its parts, that of the forward pass, and the freed graph."""
+        """Run the step once; return the peaks of its parts, that of the forward pass, and the freed graph."""
         step, peaks = self._step, self._peaks
         self._batch.clear()
         self._before_results.clear()
@@ -137,14 +137,14 @@ class DryRun:
         return [forward, locating, *self._before_results, peaks.end_part()], forward, graph
 
     def _make_tensors(self, value: Any) -> Any:
-        """The same nesting with tensors in place of their descriptions."""
+        """Return the same nesting with tensors in place of their descriptions."""
         return map_instances(TensorSpec, lambda spec: spec.make(self._device), value)
 
     def _forward(self, model: nn.Module) -> Tensor:
         def noted(value: Any) -> Any:
             made = self._make_tensors(value)
             self._peaks.live.own(tensors_in(made), "batch")
-            self._batch.append(made)  # the user holds it all the time, whether or not autograd keeps it
+            self._batch.append(made)  # the user holds it all the time, even if autograd does not keep it
             return made
 
         try:
@@ -161,7 +161,7 @@ class DryRun:
             ) from error
 
     def _warn_of_unknown(self) -> None:
-        """Warn where PyTorch does not know the size of what is kept: the LSTMs of oneDNN, without data."""
+        """Warn if PyTorch does not know the size of kept memory: the LSTMs of oneDNN, without data."""
         if self._step.device.type == "cpu" and any(
             detail.startswith("mkldnn_rnn_layer ") for _, detail in self._peaks.live.labels.values()
         ):
@@ -191,9 +191,9 @@ class DryRun:
             self._peaks.partial_results = tuple
 
     def _begin(self, graph: Graph) -> dict[tuple[Extension, int], Tensor]:
-        """End the part of the step before the first result: the results of the step before are taken off.
+        """End the part of the step before the first result, which removes the results of the step before.
 
-        Those that will be written over are there until their turn comes; see NOTE [Results in place].
+        Results that will be overwritten are there until their turn comes; see NOTE [Results in place].
         """
         self._before_results.append(self._peaks.end_part())
         spare: dict[tuple[Extension, int], Tensor] = {}
@@ -207,7 +207,7 @@ class DryRun:
         """Save the results of a leaf as the real pass does, and delete them where a hook will."""
         for extension, values in results.items():
             dtype = extension.dtype_of(leaf.dtype)
-            if not self._step.gradients:  # a batch of a data set: what is merged is rounded at the end
+            if not self._step.gradients:  # a batch of a data set: merged results are rounded at the end
                 dtype = accumulation_dtype(leaf.dtype)
             value = map_tensors(methodcaller("to", dtype), extension.finish(values, graph.samples))
             value = map_tensors(Tensor.contiguous, value)
@@ -218,7 +218,7 @@ class DryRun:
             return
         if self._waiting is None:
             self._waiting = graph.owners()
-        for module, unfinished in self._waiting:  # a hook is called when all of a module is there
+        for module, unfinished in self._waiting:  # packprop calls a hook when all of a module is there
             unfinished.discard(id(leaf))
             if not unfinished:
                 for parameter in module.parameters(recurse=False):

@@ -14,13 +14,13 @@ from packprop.tensors.precision import accumulation_dtype
 
 @dataclass(frozen=True)
 class Line:
-    """What is done for one parameter.
+    """The work for one parameter.
 
     Args:
         parameter: Its name.
         use: Functions that it enters.
-        structure: How it enters them.
-        algorithm: Whether its per-sample gradients are formed, and how; *in turn*: one is there at a time.
+        structure: The way in which it enters them.
+        algorithm: Says whether its per-sample gradients are formed, and how; *in turn*: one at a time.
         samples: Samples in a chunk.
         count: Samples in all.
         bytes: Bytes of the per-sample gradients of a chunk, or of one in turn.
@@ -43,7 +43,7 @@ class Line:
 def line_of(
     graph: Graph, leaf: Tensor, uses: Sequence[ReachedUse], structure: Statistical, samples: int
 ) -> Line:
-    """The line about a leaf whose statistics are taken of this structure, in chunks of so many samples."""
+    """Make the line about a leaf with this structure, in chunks of so many samples."""
     size, in_chunk = leaf.numel() * accumulation_dtype(leaf.dtype).itemsize, min(samples, graph.samples)
     return Line(
         graph.name(leaf),
@@ -57,12 +57,12 @@ def line_of(
 
 
 def forms_gradients(structure: Statistical) -> bool:
-    """Whether gradients of single samples were formed, of a chunk or one after the other."""
+    """Tell whether per-sample gradients were formed, of a chunk or one after the other."""
     return getattr(structure, "formed", True) or _formed_in_turn(structure)
 
 
 def _formed_in_turn(structure: Statistical) -> bool:
-    """Whether gradients of single samples were there one at a time."""
+    """Tell whether per-sample gradients were there one at a time."""
     return isinstance(structure, Outer) and not structure.formed and "matrices" in vars(structure)
 
 

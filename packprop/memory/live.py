@@ -18,8 +18,8 @@ from packprop.tensors.repeated import Repeated, storage_key
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensor storage that are alive: ``now``, at the ``peak``, and after each operation.
 
-    It counts tensors that are made while it is on, and those given to ``own``. Other arguments of operations
-    were there before. What a kernel allocates inside of itself is not seen.
+    It counts tensors made while it is on, and those given to ``own``. Other arguments of operations were there
+    before. It does not see memory inside a kernel.
 
     >>> import torch
     >>> before = torch.zeros(1000)
@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.repeated = Repeated()
         self.settle: Callable[[], None] | None = None
-        """Called after each operation, before the bytes are looked at."""
+        """Run after each operation, before the bytes are read."""
         self._times: dict[int, float] = {}
         self._itself = weakref.ref(self)
         self._block, self._at_peak, self._told, self._dry = block, at_peak, 0.0, is_dry_run()
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
             self._count(tensor, label)
 
     def scale(self, tensors: Iterable[Tensor], times: float) -> None:
-        """Count tensors as so many of them; those that are not counted are left out."""
+        """Count tensors as so many of them; leave out tensors that are not counted."""
         for tensor in tensors:
             key = storage_key(tensor)
             if key in self.sizes:
@@ -82,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
         repeats = bool(self.repeated.keys) and not self.repeated.keys.isdisjoint(known)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if tensor.untyped_storage().device.type == "meta" and not self._dry:
-                continue  # a dry run inside of what is counted takes no memory
+                continue  # a dry run inside the counted block takes no memory
             key = storage_key(tensor)
             if repeats and key not in self.repeated.keys:
                 self.repeated.keys.add(key)
@@ -117,9 +117,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _uncount(counting: weakref.ref[LiveBytes], key: int) -> None:
-    """Take a storage that is gone off the count, if anyone still counts.
+    """Take a released storage off the count, if anyone still counts.
 
-    Python holds what is to be done about a storage as long as the storage lives. It must not hold the count,
+    Python holds the callback for a storage as long as the storage lives. The callback must not hold the count,
     which may lead to the storage itself: then neither would ever go.
     """
     live = counting()

@@ -1,13 +1,13 @@
-"""Models that are sharded over devices: what one of these holds, although none of them is there.
+"""Models that are sharded over devices: the memory of one device, although none of them is there.
 
 # NOTE [Planned shards]
-Under ``fully_shard`` a device holds a shard of each parameter, of its gradient and of each result of its
-shape; a result is whole until the pass is over. While a unit (a module that ``fully_shard`` was called on)
-computes, its parameters are there as a whole, and those of the next unit, which are on their way; those of
-the model itself stay from the forward to the backward pass. Gradients are whole until all of the unit's are
-there; then they are copied, and summed over devices into shards. So the dry run counts shards at their share
-of the whole, gradients at their share once their unit has them all. Counted all the time are the parameters
-of the two largest units and of the model itself, and one copy of the gradients of the largest unit.
+Under ``fully_shard`` a device holds a shard of each parameter, of its gradient and of each result of its shape;
+a result is whole until the pass is over. While a unit (a module that ``fully_shard`` was called on) computes,
+its parameters are whole, and so are those of the next unit, which are on their way. Parameters of the model
+itself stay whole from the forward to the backward pass. Gradients are whole until all of the unit's are there;
+then they are copied, and summed over devices into shards. So the dry run counts shards at their share of the
+whole, and gradients at their share once their unit has them all. It counts all the time the parameters of the
+two largest units and of the model itself, and one copy of the gradients of the largest unit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """How many shards there are of each parameter."""
+        """The number of shards of each parameter."""
         return self.shape[-1]
 
     def __str__(self) -> str:
@@ -51,14 +51,14 @@ class Mesh:
 def mesh_of(
     asked: str, shape: int | Sequence[int] | None, units: Iterable[type[nn.Module]] | None
 ) -> Mesh | None:
-    """The mesh that a user means.
+    """Make the mesh that a user means.
 
     Raises:
         BadInput: If the shape is not made of positive numbers, or units are given without one.
     """
     if shape is None:
         if units is not None:
-            instead = "give mesh_shape, too: the devices that the units are sharded over"
+            instead = "also give mesh_shape: the devices that the units are sharded over"
             raise BadInput(asked, "units", "there is no mesh", instead)
         return None
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -97,12 +97,12 @@ def require_not_sharded_yet(asked: str, model: nn.Module) -> None:
 
 
 class Shards:
-    """Keeps the count of a dry run to what one device holds; see NOTE [Planned shards].
+    """Limits the count of a dry run to one device; see NOTE [Planned shards].
 
     Args:
         model: The model of the dry run.
         live: The count, which has the parameters already.
-        mesh: What the model is sharded over.
+        mesh: The mesh that the model is sharded over.
     """
 
     def __init__(self, model: nn.Module, live: LiveBytes, mesh: Mesh) -> None:
@@ -128,12 +128,12 @@ class Shards:
         self._waiting = waiting
 
     def share(self, tensor: Tensor) -> float:
-        """How much of a saved result is left on a device when the pass is over."""
+        """Return the share of a saved result that is left on a device when the pass is over."""
         return 1 / self._count if tensor.shape in self._shapes else 1.0
 
 
 def _units(model: nn.Module, mesh: Mesh) -> list[list[Parameter]]:
-    """The parameters of the model itself, then those of each unit; each once."""
+    """Return the parameters of the model itself, then those of each unit; each once."""
     if mesh.units is None:
         modules = [each for list_ in model.modules() if isinstance(list_, nn.ModuleList) for each in list_]
     else:
@@ -142,7 +142,7 @@ def _units(model: nn.Module, mesh: Mesh) -> list[list[Parameter]]:
         ]
     taken: set[int] = set()
     units = []
-    for module in reversed(modules):  # inner ones first: what is sharded there is not sharded again
+    for module in reversed(modules):  # inner ones first: an outer one does not shard them again
         own = [each for each in module.parameters() if id(each) not in taken]
         taken.update(map(id, own))
         units.append(own)

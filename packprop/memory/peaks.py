@@ -1,4 +1,4 @@
-"""The peak of each part of a step: how many bytes are alive at once, and what they are made of."""
+"""The peak of each part of a step: the bytes alive at once, and their purposes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packprop.tensors.nesting import tensors_in
 from packprop.tensors.repeated import storage_key
 
 LARGEST = 5
-"""How many of the largest tensors at a peak are listed."""
+"""The number of tensors in the list of the largest ones at a peak."""
 
 
 CUDA_BLOCK = 512
@@ -25,8 +25,8 @@ class Peak(NamedTuple):
     """The most bytes that were alive at once in a part of a step.
 
     Args:
-        size: How many.
-        parts: What they were made of: kind -> bytes.
+        size: The number of bytes.
+        parts: The bytes of each kind of tensor.
         items: The largest single tensors: (description, bytes).
     """
 
@@ -35,17 +35,17 @@ class Peak(NamedTuple):
     items: list[tuple[str, int]]
 
     def beside(self, kind: str, size: int) -> Peak:
-        """The same peak, with something of the step before that is there all the time."""
+        """Return the same peak, with something of the step before that is there all the time."""
         parts = {**self.parts, kind: self.parts.get(kind, 0) + size}
         items = sorted([*self.items, (f"{kind}: of the step before", size)], key=lambda item: -item[1])
         return Peak(self.size + size, parts, items[:LARGEST])
 
 
 class PeakRecorder:
-    """Counts the storage that is alive in a dry run, and tells what each byte is for.
+    """Counts the storage that is alive in a dry run, and says what each byte is for.
 
     Args:
-        device: Where the step will run.
+        device: The device of the step.
 
     Attributes:
         live: The count, which is on while the step runs.
@@ -57,14 +57,14 @@ class PeakRecorder:
         self.live = LiveBytes(CUDA_BLOCK if device.type == "cuda" else 1, self._look)
         self.partial_results: Callable[[], Iterable[Tensor]] = tuple
         self.saved_bytes = 0
-        self._saved: dict[int, float] = {}  # by storage: how much of it is left when the pass is over
+        self._saved: dict[int, float] = {}  # by storage: the share that is left when the pass is over
         self._model: nn.Module | None = None
         self._shards: Shards | None = None
         self._parts: dict[str, int] = {}
         self._items: list[tuple[str, int]] = []
 
     def own_model(self, model: nn.Module, mesh: Mesh | None = None) -> None:
-        """Count a model that was made before, or one device's part; its gradients are told from others."""
+        """Count a model that was made before, or one device's part; tell its gradients from others."""
         self._model = model
         self.live.own(model.parameters(), "parameters")
         self.live.own(model.buffers(), "buffers")
@@ -80,17 +80,17 @@ class PeakRecorder:
             self.saved_bytes += round(share * tensor.numel() * tensor.element_size())
 
     def saved_alive(self) -> int:
-        """Bytes of the saved results that are still alive."""
+        """Return the bytes of the saved results that are still alive."""
         return sum(round(share * self.live.sizes.get(key, 0)) for key, share in self._saved.items())
 
     def end_part(self) -> Peak:
-        """The peak of the part of the step that ends here; the next part begins."""
+        """Return the peak of the part of the step that ends here; the next part begins."""
         peak = Peak(self.live.peak, self._parts, self._items)
         self.live.restart()
         return peak
 
     def _look(self) -> None:
-        """At a new peak: note what is alive, and what of it is largest."""
+        """Note, at a new peak, what is alive, and the largest of it."""
         kinds = {key: label for key, (label, _) in self.live.labels.items()}
         kinds |= dict.fromkeys(self._saved.keys() & kinds.keys(), "results")
         kinds |= dict.fromkeys(map(storage_key, self.partial_results()), "results")

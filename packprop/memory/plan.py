@@ -1,4 +1,4 @@
-"""What a step will take, as a value that prints."""
+"""Plans of the memory of a step, as values that print."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 ASKED = "A plan was asked for."
 
 RESULTS_BEFORE = "results of the batches before"
-"""What is there all the time in a pass over a batch of a data set."""
+"""The kind of tensors that is there all the time in a pass over a batch of a data set."""
 
 
 class BudgetTooSmall(BadInput):
-    """A budget is less than any choice of chunks takes; ``floor`` is the least, in bytes."""
+    """Raised if a budget is less than any choice of chunks takes; ``floor`` is the least, in bytes."""
 
     floor: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step will take, and the chunks that it is done in; prints as two tables.
+    """The memory of a step, and its chunks; prints as two tables.
 
     Args:
         peak: Most bytes of tensor storage alive at once, in forward and backward pass.
         memory: The budget in bytes; ``None`` if there is none.
-        device: The type of device it is made for.
-        chunk_sizes: How much is taken at once.
+        device: The type of device of the plan.
+        chunk_sizes: The sizes of the chunks.
         lines: One for each parameter.
-        parts: What the peak is made of: kind -> bytes, the largest first.
+        parts: The bytes of each kind of tensor at the peak, the largest first.
         items: The largest single tensors at the peak: (description, bytes).
         samples: Samples in the batch.
         results: Bytes of all results.
-        extensions: Names of what was asked for.
-        freed: Whether it counts on an extension hook that takes values away.
-        accumulated: Whether it counts gradients of an earlier pass, which are there when a step begins.
-        shapes: Uses and the shapes of their outputs. A pass that the plan was made for has the same.
+        extensions: Names of the extensions.
+        freed: Says that it counts on an extension hook that takes values away.
+        accumulated: Says that it counts gradients of an earlier pass, which are there when a step begins.
+        shapes: Uses and the shapes of their outputs. A pass with this plan has the same.
         leaves: Shapes and precisions of parameters; likewise.
         options: Names and values of the extensions' options; likewise.
-        mesh: What the model is sharded over, if it is: then all of this is what one device holds.
+        mesh: The mesh that shards the model, if there is one: then the plan is that of one device.
     """
 
     peak: int
@@ -75,11 +75,11 @@ class Plan:
     mesh: Mesh | None = None
 
     def beside(self, kind: str, size: int) -> Plan:
-        """The same plan, with something that is there all the time."""
+        """Return the same plan, with something that is there all the time."""
         return replace(self, peak=self.peak + size, parts={**self.parts, kind: size}) if size else self
 
     def require_fit(self, graph: Graph, extensions: Sequence[Extension], hooked: bool = False) -> None:
-        """Refuse a pass that the plan was not made for; ``hooked`` if an extension hook is there.
+        """Refuse a pass that does not fit the plan; ``hooked`` if an extension hook is there.
 
         Warns of gradients of an earlier pass that the plan did not count.
 
@@ -171,17 +171,17 @@ class Plan:
 
 
 def use_shapes(graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Uses and the shapes of their outputs."""
+    """Return the uses and the shapes of their outputs."""
     return tuple((use.recorded.name, tuple(shape)) for use in graph.uses for shape in use.recorded.shapes)
 
 
 def leaf_shapes(graph: Graph) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and precisions of the parameters."""
+    """Return the shapes and precisions of the parameters."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in graph.leaves())
 
 
 def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
-    """Options that change the memory: not a source of draws, and only the number of chosen samples."""
+    """Return options that change the memory: not a source of draws, and only the number of chosen samples."""
     return tuple(
         (name, f"of {len(option)}" if name == "subsampling" and option is not None else repr(option))
         for name, option in vars(extension).items()
@@ -190,5 +190,5 @@ def options_of(extension: Extension) -> tuple[tuple[str, str], ...]:
 
 
 def gradients_are_there(leaves: Iterable[Tensor]) -> bool:
-    """Whether a pass adds to gradients of an earlier one."""
+    """Tell whether a pass adds to gradients of an earlier one."""
     return any(leaf.grad is not None for leaf in leaves)

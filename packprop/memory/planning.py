@@ -1,4 +1,4 @@
-"""Plans: for a step, for a batch of a data set, for a pass whose forward part has been run."""
+"""Plans: for a step, for a batch of a data set, for a pass after its forward part."""
 
 from __future__ import annotations
 
@@ -41,36 +41,36 @@ def plan(
     mesh_shape: int | Sequence[int] | None = None,
     units: Iterable[type[nn.Module]] | None = None,
 ) -> Plan:
-    """What one step with extensions will take, and the chunks that keep it inside a budget.
+    """Plan the memory of one step with extensions, and the chunks that keep it inside a budget.
 
-    Nothing is allocated and nothing of the model is changed: it is copied without its data. It may itself
-    have none (``with torch.device("meta"):``), and ``device`` may be one that is not there.
+    ``plan`` allocates nothing and changes nothing in the model: it copies the model without its data. The model
+    may itself have none (``with torch.device("meta"):``), and ``device`` may be one that you do not have.
 
     Args:
         model: Any module.
-        loss: Loss module or function, called as ``loss(outputs, targets)``; ``None`` where the model computes
-            the loss, as for ``compute``.
+        loss: Loss module or function, called as ``loss(outputs, targets)``; ``None`` if the model computes the
+            loss, as for ``compute``.
         batch: Inputs (a tensor, a tuple or a mapping of arguments) and targets, or a batch in another form that
             ``compute`` takes; its data do not matter.
         extensions: An instance from ``packprop.extensions``, or a list of them.
-        more: More of them, if they are given one by one.
+        more: More of them, if you give them one by one.
         memory: The most bytes of tensor storage that may be alive at once (``"600MiB"``, a number), with
-            parameters, activations and results; ``None`` to be told what the default takes.
-        device: Where the step will run; by default where the parameters are.
-        gradients: Whether ``.grad`` is computed along, as by ``backward()``; ``compute`` does not.
-        freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Whether ``.grad`` of an earlier pass is there when a step begins: gradients are added up
-            over several passes, or zeroed by ``zero_grad(set_to_none=False)``.
+            parameters, activations and results; ``None`` shows the memory of the default.
+        device: The device of the step; by default that of the parameters.
+        gradients: Computes ``.grad`` along, as ``backward()`` does; ``compute`` does not.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
+        accumulated: Says that ``.grad`` of an earlier pass is there when a step begins: you add up gradients
+            over several passes, or zero them by ``zero_grad(set_to_none=False)``.
         mesh_shape: The devices that ``fully_shard`` shards the model over, as for ``init_device_mesh``: shards,
-            or copies and shards. The plan is that of one device then, for its own batch; NOTE [Planned shards]
-            says what is counted. No process group is needed.
+            or copies and shards. The plan is then that of one device, for its own batch; NOTE [Planned shards]
+            says what it counts. It needs no process group.
         units: Classes of the modules that ``fully_shard`` is called on, beside the model itself; by default the
             entries of every ``nn.ModuleList``.
 
     Raises:
         BadInput: For a class in place of an extension; if the budget is no number of bytes, or less than any
             choice of chunks takes; for a model that ``fully_shard`` was called on already.
-        PackpropError: If the forward pass decides on data.
+        PackpropError: If the forward pass decides by data.
     """
     chosen = check_extensions(ASKED, extensions, *more)
     budget, mesh = budget_of(memory), mesh_of(ASKED, mesh_shape, units)
@@ -84,7 +84,7 @@ def plan(
 
 
 def _forward_of(model: nn.Module, loss: LossFunction | None, batch: Any) -> Forward:
-    """The forward pass of a step, from a copy of the model to the loss.
+    """Make the forward pass of a step, from a copy of the model to the loss.
 
     Raises:
         BadInput: For a batch in which the targets cannot be told from the inputs.
@@ -118,7 +118,7 @@ def chunk_sizes_over_data(
     memory: int | str | None,
     device: torch.device | str,
 ) -> ChunkSizes:
-    """How much is taken at once of a batch whose results are merged into those of the batches before."""
+    """Choose the chunk sizes for a batch whose results merge into those of the batches before."""
     budget = budget_of(memory)
     if budget is None:
         keep_freed_pages()
@@ -137,7 +137,7 @@ def plan_over_data(
     memory: int | str | None,
     device: torch.device | str,
 ) -> Plan:
-    """The plan of the pass over such a batch, where it is known how much is taken at once.
+    """Plan the pass over such a batch, with known chunk sizes.
 
     Under a budget its peak holds the results of the batches before, which are there all the time.
 
@@ -167,7 +167,7 @@ def _beside_results_before(plan: Plan) -> Plan:
 
 
 def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None) -> Plan:
-    """The plan of a pass whose forward part has been run: the model is run once more, without data.
+    """Plan a pass after its forward part: run the model once more, without data.
 
     Raises:
         BadInput: If the pass is not one call of one model followed by one loss, or no choice of chunks fits.
@@ -222,9 +222,9 @@ def plan_again(graph: Graph, extensions: Sequence[Extension], budget: int | None
 
 
 def _tensors_between(start: Node, ends: set[Node]) -> int:
-    """How many tensors may be made between the model's output and the loss's input, there and back.
+    """Return how many tensors may lie between the model's output and the loss's input, there and back.
 
-    Each is taken to be of the size of the loss's input.
+    Each counts as large as the loss's input.
     """
     stack, seen = [start], set()
     while stack:
@@ -236,7 +236,7 @@ def _tensors_between(start: Node, ends: set[Node]) -> int:
 
 
 def chunk_sizes_of_pass(graph: Graph, extensions: Sequence[Extension], budget: int) -> ChunkSizes:
-    """The chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
+    """Return the chunk sizes of ``plan_again``, found once for passes of equal structure and shapes."""
     known = _CHOSEN.setdefault(graph.modules[0], {})
     asked = tuple((type(extension), options_of(extension)) for extension in extensions)
     forced = tuple(map(forced_algorithm, CHOICES))

@@ -1,4 +1,4 @@
-"""The chunk sizes that a budget allows: the fastest of those that fit."""
+"""The search for the chunk sizes that a budget allows: the fastest of those that fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from packprop.memory.step import PlannedStep
 
 
 def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
-    """What is tried until the peak fits: the fastest choice, which has the largest peak, first.
+    """The choices that the search tries until the peak fits: the fastest, which has the largest peak, first.
 
-    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which is dearer where the
-    graph is small enough for vectorised sweeps: columns are cut down late. Algorithms that hold less cost
-    multiplications. To form the results of a few parameters at a time costs all sweeps again; it helps only
-    where these results are ``freed``.
+    Fewer samples at once cost more calls. Fewer columns at once cost more sweeps, which is dearer if the graph
+    is small enough for vectorised sweeps: the search cuts down columns late. Algorithms that hold less cost
+    multiplications. Forming the results of a few parameters at a time costs all sweeps again; it helps only if
+    these results are ``freed``.
     """
     scratch, cotangents, *_ = default_chunk_sizes(device)
     divisors = (1, 1), (1, 4), (1, 16), (4, 16), (4, 64), (16, 64)
@@ -31,11 +31,11 @@ def choices(device: torch.device, freed: bool = False) -> list[ChunkSizes]:
 
 
 HELD = tuple(2**power for power in range(30, 9, -1))
-"""Bytes of a sample: at each step the uses that hold most turn to algorithms that hold less."""
+"""Bytes of a sample: at each step the uses that hold most change to algorithms that hold less."""
 
 
 def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[ChunkSizes]:
-    """``chunk_sizes`` with other values of one field: first as in ``loosest``, then less, down to its own."""
+    """Return ``chunk_sizes`` with other values of one field: as in ``loosest``, then less, down to its own."""
     most, least = getattr(loosest, name), getattr(chunk_sizes, name)
     if most == least:
         return [chunk_sizes]
@@ -45,7 +45,7 @@ def looser(chunk_sizes: ChunkSizes, loosest: ChunkSizes, name: str) -> list[Chun
 
 
 def budget_of(memory: int | str | None) -> int | None:
-    """Bytes of a budget.
+    """Return the bytes of a budget.
 
     Raises:
         BadInput: If it is no positive number of bytes.
@@ -66,13 +66,14 @@ def budget_of(memory: int | str | None) -> int | None:
 def choose_plan(
     step: PlannedStep, budget: int | None, whole: Callable[[Plan], Plan] = lambda plan: plan
 ) -> Plan:
-    """The first of the choices that fits, then of each kind of chunk as much as still fits.
+    """Find the first of the choices that fits, then for each kind of chunk as much as still fits.
 
-    Where the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan what is
-    there beside the step: the budget is for both.
+    If the smallest chunks do not fit, another choice may: see ``_least``. ``whole`` adds to a plan the memory
+    beside the
+    step: the budget is for both.
 
-    The choices make everything smaller, where often one thing alone sets the peak. Columns that take no memory
-    need not be swept one by one because of a large layer; nor need small layers take another algorithm with it.
+    The choices make everything smaller, and often one thing alone sets the peak. Columns that take no memory
+    need not be swept one by one because of a large layer, nor need small layers take another algorithm with it.
 
     Raises:
         BadInput: If no choice fits.
@@ -83,7 +84,7 @@ def choose_plan(
         return whole(DryRun(step, chunk_sizes).run(budget))
 
     def first_fitting(candidates: Sequence[ChunkSizes]) -> ChunkSizes:
-        """The first that fits, by bisection; the last one is known to fit, whatever is between."""
+        """Find the first that fits, by bisection; the last one is known to fit, whatever is between."""
         assert budget is not None
         low, high = -1, len(candidates) - 1
         middle = 0  # mostly it is this one
@@ -104,17 +105,17 @@ def choose_plan(
         best = _least(lambda chunk_sizes: tried(chunk_sizes).peak, candidates, budget)
         if tried(best).peak > budget:
             raise _impossible(tried(best), budget)
-    for name in ("cotangents", "held", "scratch"):  # given back first: what costs most time to do without
+    for name in ("cotangents", "held", "scratch"):  # restored first: the one whose loss costs most time
         best = first_fitting(looser(best, candidates[0], name))
     return tried(best)
 
 
 def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], enough: int) -> ChunkSizes:
-    """The choice of the smallest peak, or one whose peak is ``enough``.
+    """Find the choice of the smallest peak, or one whose peak is ``enough``.
 
-    That need not be the one of the smallest chunks: what several chunks add up to is there beside the value of
-    the next, and an algorithm that holds less of a large use may hold more of a small one. So each field is
-    tried at its most, its least and what lies between, with the others as they were best, until nothing falls.
+    That need not be the one of the smallest chunks: the sum of several chunks is there beside the value of the
+    next, and an algorithm that holds less of a large use may hold more of a small one. So the search tries each
+    field at its most, its least and in between, with the others at their best, until nothing falls.
     """
     first, last = candidates[0], candidates[-1]
     best, before = min(last, first, key=peak), None
@@ -130,9 +131,9 @@ def _least(peak: Callable[[ChunkSizes], int], candidates: Sequence[ChunkSizes], 
 
 
 def _worth_a_look(peak: Callable[[ChunkSizes], int], line: Sequence[ChunkSizes]) -> list[ChunkSizes]:
-    """Choices of one line among which is its smallest peak: its ends, and middles of stretches.
+    """Return choices of one line that include its smallest peak: its ends, and middles of stretches.
 
-    A stretch is not looked into where the peaks of its ends are equal, or that of its middle is between them.
+    It does not search a stretch whose ends have equal peaks, or whose middle has a peak between theirs.
     """
     first, middle, last = line[0], line[len(line) // 2], line[-1]
     ends = sorted([peak(first), peak(last)])

@@ -1,4 +1,4 @@
-"""A step that is planned, and copies of models without their data."""
+"""Steps to plan, and copies of models without their data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Forward = Callable[[nn.Module, Callable[[Any], Any]], Tensor]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step of a training loop, as it is planned.
+    """One step of a training loop, for planning.
 
     Args:
         model: The model, which is copied without its data.
-        forward: From the copy to the loss.
-        extensions: What is computed along.
-        device: Where the step will run.
-        gradients: Whether ``.grad`` is computed, too.
-        freed: Whether an extension hook takes the values of each parameter away as soon as they are there.
-        accumulated: Whether ``.grad`` of an earlier pass is there when the step begins.
-        mesh: What the model is sharded over, if it is.
+        forward: Computes the loss from the copy.
+        extensions: The extensions of the step.
+        device: The device of the step.
+        gradients: Says that the step also computes ``.grad``.
+        freed: Says that an extension hook takes the values of each parameter away as soon as they are there.
+        accumulated: Says that ``.grad`` of an earlier pass is there when the step begins.
+        mesh: The mesh that shards the model, if there is one.
     """
 
     model: nn.Module
@@ -45,7 +45,7 @@ class PlannedStep:
 
 
 def copy_without_data(model: nn.Module, fake: Callable[[Any], Any]) -> nn.Module:
-    """A copy of a module whose tensors have no data."""
+    """Return a copy of a module whose tensors have no data."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in tensors_in(list(vars(module).values())):

@@ -1,4 +1,4 @@
-"""Where the numbers of a monitored step go: a terminal, a file, TensorBoard, a function."""
+"""Logs for the numbers of a monitored step: a terminal, a file, TensorBoard, a function."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.console import Console
 from packprop.errors import BadInput, install
 
 Values = dict[str, Any]
-"""Names of quantities to numbers, ``None`` where there is none; ``"outliers"`` to a list."""
+"""Numbers by the names of quantities, ``None`` if there is none; a list for ``"outliers"``."""
 
 Log = Callable[[Values, int], object]
-"""Called with the values of a step and its number."""
+"""A function of the values of a step and its number."""
 
 ASKED = "packprop.Monitor(log=...) was made."
 CHOICES = (
@@ -28,7 +28,7 @@ class JsonLines:
     """Adds one line to a file for each monitored step: an object with ``"step"`` and the values.
 
     Args:
-        path: The file. What is in it stays.
+        path: The file. Its lines stay.
 
     Raises:
         BadInput: If it is a folder, or in a folder that is not there.
@@ -57,8 +57,8 @@ class TensorBoard:
     """Writes scalars for TensorBoard: event files in a folder; outliers become text.
 
     Args:
-        folder: Where event files go; or a ``SummaryWriter`` that is there already.
-        prefix: What comes before the names of quantities.
+        folder: The folder of event files; or an existing ``SummaryWriter``.
+        prefix: The prefix of the names of quantities.
 
     Raises:
         BadInput: If TensorBoard is not installed.
@@ -80,7 +80,7 @@ class TensorBoard:
             self._writer = SummaryWriter(str(folder))
 
     def __call__(self, values: Values, step: int) -> None:
-        """Write what is a number."""
+        """Write the numbers."""
         for name, value in values.items():
             if name == "outliers" and value:
                 text = ", ".join(f"{each['sample']} ({each['norm']:.3g})" for each in value)
@@ -94,7 +94,7 @@ class Printed:
     """Prints one line for each monitored step.
 
     Args:
-        console: Where to; by default standard output, without colours where that is no terminal.
+        console: The console; by default standard output, without colours if that is no terminal.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -107,7 +107,7 @@ class Printed:
 
 
 def one_line(values: Values, step: int) -> str:
-    """The totals of a step in one line.
+    """Format the totals of a step in one line.
 
     Example:
         >>> one_line({"samples": 8, "noise_scale": 12.34, "noise_scale_low": 5.0, "noise_scale_high": None}, 3)
@@ -142,10 +142,10 @@ def _shown(value: float | None) -> str:
 
 
 def logs_of(log: Any) -> list[Log]:
-    """The argument ``log`` of ``Monitor``.
+    """Read the argument ``log`` of ``Monitor``.
 
     Raises:
-        BadInput: For anything that nothing can be logged to.
+        BadInput: For anything that cannot log.
     """
     if log is None:
         return []

@@ -1,12 +1,12 @@
-"""From the passes of one step to the numbers that are logged.
+"""Measurements: from the passes of one step to the logged numbers.
 
 # NOTE [Monitored step]
-A step is what the optimizer makes of one or more backward passes. Its gradient ``g`` is the sum of theirs. The
-rows of all passes add up to ``g``, whatever the loss was divided by: by the number of samples, of passes, or of
-tokens that count. With N rows in all, the gradient of a sample is N times its row, so that ``g`` is the mean of
-them. So norms belong to the loss that the optimizer steps along; its reduction need not be known.
-Where samples weigh more or less, by their tokens or by class weights, a sample's gradient carries its weight.
-The noise scale and the signal-to-noise ratio are the same for every factor on the loss.
+An optimizer makes a step from one or more backward passes. Its gradient ``g`` is the sum of theirs. The rows of
+all passes add up to ``g``, whatever the divisor of the loss: the number of samples, of passes, or of tokens
+that count. With N rows in all, the gradient of a sample is N times its row, so that ``g`` is their mean. So
+norms belong to the loss that the optimizer steps along, and packprop need not know its reduction. If samples
+weigh more or less, by their tokens or by class weights, a sample's gradient carries its weight. The noise scale
+and the signal-to-noise ratio are the same for every factor on the loss.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from packprop.monitor.passes import PassValues
 from packprop.reports.profile.layers import ROOT, owner_of
 
 TOTAL = ""
-"""The layer that stands for all of them."""
+"""The name that stands for all layers."""
 
 QUANTILES = {"5": 0.05, "25": 0.25, "median": 0.5, "75": 0.75, "95": 0.95, "max": 1.0}
-"""What is logged of the norms of samples' gradients."""
+"""The logged quantiles of the norms of samples' gradients."""
 
 FENCE = 3.0
-"""So many interquartile ranges above the upper quartile a sample is an outlier: "far out" (Tukey 1977)."""
+"""An outlier is so many interquartile ranges above the upper quartile: "far out" (Tukey 1977)."""
 
 MOST_OUTLIERS = 8
-"""The largest of them are logged."""
+"""The number of logged outliers."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class StepValues:
     """The numbers of one step.
 
     Args:
-        samples: How many samples it had.
+        samples: The number of its samples.
         layers: By name of the module that owns the parameters; ``TOTAL`` for all.
         sharpness: Curvature along the gradient; ``None`` if it was not computed.
-        own: Which samples of each pass are this rank's.
+        own: This rank's samples in each pass.
     """
 
     samples: int
@@ -77,13 +77,13 @@ def measured(
     gradients: Mapping[str, Tensor],
     updates: Mapping[str, tuple[float, float]],
 ) -> StepValues:
-    """The numbers of a step; see NOTE [Monitored step].
+    """Compute the numbers of a step; see NOTE [Monitored step].
 
     Args:
-        passes: What its backward passes have brought, one or more. Those without samples count for nothing.
+        passes: The results of its backward passes, one or more. Those without samples count for nothing.
         gradients: By name of the parameter, the sum of their gradients ``[*p]``.
-        updates: By name of the parameter, squared norms of its update and of itself; none where no optimizer
-            has made a step.
+        updates: By name of the parameter, squared norms of its update and of itself; none if no optimizer has
+            made a step.
     """
     own = [each.own for each in passes]
     passes = [each for each in passes if each.samples]
@@ -98,7 +98,7 @@ def measured(
     for layer, parts in layers.items():
         mean_square = sum(square[name] for name in parts)
         squares = samples**2 * _joined(passes, "squares", parts)
-        # products are with the gradient of a sample's own pass, which is that of the step if it is the only one
+        # products use the gradient of a sample's own pass, which is that of the step if it is the only one
         known = len(passes) == 1 and passes[0].products
         products = samples * _joined(passes, "products", parts) if known else None
         traces = float(_joined(passes, "traces", parts).sum()) if any(p.traces for p in passes) else None
@@ -113,7 +113,7 @@ def measured(
 
 
 def _joined(passes: Sequence[PassValues], which: str, names: Sequence[str]) -> Tensor:
-    """Values of all samples, summed over parameters ``[n]``; zero where a pass does not reach one."""
+    """Return values of all samples, summed over parameters ``[n]``; zero if a pass does not reach one."""
     parts = []
     for each in passes:
         found: dict[str, Tensor] = getattr(each, which)
@@ -132,7 +132,7 @@ def _update(squares: Any) -> float | None:
 
 
 def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
-    """``g^T H g / g^T g``; each pass stands for the whole step, along its own gradient."""
+    """Return ``g^T H g / g^T g``; each pass stands for the whole step, along its own gradient."""
     bends = [(each.samples, each.bend) for each in passes if each.bend is not None]
     square = sum(float(bend[1]) for _, bend in bends)
     if not square > 0:
@@ -141,13 +141,13 @@ def _sharpness(passes: Sequence[PassValues], samples: int) -> float | None:
 
 
 def norm_quantiles(squares: Tensor) -> dict[str, float]:
-    """Quantiles of samples' norms, by the names in ``QUANTILES``."""
+    """Return quantiles of samples' norms, by the names in ``QUANTILES``."""
     found = squares.sqrt().quantile(torch.tensor([*QUANTILES.values()], dtype=squares.dtype))
     return dict(zip(QUANTILES, found.tolist(), strict=True))
 
 
 def outliers(squares: Tensor) -> list[tuple[int, float]]:
-    """The samples with norms far above those of the others, the largest first: index and norm."""
+    """Return samples with norms far above those of the others, the largest first: index and norm."""
     norms = squares.sqrt()
     if len(norms) < 4 or not bool(norms.isfinite().all()):
         return []

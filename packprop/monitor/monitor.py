@@ -1,4 +1,4 @@
-"""``Monitor``: what every so many steps of a training loop look like from inside."""
+"""``Monitor``: measurements of every so many steps of a training loop."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ QUANTITIES = (
     "ggn_trace",
     "sharpness",
 )
-"""What can be asked for."""
+"""The quantities that a monitor can measure."""
 
 DEFAULT = QUANTITIES[:6]
-"""What takes no sweep of its own."""
+"""The quantities that take no sweep of their own."""
 
 
 class Monitor:
-    """Looks at every so many steps of a training loop, and logs what it sees.
+    """Measures every so many steps of a training loop, and logs the numbers.
 
-    ``with monitor.step():`` goes around the forward pass, ``loss.backward()`` and, for update ratios, the
-    optimizer's step. A step may have several backward passes (gradient accumulation). Steps that are not
-    monitored pay nothing: the model is extended in those alone that are. Nothing of the model, of ``.grad`` or
-    of the random state is changed.
+    Put ``with monitor.step():`` around the forward pass, ``loss.backward()`` and, for update ratios, the
+    optimizer's step. A step may have several backward passes (gradient accumulation). Steps without monitoring
+    cost nothing: the monitor extends the model only in monitored ones. It changes nothing in the model, in
+    ``.grad`` or in the random state.
 
     Args:
         model: The model, extended or not.
-        every: Steps from one that is monitored to the next, or a time (``"5min"``); the first one is.
+        every: Steps from one monitored step to the next, or a time (``"5min"``); the first step is monitored.
         quantities: A name from ``packprop.monitor.QUANTITIES``, or a list of them. Each is logged under its
             name for all parameters together, and under ``name/layer`` for each module that owns parameters:
 
@@ -73,21 +73,21 @@ class Monitor:
             - ``"sharpness"``: ``g^T H g / g^T g`` with the Hessian of the loss, all parameters together. Two
               more backward passes, one of them through the gradient.
 
-            A number is ``None`` where there is none: an upper end that is open, a ratio over zero.
+            A number is ``None`` if there is none: an open upper end, a ratio over zero.
         log: ``"print"`` for one line; a file name that ends in ``.jsonl``; a ``SummaryWriter`` or
             ``packprop.monitor.TensorBoard(folder)``; a function of a dictionary and the number of the step; a
             list of these; ``None`` for ``monitor.last`` alone.
-        window: Monitored steps that the critical batch size is estimated from.
-        confidence: How often intervals shall hold the true value.
+        window: Monitored steps behind the critical batch size.
+        confidence: The probability with which intervals hold the true value.
         mc_samples: Draws for the GGN trace; ``None`` for the exact one, which takes a column for each output.
-        ranks: Whose samples are looked at where several processes train: ``"own"``, ``"all"``, or
+        ranks: Whose samples count if several processes train: ``"own"``, ``"all"``, or
             ``packprop.distributed.AllRanks(...)``. With values of all ranks the first of them logs.
         per: ``"sample"``. Tokens of one sequence are no independent draws, as the noise scale needs them.
-        seed: Of the Monte Carlo draws, which are not taken from PyTorch's own generators.
-        on_spike: Called with a ``packprop.monitor.Spike`` for each step that ``check`` finds out of its recent
-            range: ``print``, for example.
-        decode: From an identifier (or a place in the batch) to the text of a sample, or of each of its tokens.
-        reach: How many deviations above the recent median a loss or a norm is out of its range.
+        seed: Seed of the Monte Carlo draws, which do not come from PyTorch's own generators.
+        on_spike: A function to call with a ``packprop.monitor.Spike`` for each step that ``check`` finds out of
+            its recent range: ``print``, for example.
+        decode: Maps an identifier (or a place in the batch) to the text of a sample, or of each of its tokens.
+        reach: The number of deviations above the recent median at which a loss or a norm is out of its range.
 
     Raises:
         BadInput: For anything else than the above, or a model without trainable parameters, or with
@@ -152,7 +152,7 @@ class Monitor:
         """The values of the last step that was monitored."""
 
     def is_due(self, number: int) -> bool:
-        """Whether the step of this number is monitored."""
+        """Tell whether the step of this number is monitored."""
         if self._every.seconds:
             return time.monotonic() - self._begun >= self._every.seconds
         return number % self._every.batches == 0
@@ -164,14 +164,14 @@ class Monitor:
         number: int | None = None,
         loss_scale: float | Tensor = 1.0,
     ) -> Step:
-        """The context for one step of the optimizer.
+        """Return the context for one step of the optimizer.
 
         Args:
-            identifiers: What outlying samples shall be called: one for each sample of the step, in order.
-                Without them it is their place. ``step.identify(...)`` says it batch by batch.
+            identifiers: The names of outlying samples: one for each sample of the step, in order. Without them
+                packprop gives their place. ``step.identify(...)`` names them batch by batch.
             number: The number of the step; by default steps are counted from 0.
-            loss_scale: What a gradient scaler multiplies the loss by, ``scaler.get_scale()``. Not the number of
-                passes that it is divided by: see NOTE [Monitored step].
+            loss_scale: The factor of a gradient scaler on the loss, ``scaler.get_scale()``. Not the number of
+                passes that divides it: see NOTE [Monitored step].
 
         Raises:
             BadInput: If another step is under way, or a ``backpack(...)`` is around it.
@@ -187,7 +187,7 @@ class Monitor:
         return step
 
     def begin(self, number: int, loss_scale: float | Tensor = 1.0) -> MonitoredStep:
-        """A step that is monitored whatever its number, for loops that cannot put ``with`` around it."""
+        """Return a step that is monitored whatever its number, for loops that cannot put ``with`` around it."""
         if isinstance(self._current, MonitoredStep) and self._current.is_open:
             raise BadInput(
                 "monitor.step() was called.",
@@ -237,16 +237,16 @@ class Monitor:
 
         Call it in every step, before the optimizer's: ``again`` runs the forward pass of the same batch once
         more, with the parameters as they are. A step within the range costs a comparison, and waits for the
-        loss where that is on a GPU.
+        loss if that is on a GPU.
 
         Args:
             loss: The loss of the step.
             again: Computes that loss again: ``lambda: loss_function(model(x), y)``.
-            identifiers: What the samples of the batch are called; else their places.
+            identifiers: The names of the samples of the batch; else their places.
             norm: The norm of the gradient, such as ``clip_grad_norm_`` returns.
 
         Returns:
-            What was found, which ``on_spike`` was called with; ``None`` for a step within its range.
+            The spike that ``on_spike`` was called with; ``None`` for a step within its range.
 
         Raises:
             PackpropError: For a step out of its range whose samples are mixed, as for ``backpack``.
@@ -254,7 +254,7 @@ class Monitor:
         return self._spikes.check(self._model, max(self._next - 1, 0), loss, norm, again, identifiers)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs: the number of the next step, and the window of earlier ones."""
+        """Return the state for a continued run: the next step's number, and the window of earlier steps."""
         window = {
             layer: [[each.noise, each.signal, each.samples] for each in steps]
             for layer, steps in self._noise.items()
@@ -262,7 +262,7 @@ class Monitor:
         return {"next": self._next, "window": window, "ranges": self._spikes.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Go on from a ``state_dict``."""
         self._next = state["next"]
         self._spikes.take_up(state.get("ranges", {}))
         self._noise = {
@@ -294,7 +294,7 @@ class Monitor:
                 log(numbers, step.number)
 
     def _of_layer(self, layer: str, values: LayerValues) -> Values:
-        """The numbers of one layer, by their full names."""
+        """Return the numbers of one layer, by their full names."""
         numbers: Values = {}
         squares, mean_square, noise = values.squares, values.mean_square, values.noise
         if "gradient_norm" in self._quantities:
@@ -323,7 +323,7 @@ class Monitor:
         return {name + suffix: _finite(number) for name, number in numbers.items()}
 
     def _names(self, step: MonitoredStep, values: StepValues) -> Sequence[Any]:
-        """What each sample of the step is called."""
+        """Return the name of each sample of the step."""
         given, own = step.identifiers, sum(len(each) for each in values.own)
         if given and len(given) != own:
             raise BadInput(
@@ -338,7 +338,7 @@ class Monitor:
 
 
 def _of_all_ranks(ranks: AllRanks, given: list[Any], counts: list[int]) -> list[Any]:
-    """The identifiers of all ranks, pass by pass and rank by rank; none if a rank has none."""
+    """Return the identifiers of all ranks, pass by pass and rank by rank; none if a rank has none."""
     told: list[Any] = [None] * torch.distributed.get_world_size(ranks.group)
     torch.distributed.all_gather_object(told, (given, counts), group=ranks.group)
     if any(sum(numbers) and not names for names, numbers in told):
@@ -357,7 +357,7 @@ def _named(name: str, interval: Interval) -> Values:
 
 
 def _finite(number: float | None) -> float | None:
-    """The number, or ``None`` where it is none."""
+    """Return the number, or ``None`` if it is none."""
     return number if number is not None and abs(number) < float("inf") else None
 
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale, estimated from the gradients of single samples, with a confidence interval.
+"""The gradient noise scale, estimated from per-sample gradients, with a confidence interval.
 
 # NOTE [Gradient noise scale]
 Samples are independent draws, with gradients ``g_i`` of mean ``G`` and covariance ``S``. The simple noise scale
@@ -9,13 +9,12 @@ with mean ``g``, as in their appendix A.1 with batches of 1 and of N,
     tr S  is estimated by  (sum_i |g_i|^2 - N |g|^2) / (N - 1)
     |G|^2 is estimated by  (N |g|^2 - 1/N sum_i |g_i|^2) / (N - 1)
 
-Both are unbiased; their ratio is not, so over several steps numerators and denominators are added up apart. The
-second may be negative, where the signal cannot be told from zero: there is no estimate of the ratio then.
+Both are unbiased; their ratio is not. So over several steps packprop adds up numerators and denominators
+separately. The second may be negative if the signal could be zero: then there is no estimate of the ratio.
 
-Both change in a known way if one sample is left out, which takes ``g_i . g`` besides. So their covariance comes
-from the jackknife (Efron and Stein 1981) over samples, or over steps. The interval of the ratio is that of
-Fieller (1954): all ratios that a test of Student would not refuse. It has no upper end where the denominator
-may be zero.
+Leaving out one sample changes both in a known way, which also takes ``g_i . g``. So their covariance comes from
+the jackknife (Efron and Stein 1981) over samples, or over steps. The interval of the ratio is that of Fieller
+(1954): all ratios that a test of Student would not refuse. It has no upper end if the denominator may be zero.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Interval:
     """An estimate and its confidence interval.
 
     Args:
-        value: The estimate; ``None`` where there is none.
-        low: The lower end; ``None`` where there is no interval.
-        high: The upper end; ``None`` where there is none.
+        value: The estimate; ``None`` if there is none.
+        low: The lower end; ``None`` if there is no interval.
+        high: The upper end; ``None`` if there is none.
     """
 
     value: float | None = None
@@ -56,7 +55,7 @@ class GradientNoise:
         noise: Trace of the covariance of samples' gradients, ``tr S``.
         signal: Squared norm of the expected gradient, ``|G|^2``; may be negative.
         spread: Covariance of the two ``[2, 2]``, by the jackknife over samples; ``None`` if it is not known.
-        samples: How many samples there are.
+        samples: The number of samples.
     """
 
     noise: float
@@ -66,17 +65,17 @@ class GradientNoise:
 
     @property
     def is_finite(self) -> bool:
-        """Whether both are numbers."""
+        """Tell whether both are numbers."""
         return math.isfinite(self.noise) and math.isfinite(self.signal)
 
     def scale(self, confidence: float) -> Interval:
-        """The noise scale, in samples, with its interval over the samples of the step."""
+        """Return the noise scale, in samples, with its interval over the samples of the step."""
         known = self.spread if self.samples >= FEWEST else None
         return ratio(self.noise, self.signal, known, self.samples - 1, confidence)
 
 
 def gradient_noise(squares: Tensor, mean_square: float, products: Tensor | None = None) -> GradientNoise | None:
-    """Noise and signal from the gradients of N samples; ``None`` for fewer than two.
+    """Estimate noise and signal from the gradients of N samples; return ``None`` for fewer than two.
 
     Args:
         squares: Squared norms of samples' gradients ``[n]``.
@@ -104,13 +103,13 @@ def gradient_noise(squares: Tensor, mean_square: float, products: Tensor | None 
 
 
 def _estimates(total: Tensor, mean_square: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Noise and signal from the summed squared norms and the squared norm of the mean."""
+    """Estimate noise and signal from the summed squared norms and the squared norm of the mean."""
     noise = (total - count * mean_square) / (count - 1)
     return noise, (count * mean_square - total / count) / (count - 1)
 
 
 def smoothed_scale(steps: Sequence[GradientNoise], confidence: float) -> Interval:
-    """The noise scale over several steps: summed noise over summed signal, with an interval over the steps.
+    """Return the noise scale over several steps: summed noise over summed signal, with an interval.
 
     One step alone has its own interval.
     """
@@ -125,14 +124,14 @@ def smoothed_scale(steps: Sequence[GradientNoise], confidence: float) -> Interva
 def ratio(
     numerator: float, denominator: float, spread: Tensor | None, freedom: int, confidence: float
 ) -> Interval:
-    """A ratio of two means that is not negative, with the interval of Fieller (1954).
+    """Return a ratio of two means that is not negative, with the interval of Fieller (1954).
 
     Args:
         numerator: The one mean.
         denominator: The other.
         spread: Their covariance ``[2, 2]``; ``None`` for no interval.
         freedom: Degrees of freedom of the covariance.
-        confidence: How often the interval shall hold the ratio of the expectations.
+        confidence: The probability with which the interval holds the ratio of the expectations.
 
     Example:
         >>> ratio(2.0, 1.0, torch.zeros(2, 2), 10, 0.95)
@@ -162,9 +161,9 @@ def ratio(
     return Interval(value, high if low <= 0 < high else 0.0)
 
 
-@functools.lru_cache(maxsize=128)  # of every layer and most steps the same ones are asked for
+@functools.lru_cache(maxsize=128)  # every layer and most steps need the same ones
 def student_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's distribution, above the median.
+    """Return the quantile of Student's distribution, above the median.
 
     The distribution function is a finite sum (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
 
@@ -186,7 +185,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def student_distribution(value: float, freedom: int) -> float:
-    """The probability that a variable with Student's distribution is below a positive value."""
+    """Return the probability that a variable with Student's distribution is below a positive value."""
     angle = math.atan(value / math.sqrt(freedom))
     term = math.cos(angle) if freedom % 2 else 1.0
     total = term if freedom > 1 else 0.0

@@ -1,4 +1,4 @@
-"""One monitored backward pass: what is computed along with it, and taken off the parameters at once."""
+"""One monitored backward pass: it computes quantities, and takes them off the parameters at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GradientAndNorms(Extension):
     """The gradient ``[*p]``, squared norms of its rows ``[n]``, and the rows' products with it ``[n]``.
 
     Args:
-        products: Whether the third is computed, which takes a second pass.
+        products: Compute the third, which takes a second pass.
     """
 
     products: bool = True
@@ -63,15 +63,15 @@ def _as_they_are(values: list[Any]) -> list[Any]:
 
 @dataclass
 class PassValues:
-    """What one backward pass has brought, for the loss that was meant.
+    """The results of one backward pass, for the loss that you mean.
 
     Args:
-        samples: How many samples it went through.
-        own: Which of them are this rank's.
+        samples: The number of its samples.
+        own: This rank's samples among them.
         squares: By name of the parameter, squared norms of samples' rows ``[n]``.
-        products: Inner products of the rows with the gradient ``[n]``; empty if they were not asked for.
-        traces: Traces of samples' GGN blocks ``[n]``; empty if they were not asked for.
-        bend: ``g^T H g`` and ``g^T g``; ``None`` if it was not asked for.
+        products: Inner products of the rows with the gradient ``[n]``; empty if not computed.
+        traces: Traces of samples' GGN blocks ``[n]``; empty if not computed.
+        bend: ``g^T H g`` and ``g^T g``; ``None`` if not computed.
     """
 
     samples: int
@@ -83,17 +83,17 @@ class PassValues:
 
 
 class MonitoredPass(Backpack):
-    """``backpack(...)`` that keeps what each backward pass brings, and leaves nothing on parameters.
+    """``backpack(...)`` that keeps the results of each backward pass, and leaves nothing on parameters.
 
     ``brought`` has the values of one pass after the other, ``gradients`` the sum of their gradients.
 
     Args:
-        model: Whose parameters are looked at.
+        model: The model to measure.
         trace: The extension for GGN traces, or ``None``.
-        products: Whether samples' products with the gradient are computed.
-        sharpness: Whether the curvature along the gradient is computed.
-        ranks: Whose samples values are made of.
-        loss_scale: What the loss that is meant was multiplied by.
+        products: Compute samples' products with the gradient.
+        sharpness: Compute the curvature along the gradient.
+        ranks: Says whose samples count.
+        loss_scale: The factor on the loss that you mean.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class MonitoredPass(Backpack):
         self._noise, self._trace, self._sharpness = GradientAndNorms(products), trace, sharpness
         asked: list[Extension] = [self._noise, *([] if trace is None else [trace])]
         super().__init__(asked, None, None, False, loss_scale, ranks)
-        # the results of a first pass stay as they are in a pass, so values are brought to the loss that is
-        # meant when they are taken off
+        # the results of a first pass stay as they are in a pass, so values are divided by the factor when they
+        # are taken off
         self._scale, self._loss_scale = self._loss_scale, None
         self._parameters = {
             name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad
@@ -121,15 +121,15 @@ class MonitoredPass(Backpack):
         self.gradients: dict[str, Tensor] = {}
         self.seen = False
         self.gives_up = self.given_up = False
-        """Whether passes after one that has failed are plain ones, and whether one has."""
+        """Leave passes after a failed one unwatched; and a flag that one has failed."""
 
     def __exit__(self, *error: Any) -> None:
         self.seen = self.seen or self._seen
-        self._seen = True  # whoever monitors says it in other words
+        self._seen = True  # the monitor says it in other words
         super().__exit__(*error)
 
     def _chunk_sizes(self, graph: Graph) -> ChunkSizes:
-        """Those of any pass; notes which tensors values will be saved on, and what the pass goes through."""
+        """Return those of any pass; note the tensors that values will be saved on, and the path of the pass."""
         uses = [use.recorded for use in graph.uses]
         if any(use in self._uses for use in uses):
             raise PackpropError(
@@ -143,7 +143,7 @@ class MonitoredPass(Backpack):
         return super()._chunk_sizes(graph)
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
-        """Run a pass, and take off what it has left."""
+        """Run a pass, and take off its results."""
         if self.given_up:
             return backward()
         self.given_up = self.gives_up
@@ -167,7 +167,7 @@ class MonitoredPass(Backpack):
         self._reached += [parameter for module in EXTENDED for parameter in module.parameters()]
 
     def _take_off(self) -> PassValues | None:
-        """Take all values off; ``None`` if none of the model's parameters has any."""
+        """Take all values off; return ``None`` if none of the model's parameters has any."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         values = PassValues(0, range(0), {}, {}, {}, None)
         for home in self._reached:
@@ -193,7 +193,7 @@ class MonitoredPass(Backpack):
         return values
 
     def _bend(self, call: BackwardCall) -> tuple[Tensor, Tensor]:
-        """``g^T H g`` and ``g^T g`` of the loss that is about to be differentiated."""
+        """Return ``g^T H g`` and ``g^T g`` of the loss before its backward pass."""
         if len(call.roots) != 1 or call.gradients[0] is not None or call.roots[0].numel() != 1:
             raise PackpropError(
                 "Monitor(quantities=[..., 'sharpness']): the curvature along the gradient was asked for.",
@@ -212,7 +212,7 @@ class MonitoredPass(Backpack):
         return self._meant(inner, 3), self._meant(square, 2)
 
     def _meant(self, value: Tensor, degree: int) -> Tensor:
-        """A value for the loss that is meant, with whose multiple it grows by a power."""
+        """Return a value for the loss that you mean, given the power with which it grows."""
         scale = self._scale
         if scale is None:
             return value

@@ -1,13 +1,13 @@
-"""Steps whose loss or gradient leaves its recent range, looked at by sample, then by token.
+"""Steps whose loss or gradient leaves its recent range, by sample, then by token.
 
-Losses of steps scatter around a level that changes slowly. A step is a spike if its loss, or norm, is above
-the median of the last ``RECENT`` steps by more than ``reach`` times their median absolute deviation (scaled to
-the standard deviation of normal values), or not finite. Spikes do not enter the range. Deviations below a
+Losses of steps scatter around a level that changes slowly. A step is a spike if its loss, or norm, is above the
+median of the last ``RECENT`` steps by more than ``reach`` times their median absolute deviation (scaled to the
+standard deviation of normal values), or not finite. Spikes do not enter the range. Deviations below a
 thousandth of the median count as that much: values that are nearly equal make no range.
 
-An idle step costs a comparison of numbers. What is looked at is run again: forward and backward with norms of
-samples, and once more with norms of the tokens of the sample that stands out most. ``.grad`` and the random
-state are what they were, and so are values that other passes have left on parameters.
+An ordinary step costs a comparison of numbers. packprop runs a spike again: forward and backward with norms of
+samples, and once more with norms of the tokens of the sample that stands out most. It restores ``.grad``, the
+random state, and values that other passes have left on parameters.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from packprop.tensors.random import random_numbers_from, random_states
 ASKED = "packprop.Monitor(on_spike=...) was made."
 
 RECENT = 50
-"""Steps that the recent range is made of."""
+"""Steps behind the recent range."""
 
 FEWEST = 10
 """Steps before which there is no range."""
 
 SHOWN = 5
-"""How many samples, and tokens, are told."""
+"""The number of samples, and tokens, in a spike."""
 
 NORMAL = 1.4826
-"""From the median absolute deviation of normal values to their standard deviation."""
+"""The factor from the median absolute deviation of normal values to their standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SpikeToken:
     Args:
         place: Its place in the sample.
         norm: Norm of the gradient of its term of the loss.
-        text: What it is, if ``decode`` gave a text for each token.
+        text: Its text, if ``decode`` gave one for each token.
     """
 
     place: int
@@ -65,9 +65,9 @@ class SpikeSample:
     Args:
         sample: Its identifier, or its place in the batch.
         norm: Norm of the gradient of its part of the loss.
-        times: How many times the median of the batch that is.
-        text: What it is, if ``decode`` says so.
-        tokens: Its tokens with the largest gradients, of the first sample alone.
+        times: Its multiple of the median of the batch.
+        text: Its text, if ``decode`` gives one.
+        tokens: Its tokens with the largest gradients, for the first sample alone.
     """
 
     sample: Any
@@ -84,7 +84,7 @@ class Spike:
     Args:
         step: The number of the step.
         what: ``"loss"`` or ``"norm"``.
-        value: How large it was.
+        value: The value.
         usual: The median of recent steps.
         samples: Those of the step with the largest gradients, largest first.
     """
@@ -111,10 +111,10 @@ class Spike:
 
 
 class Range:
-    """What values of recent steps were like.
+    """The range of values of recent steps.
 
     Args:
-        reach: How many deviations above the median a value leaves the range.
+        reach: The number of deviations above the median at which a value leaves the range.
     """
 
     def __init__(self, reach: float) -> None:
@@ -122,7 +122,7 @@ class Range:
         self.values: deque[float] = deque(maxlen=RECENT)
 
     def left_by(self, value: float) -> float | None:
-        """The median of the range, if the value leaves it; the value is taken up otherwise."""
+        """Return the median of the range, if the value leaves it; otherwise add the value."""
         if len(self.values) >= FEWEST or (self.values and not math.isfinite(value)):
             middle = median(self.values)
             deviation = max(NORMAL * median(abs(each - middle) for each in self.values), 1e-3 * abs(middle))
@@ -134,16 +134,16 @@ class Range:
 
 
 Decode = Callable[[Any], "str | Sequence[str]"]
-"""From an identifier (or a place in the batch) to a text, or to the text of each token."""
+"""A function from an identifier (or a place in the batch) to a text, or to the text of each token."""
 
 
 class SpikeWatch:
-    """What a monitor knows of recent steps, and does about those that are out of range.
+    """The memory of recent steps, and the reaction to those that are out of range.
 
     Args:
-        on_spike: Called with each spike.
-        decode: From identifiers to texts.
-        reach: How many deviations above the median a step is out of range.
+        on_spike: A function to call with each spike.
+        decode: Maps identifiers to texts.
+        reach: The number of deviations above the median at which a step is out of range.
 
     Raises:
         BadInput: For a handler that cannot be called, or a reach that is no positive number.
@@ -169,7 +169,7 @@ class SpikeWatch:
         again: Callable[[], Tensor],
         identifiers: Iterable[Any] | None,
     ) -> Spike | None:
-        """Look into a step that is out of range; ``None`` for others."""
+        """Look into a step that is out of range; return ``None`` for others."""
         told = {"loss": loss} | ({} if norm is None else {"norm": norm})
         values = {
             what: float(each.detach()) if isinstance(each, Tensor) else float(each)
@@ -187,11 +187,11 @@ class SpikeWatch:
         return None
 
     def state(self) -> dict[str, list[float]]:
-        """The ranges, as numbers."""
+        """Return the ranges, as numbers."""
         return {what: [*each.values] for what, each in self._ranges.items()}
 
     def take_up(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from ``state``."""
+        """Go on from a ``state``."""
         for what, values in state.items():
             self._ranges[what].values.extend(values)
 
@@ -203,7 +203,7 @@ class _Norms(BatchL2Grad):
 def samples_of(
     model: nn.Module, again: Callable[[], Tensor], identifiers: Sequence[Any], decode: Decode | None
 ) -> tuple[SpikeSample, ...]:
-    """The samples of a batch with the largest gradients, and tokens of the first; the batch is run again."""
+    """Return samples of a batch with the largest gradients, and tokens of the first; run the batch again."""
     norms = _norms(model, again, _Norms()).nan_to_num(nan=math.inf)
     if identifiers and len(identifiers) != len(norms):
         raise BadInput(
@@ -229,7 +229,7 @@ def samples_of(
 def _tokens(
     model: nn.Module, again: Callable[[], Tensor], place: int, pieces: list[str] | None
 ) -> tuple[SpikeToken, ...]:
-    """The tokens of one sample with the largest gradients; none where the loss has no tokens."""
+    """Return tokens of one sample with the largest gradients; none if the loss has no tokens."""
     try:
         norms = _norms(model, again, _Norms(subsampling=[place], per="token"))[0].nan_to_num(nan=math.inf)
     except PackpropError:  # a loss whose terms are not those of tokens
@@ -242,7 +242,7 @@ def _tokens(
 
 
 def _norms(model: nn.Module, again: Callable[[], Tensor], extension: BatchL2Grad) -> Tensor:
-    """Norms over all parameters, from a pass that leaves nothing behind."""
+    """Return norms over all parameters, from a pass that leaves nothing behind."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
     try:

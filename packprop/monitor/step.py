@@ -33,7 +33,7 @@ ASKED = "`with monitor.step():` was entered."
 
 
 class Step:
-    """A step that is not monitored: it does nothing. ``monitored`` says which kind it is."""
+    """A step that is not monitored: it does nothing. ``monitored`` tells the two kinds apart."""
 
     monitored = False
 
@@ -46,7 +46,7 @@ class Step:
         return None
 
     def identify(self, identifiers: Iterable[Any]) -> None:
-        """Say which samples come next: one identifier for each, in the order of the batch."""
+        """Name the next samples: one identifier for each, in the order of the batch."""
 
 
 UNWATCHED = Step()
@@ -56,16 +56,16 @@ UNWATCHED = Step()
 class MonitoredStep(Step):
     """A step that is monitored.
 
-    ``with`` is around all of it. Where that cannot be, ``open`` and ``close`` may be called in turns, around
-    each of its backward passes, and ``finish`` at the end.
+    Put ``with`` around all of it. If you cannot, call ``open`` and ``close`` in turns, around each of its
+    backward passes, and ``finish`` at the end.
 
     Args:
-        model: Whose parameters are looked at.
+        model: The model to measure.
         number: The number of the step.
-        watch: Makes what watches its passes.
-        updates: Whether the optimizer's update is looked at.
-        done: Called at the end with the step and its values.
-        told: What was said in a step before, and need not be said again.
+        watch: Makes the watch over its passes.
+        updates: Measure the optimizer's update.
+        done: A function to call at the end with the step and its values.
+        told: Notices that an earlier step has given, and that this one does not repeat.
     """
 
     monitored = True
@@ -87,11 +87,11 @@ class MonitoredStep(Step):
         self._before: dict[str, Tensor] | None = None
 
     def identify(self, identifiers: Iterable[Any]) -> None:
-        """Say which samples come next: one identifier for each, in the order of the batch."""
+        """Name the next samples: one identifier for each, in the order of the batch."""
         self.identifiers += identifiers.tolist() if isinstance(identifiers, Tensor) else list(identifiers)
 
     def open(self, gives_up: bool = False) -> None:
-        """Begin to watch; if it ``gives_up``, no pass is watched after one that has failed."""
+        """Begin to watch; with ``gives_up``, watch no pass after one that has failed."""
         around = innermost()
         if around is not None and not (isinstance(around, MonitoredPass) and around.given_up):
             raise BadInput(
@@ -111,12 +111,12 @@ class MonitoredStep(Step):
         self.is_open = True
 
     def close(self) -> None:
-        """Watch no longer; the model is as it was before ``open``."""
+        """Stop watching; restore the model as it was before ``open``."""
         self.is_open = False
         self._contexts.close()
 
     def finish(self) -> None:
-        """Hand over what was seen."""
+        """Pass on the measured values."""
         passes = self._pass.brought
         if not passes:
             warnings.warn(NOTHING_SEEN, PackpropWarning, stacklevel=3)
@@ -131,7 +131,7 @@ class MonitoredStep(Step):
         return [(name, p) for name, p in named_parameters(self._model) if p.requires_grad]
 
     def _updated(self) -> dict[str, tuple[float, float]]:
-        """Squared norms of each parameter's update and of itself; nothing if none has changed."""
+        """Return squared norms of each parameter's update and of itself; nothing if none has changed."""
         before = self._before or {}
         squares = {
             name: (

@@ -1,4 +1,4 @@
-"""Which stored samples pull on a model as some queries do: inner products of gradients."""
+"""Influence: inner products of stored gradients with those of some queries."""
 
 from packprop.queries.influence import influence
 from packprop.queries.refining import Refinement

@@ -1,4 +1,4 @@
-"""The one curvature that is meant by what was given."""
+"""The choice of one curvature from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CURVATURES = (
     "diag_h",
     "diag_h_mc",
 )
-"""What in a ``Result`` is curvature that has an inverse."""
+"""Entries of a ``Result`` that are curvature with an inverse."""
 
 
 def blocks_of(asked: str, curvature: Result | Mapping[str, Any] | str | Path) -> tuple[str, Mapping[str, Any]]:
-    """The one curvature of a result, or blocks by parameter as they are given, and what to call them.
+    """Return the one curvature of a result, or given blocks by parameter, and a name for them.
 
     Raises:
         BadInput: For a result that holds none, or several.

@@ -1,4 +1,4 @@
-"""What a store and a model must have in common, so that gradients of both can be multiplied."""
+"""Checks that gradients of a store and of a model can be multiplied."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GRADIENTS = (BatchGrad.savefield, Projected.savefield)
 
 
 def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
-    """Which of a store's quantities are gradients: the one that is named, or the first that is there.
+    """Return a store's quantity of gradients: the named one, or the first.
 
     Raises:
-        BadInput: If the store has none, or not the one that is named.
+        BadInput: If the store has none, or not the named one.
     """
     known = [name for name in GRADIENTS if store.arrays(name)]
     if quantity is None and known:
@@ -39,9 +39,9 @@ def gradients_in(asked: str, store: Store, quantity: str | None) -> str:
 
 
 def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
-    """Refuse a model whose trained parameters are not those that the store was written for.
+    """Refuse a model if the store was written for other trained parameters.
 
-    Their values are not known to the store.
+    The store does not know their values.
 
     Raises:
         BadInput: With the first difference.
@@ -68,16 +68,16 @@ def require_same_model(asked: str, store: Store, model: nn.Module) -> None:
 
 
 def queries_without_gradient(rows: Mapping[str, Tensor]) -> list[int]:
-    """Places of the queries whose rows ``[q, ...]`` are zero in all arrays."""
+    """Return places of the queries whose rows ``[q, ...]`` are zero in all arrays."""
     found = torch.stack([each.reshape(len(each), -1).any(1) for each in rows.values()]).any(0)
     return (~found).nonzero()[:, 0].tolist()
 
 
 def warn_of_empty(asked: str, empty: Sequence[int], queries: int) -> None:
-    """Warn of queries without gradient: their products are zero, and the order of samples says nothing.
+    """Warn about queries without gradient: their products are zero, and the order of samples says nothing.
 
     Raises:
-        BadInput: If all are such.
+        BadInput: If all queries have none.
     """
     if not empty:
         return

@@ -1,4 +1,4 @@
-"""Gradients of queries, as a store has those of its samples: of a loss that is summed, perhaps projected."""
+"""Gradients of queries in the form of a store's gradients: of a loss that is summed, perhaps projected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from packprop.types import GRADIENT, Extension, Row
 
 
 class EntryOrders(Extension):
-    """Where each parameter keeps the entries of the matrix that it stands for."""
+    """Return the order of the entries of each parameter's matrix."""
 
     savefield = "entry_order"
     rows = (Row(GRADIENT, entry_order_of, over_n=KEEP, over_v=KEEP, degree=0),)
@@ -40,20 +40,20 @@ class EntryOrders(Extension):
 class QueryGradients:
     """Gradients of batches of queries, preconditioned, then projected as those in the store.
 
-    A preconditioned gradient ``h = F^-1 g`` is projected after that: inner products with projected rows are
-    those of ``h`` with the rows then, in expectation. (The inverse of a projected F would be another matrix.)
+    It projects a preconditioned gradient ``h = F^-1 g`` last: inner products with projected rows are then those
+    of ``h`` with the rows, in expectation. (The inverse of a projected F would be another matrix.)
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         model: The model, which is extended meanwhile.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
         arrays: Stored rows by parameter; of all together by ``""``.
-        preconditioner: What gradients are multiplied by, if by anything.
-        device: Where batches are moved to.
-        raw: Whether gradients are left as they are until ``projected_rows``: they are refined before that.
+        preconditioner: The preconditioner of gradients, if there is one.
+        device: The device of batches.
+        raw: Leaves gradients as they are until ``projected_rows``: refining comes before that.
 
     Attributes:
-        orders: Where parameters keep their entries, of those that were met.
+        orders: The order of entries, for the parameters so far.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class QueryGradients:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of gradients of a query that are there until it is ready, beside those of the model itself."""
+        """Bytes of a query's gradients until it is ready, beside those of the model itself."""
         sizes = {name: shape.numel() * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
         if self._extension.savefield == Projected.savefield:
             return 2 * len(sizes) * self._projection_bytes
@@ -112,7 +112,7 @@ class QueryGradients:
         return 8 * self._projection.dimension if self._projection is not None else 0
 
     def of(self, batch: tuple[Any, Any]) -> tuple[int, dict[str, Tensor]]:
-        """How many queries are in a batch, and their rows ``[q, ...]``, on the processor, by array.
+        """Return the number of queries in a batch, and their rows ``[q, ...]``, on the processor, by array.
 
         Raises:
             PackpropError: For a gradient that is not finite.
@@ -145,7 +145,7 @@ class QueryGradients:
 
     @property
     def names(self) -> list[str]:
-        """The parameters whose gradients count: where rows are not projected, those of the store."""
+        """The parameters whose gradients count: those of the store, if rows are not projected."""
         return [name for name in self._shapes if self._projection is not None or name in self._arrays]
 
     @property
@@ -156,7 +156,7 @@ class QueryGradients:
         return {name: torch.Size(array.shape[1:]) for name, array in self._arrays.items()}
 
     def projected_rows(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rows of queries by parameter as the store has them: projected, if its rows are."""
+        """Return rows of queries by parameter as the store has them: projected, if its rows are."""
         if self._projection is None:
             return rows
         total: Tensor | None = None
@@ -168,7 +168,7 @@ class QueryGradients:
         return {"": total}
 
     def _put(self, rows: dict[str, Tensor], name: str, gradients: Tensor, order: Any) -> None:
-        """Put what becomes of a parameter's gradients among the rows of a batch."""
+        """Put the result for a parameter's gradients among the rows of a batch."""
         if self._projection is None and name not in self._arrays:
             return  # no sample of the store depends on it: rows are zero there
         if self._raw:

@@ -1,4 +1,4 @@
-"""Inner products of stored gradients with those of queries: a budget of memory, one reading for each group."""
+"""Inner products of stored gradients with those of queries: within a budget, one reading for each group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from packprop.queries.refined_search import Ends, RefinedSearch
 from packprop.queries.refining import Refinement, Refiner
 from packprop.queries.result import Influence
 from packprop.recording.switch import extended
-from packprop.store.reading import BITE, Store
+from packprop.store.reading import BLOCK, Store
 from packprop.store.search import Found, bytes_of_a_row, require_number, summed_products
 from packprop.tensors.calling import LossFunction
 from packprop.tensors.names import named_parameters
@@ -58,52 +58,52 @@ def influence(
     batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> Influence:
-    """The stored samples whose gradients have the largest, and the smallest, inner products with each query's.
+    """Find the stored samples whose gradients have extreme inner products with each query's.
 
     For a stored sample z and a query q these are ``<g_z, g_q>``, or ``<g_z, (F + damping I)^-1 g_q>`` with
     ``curvature`` (influence functions: Koh and Liang 2017; with EKFAC: Grosse et al. 2023). All g are gradients
     of losses that are **summed** over their terms: under cross entropy, of each sample's own loss. F has the
-    scale of the loss that it was computed for. If that is a mean over the N samples of the store,
-    ``product / N`` (``product / store.terms``, where samples have several terms) is to first order what the
-    loss of q grows by when the model is trained again without z; if it is a sum, the product itself is. So
-    samples with large products help the query, and those with negative ones harm it.
+    scale of the loss that you computed it for. If that is a mean over the N samples of the store, ``product /
+    N`` (``product / store.terms``, if samples have several terms) is to first order the growth of the loss of q
+    if you train again without z. If it is a sum, the product itself is. So samples with large products help the
+    query, and those with negative ones harm it.
 
-    A store does not know the values of the model's parameters: give the model as it was when the store was
-    written. Nothing of it is changed. Every process searches for itself.
+    A store does not know the values of the model's parameters: pass the model as it was when you wrote the
+    store. ``influence`` changes nothing in it. Every process searches for itself.
 
     Args:
         store: A store of ``BatchGrad`` or ``Projected(BatchGrad(), d)``, or its folder. Queries of a projected
             store are preconditioned first and then projected, so that inner products are right in expectation.
-        model: The model, in the mode (train or eval) that it shall be used in; need not be extended.
-        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` where the model computes it.
+        model: The model, in the mode (train or eval) that you want; you need not extend it.
+        loss: As for ``compute``: ``loss(model(inputs), targets)``, or ``None`` if the model computes it.
         queries: Data of any form that ``compute`` takes: a pair of tensors, a ``Dataset``, batches.
-        curvature: What gradients of queries are preconditioned with: a ``Result`` of ``compute`` that holds one
-            curvature, the file of one, or what a ``Result`` holds, ``result["ekfac"]``: a block for each
+        curvature: The preconditioner of the queries' gradients: a ``Result`` of ``compute`` that holds one
+            curvature, the file of one, or an entry of a ``Result``, ``result["ekfac"]``: a block for each
             parameter, which is a diagonal ``[*p]``, a list of Kronecker factors or a ``kronecker.Eigen``.
-        damping: What is added to each block, in units of the curvature; required with ``curvature``. Inverses
-            are exact: see NOTE [Which inverse] (``packprop/queries/preconditioning.py``).
-        factored: Two factors share the damping instead, as in Martens and Grosse (2015), 6.3.
-        refine: The data that the model was trained on, or a ``packprop.Refinement`` with them and with options.
-            Queries are multiplied by the inverse of the damped GGN of all parameters together then, by
-            conjugate gradients, with ``curvature`` as the preconditioner, if it is given; all queries of a
-            group at once. Each step reads the data once. ``damping`` is required.
-        k: How many samples at each end; fewer if there are no more.
+        damping: Added to each block, in units of the curvature; required with ``curvature``. Inverses are
+            exact: see NOTE [Which inverse] (``packprop/queries/preconditioning.py``).
+        factored: Lets two factors share the damping, as in Martens and Grosse (2015), 6.3.
+        refine: The data that you trained the model on, or a ``packprop.Refinement`` with them and with options.
+            It multiplies queries by the inverse of the damped GGN of all parameters together, by conjugate
+            gradients, with ``curvature`` as the preconditioner, if you give it; all queries of a group at once.
+            Each step reads the data once. ``damping`` is required.
+        k: The number of samples at each end; fewer if there are no more.
         groups: The group of each row of the store ``[n]``, from 0 on: its class, document or source. The
-            products of a query are then added up over each group as well, ``Influence.groups`` ``[q, g]``: what
-            leaving the whole group out does, to first order. That reads the store once more.
-        quantity: Which gradients of the store, where it has ``"grad_batch"`` and ``"grad_batch_projected"``;
-            the first by default.
-        memory: Bytes that stored rows in hand and gradients of queries may take; ``None``: any number. Where
-            they do not fit together, queries are taken in groups, and the store is read once for each. The
-            model, its activations and the curvature with its inverse are not counted, nor is the block of a
-            random matrix in hand, of about 20 MiB, where rows are projected.
+            products of a query then also add up over each group, ``Influence.groups`` ``[q, g]``: to first
+            order, the effect of leaving the whole group out. This reads the store once more.
+        quantity: The gradients of the store, if it has ``"grad_batch"`` and ``"grad_batch_projected"``; the
+            first by default.
+        memory: Bytes for current rows and gradients of queries; ``None``: any number. If they do not fit
+            together, packprop takes queries in groups, and reads the store once for each. It does not count the
+            model, its activations and the curvature with its inverse, nor, if rows are projected, the current
+            block of a random matrix, of about 20 MiB.
         batch_size: Queries in a batch; by default 128, or what fits. Not for data that come in batches.
-        device: Where batches are moved to; by default where the model's parameters are.
+        device: The device of batches; by default that of the model's parameters.
 
     Raises:
         BadInput: For a store without gradients or of another model, curvature that lacks a parameter, does not
-            fit or is not positive, damping that is missing, a budget that is too small, queries without any
-            gradient, data to refine by that can be read once, a checkpoint of something else.
+            fit or is not positive, missing damping, a budget that is too small, queries without any gradient,
+            data to refine by that packprop can read only once, a checkpoint of something else.
         PackpropError: For gradients that are not finite; for a Hessian to refine by that is indefinite.
     """
     require_number(ASKED, k)
@@ -141,11 +141,11 @@ def influence(
     numbers = _numbers(groups, opened.samples)
     found: list[Ends] = []
     empty: list[int] = []
-    bite = min(BITE // 2, budget // 2)
+    at_once = min(BLOCK // 2, budget // 2)
 
     def find(rows: dict[str, Tensor]) -> Ends:
-        largest, smallest = opened.extremes(name, rows, k, memory=bite)
-        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, bite)
+        largest, smallest = opened.extremes(name, rows, k, memory=at_once)
+        sums = None if numbers is None else summed_products(ASKED, arrays, rows, numbers, at_once)
         return largest, smallest, sums
 
     with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ def influence(
 
 
 def _numbers(groups: Tensor | Sequence[int] | None, samples: int) -> Tensor | None:
-    """The groups of rows as whole numbers ``[n]``.
+    """Return the groups of rows as whole numbers ``[n]``.
 
     Raises:
         BadInput: If they are none, or not as many as rows.
@@ -204,7 +204,7 @@ def _numbers(groups: Tensor | Sequence[int] | None, samples: int) -> Tensor | No
 
 
 def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[dict[str, Tensor]]:
-    """Rows of queries ``[q, ...]`` by array, of as many batches as fit."""
+    """Return rows of queries ``[q, ...]`` by array, of as many batches as fit."""
     waiting: list[dict[str, Tensor]] = []
     number = 0
     for batch in batches:
@@ -224,17 +224,17 @@ def _groups(batches: Batches, gradients: QueryGradients, most: int) -> Iterator[
 
 
 def _joined(waiting: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All batches in one, array by array; nothing is left of them."""
+    """Join all batches, array by array; release them."""
     return {name: torch.cat([rows.pop(name) for rows in waiting]) for name in list(waiting[0])}
 
 
 def _most_queries(
     gradients: QueryGradients, arrays: Mapping[str, Any], budget: int, refiner: Refiner | None
 ) -> int:
-    """How many queries fit into a quarter of the budget, while they are made into another quarter.
+    """Return how many queries fit into a quarter of the budget, while they are made in another quarter.
 
-    The second quarter is for joining them. The other half is for rows of the store. Queries that are refined
-    have three quarters before rows are read; the last one is for vectors in a batch of data.
+    The second quarter serves to join them. The other half is for rows of the store. Refined queries have three
+    quarters before rows are read; the last one is for vectors in a batch of data.
 
     Raises:
         BadInput: If it is none, or no row fits.
@@ -287,7 +287,7 @@ def _preconditioner(
     names: list[str] | None,
     refined: bool,
 ) -> Preconditioner | None:
-    """What gradients are preconditioned with, if with anything."""
+    """Return the preconditioner of gradients, if there is one."""
     if refined:
         require_damping(ASKED, damping, "the matrix of the data")
     if curvature is None:

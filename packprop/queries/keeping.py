@@ -1,4 +1,4 @@
-"""What refined queries are kept in while they are worked on: the system in hand, and what groups have found."""
+"""Checkpoints of refined queries: the current system, and the results of groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ clock = time.monotonic
 
 @dataclass(frozen=True)
 class DoneGroup:
-    """A group of queries that is done: what stands for its gradients, what was found, and its residuals.
+    """A finished group of queries: what stands for its gradients, its results, and its residuals.
 
-    ``groups``: sums over groups of samples, if these were asked for.
+    ``groups``: sums over groups of samples, if you asked for them.
     """
 
     digest: str
@@ -41,7 +41,7 @@ class DoneGroup:
 
 @dataclass(frozen=True)
 class GroupInHand:
-    """A group that is worked on: what stands for its gradients, and the state of its systems."""
+    """The current group: what stands for its gradients, and the state of its systems."""
 
     digest: str
     state: dict[str, Tensor]
@@ -49,7 +49,7 @@ class GroupInHand:
 
 @dataclass(frozen=True)
 class Work:
-    """All that is kept."""
+    """The whole content of a checkpoint."""
 
     done: list[DoneGroup]
     hand: GroupInHand | None
@@ -60,12 +60,12 @@ class Keeper:
     """Keeps the work of one call in a folder; does nothing without one.
 
     Args:
-        asked: What the user asked for, for messages.
-        folder: Where; ``None`` for nowhere.
-        identity: What the work is of.
+        asked: The call of the user, for messages.
+        folder: The folder; ``None`` for none.
+        identity: A description of the work.
 
     Attributes:
-        work: What was kept before, and is from now on.
+        work: The kept work, from before and from now on.
     """
 
     def __init__(self, asked: str, folder: str | Path | None, identity: Identity | None) -> None:
@@ -76,7 +76,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Keeper]:
-        """Inside, the folder belongs to this call, and ``work`` is what it held.
+        """Give the folder to this call inside; ``work`` is then its content.
 
         Raises:
             BadInput: If it is in use, holds other files, is of something else, or cannot be written to.
@@ -137,7 +137,7 @@ class Keeper:
             raise BadInput(self._asked, where, why, "call with what it was begun with, or give another folder")
 
     def known(self, place: int, digest: str) -> DoneGroup | GroupInHand | None:
-        """What was kept of the group at a place, if anything was.
+        """Return the kept work of the group at a place, if there is any.
 
         Raises:
             BadInput: If it was another group.
@@ -158,7 +158,7 @@ class Keeper:
         return found
 
     def keep(self, work: Work, now: bool) -> None:
-        """Keep this from now on; written at once, or where writing takes at most a fiftieth of the time."""
+        """Keep this from now on; write it at once, or if writing takes at most a fiftieth of the time."""
         self.work = work
         if self._folder is None or not (now or clock() - self._last >= SHARE * self._took):
             return

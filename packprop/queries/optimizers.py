@@ -1,4 +1,4 @@
-"""What an optimizer multiplies gradients by, as the curvature that it stands for."""
+"""The preconditioner of an optimizer, as the curvature that it stands for."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ ADAPTIVE = {
     torch.optim.RMSprop: "square_avg",
     torch.optim.Adagrad: "sum",
 }
-"""Optimizers that divide by roots of averaged squares, and what they call these."""
+"""Optimizers that divide by roots of averaged squares, and their names for these."""
 
 
 def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The diagonal D by parameter ``[*p]`` for which a step of the optimizer is ``D^-1 g``, as it stands now.
+    """Return the diagonal D by parameter ``[*p]`` for which the optimizer's step is ``D^-1 g`` now.
 
     For Adam and AdamW that is ``(sqrt(v / (1 - beta2^t)) + eps) / lr``, with the second moments v (Kingma and
     Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. Momentum, which
-    spreads a step over those that follow, and weight decay, in which no sample takes part, are left out.
+    Ba 2015; Loshchilov and Hutter 2019), for RMSprop and Adagrad their own, for SGD ``1 / lr``. It leaves out
+    momentum, which spreads a step over later ones, and weight decay, in which no sample takes part.
 
-    Give it as ``curvature`` to ``influence`` with ``damping=0``: a product ``<g_z, D^-1 g_q>`` is to first
-    order how much the loss of q falls by a step on the sample z alone, with the moments as they are (Pruthi et
-    al. 2020; Xia et al. 2024). Added up over checkpoints, each with a store of its own, that is TracIn.
+    Pass it as ``curvature`` to ``influence`` with ``damping=0``: a product ``<g_z, D^-1 g_q>`` is to first
+    order the fall of the loss of q by a step on the sample z alone, with the moments as they are (Pruthi et al.
+    2020; Xia et al. 2024). The sum over checkpoints, each with a store of its own, is TracIn.
 
     Args:
         model: The model.
@@ -64,7 +65,7 @@ def optimizer_curvature(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 @torch.no_grad()
 def _divisor(kind: Any, group: dict[str, Any], state: dict[str, Any], parameter: Tensor) -> Tensor:
-    """What a gradient is divided by before it is multiplied by the learning rate."""
+    """Return the divisor of a gradient before the learning rate multiplies it."""
     if kind is torch.optim.SGD:
         return torch.ones_like(parameter, dtype=accumulation_dtype(parameter.dtype))
     squares = state["max_exp_avg_sq"] if group.get("amsgrad") else state[ADAPTIVE[kind]]

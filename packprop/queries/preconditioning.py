@@ -1,14 +1,14 @@
-"""Gradients times the inverse of a damped curvature matrix, one parameter at a time.
+"""Products of gradients with the inverse of a damped curvature matrix, one parameter at a time.
 
 # NOTE [Which inverse]
-The matrix is block-diagonal, with one block F for each parameter, and gradients g become
-``(F + damping I)^-1 g``, exactly. For a diagonal that divides each entry. For EKFAC, and for two factors
-``B kron A``, the inverse is taken in the eigenbasis, whose vectors are Kronecker products: that of
-``B kron A + damping I`` itself, which is no Kronecker product. With ``factored`` two factors share the damping
-instead, ``(B + sqrt(d) / pi)^-1 kron (A + pi sqrt(d))^-1`` (Martens and Grosse 2015, 6.3): what optimizers take
-to be quick, and another matrix.
+The matrix is block-diagonal, with one block F for each parameter, and gradients g become ``(F + damping I)^-1
+g``, exactly. A diagonal divides each entry. For EKFAC, and for two factors ``B kron A``, packprop inverts in
+the eigenbasis, whose vectors are Kronecker products. This is the inverse of ``B kron A + damping I`` itself,
+which is no Kronecker product. With ``factored``, two factors share the damping instead, ``(B + sqrt(d) / pi)^-1
+kron (A + pi sqrt(d))^-1`` (Martens and Grosse 2015, 6.3): optimizers take this other matrix because it is
+quick.
 
-Eigenvalues that rounding made negative count as zero.
+Eigenvalues that are negative by rounding count as zero.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Preconditioner:
     """Multiplies gradients by inverse blocks; see NOTE [Which inverse].
 
     Args:
-        name: What the curvature is, for tables.
-        damping: What was added to the blocks.
+        name: The name of the curvature, for tables.
+        damping: The damping of the blocks.
         inverses: The inverse block of each parameter.
         as_factors: Parameters whose block came as two factors, which do not know the order of entries.
     """
@@ -49,13 +49,13 @@ class Preconditioner:
     as_factors: frozenset[str]
 
     def __call__(self, asked: str, name: str, rows: Tensor, order: EntryOrder | None) -> Tensor:
-        """Rows ``[q, *p]`` of a parameter times its inverse block.
+        """Multiply rows ``[q, *p]`` of a parameter by its inverse block.
 
         Args:
-            asked: What the user asked for, for messages.
+            asked: The call of the user, for messages.
             name: Name of the parameter.
             rows: Gradients.
-            order: Where the parameter keeps the entries ``[o, i]`` of two factors, if that is known.
+            order: The order of the entries ``[o, i]`` of two factors, if it is known.
 
         Raises:
             BadInput: If two factors do not fit the parameter.
@@ -87,19 +87,19 @@ def preconditioner_of(
     factored: bool,
     shapes: Mapping[str, torch.Size],
 ) -> Preconditioner:
-    """The inverses of damped blocks, all of which are made, and looked at, before any gradient is.
+    """Return the inverses of damped blocks, all made and checked before any gradient.
 
     Args:
-        asked: What the user asked for, for messages.
-        name: What the curvature is.
+        asked: The call of the user, for messages.
+        name: The name of the curvature.
         blocks: A block for each parameter: a diagonal ``[*p]``, one or two factors, or an ``Eigen``.
-        damping: What is added to the blocks.
-        factored: Whether two factors share the damping.
+        damping: The damping of the blocks.
+        factored: Lets two factors share the damping.
         shapes: Shapes of the parameters that have gradients.
 
     Raises:
-        BadInput: For damping that is missing or negative, a parameter without a block, or a block that does not
-            fit it, is not finite, or is not positive.
+        BadInput: For missing or negative damping, a parameter without a block, or a block that does not fit it,
+            is not finite, or is not positive.
     """
     added = require_damping(asked, damping, name)
     missing = [parameter for parameter in shapes if parameter not in blocks]
@@ -121,10 +121,10 @@ def preconditioner_of(
 
 
 def require_damping(asked: str, damping: float | None, name: str) -> float:
-    """Damping, if it is a number of at least 0.
+    """Return damping, if it is a number of at least 0.
 
     Raises:
-        BadInput: With what it is.
+        BadInput: With the value.
     """
     if not isinstance(damping, Real) or isinstance(damping, bool) or not 0 <= damping < float("inf"):
         raise BadInput(
@@ -172,7 +172,7 @@ def _inverse(
 
 
 def _require_positive(asked: str, where: str, values: Tensor, damping: float, rounding: float) -> None:
-    """Refuse eigenvalues that with the damping are not positive, or may be ``rounding`` alone.
+    """Refuse eigenvalues that are not positive with the damping, or may be ``rounding`` alone.
 
     The inverse of rounding would be the largest part of a product.
     """

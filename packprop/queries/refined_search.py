@@ -1,4 +1,4 @@
-"""Groups of queries that are refined, and then looked for in the store; the work is kept in a folder."""
+"""Refining of queries, group by group, then their search in the store; a folder keeps the work."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from packprop.store.search import Found
 from packprop.tensors.calling import LossFunction
 
 Ends = tuple[Found, Found, Tensor | None]
-"""The samples at both ends, and sums over groups ``[q, g]`` if they were asked for."""
+"""The samples at both ends, and sums over groups ``[q, g]`` if you asked for them."""
 
 Find = Callable[[dict[str, Tensor]], Ends]
-"""From rows of queries by array to what the store has for them."""
+"""A function from rows of queries by array to the samples that the store has for them."""
 
 
 class RefinedSearch:
-    """For one group of queries after the other, the stored samples at both ends.
+    """Finds, for one group of queries after the other, the stored samples at both ends.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         store: The store.
-        quantity: Which gradients of it.
-        find: Looks for rows of queries, as the store has them.
-        asks: What it looks for, as JSON has it.
-        gradients: What has made the groups.
-        refiner: What refines them.
-        most: How many vectors fit at once while they are refined.
+        quantity: The gradients of the store.
+        find: Searches for rows of queries, as the store has them.
+        asks: Describes the search, as JSON has it.
+        gradients: The maker of the groups.
+        refiner: The refiner.
+        most: The number of vectors that fit at once in refining.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class RefinedSearch:
 
     @property
     def readings(self) -> int:
-        """How often the data were read, by this call and by those that it goes on from."""
+        """The number of readings of the data, by this call and by those that it continues."""
         return self._before + self._refiner.readings
 
     @contextlib.contextmanager
     def kept(self, model: nn.Module, loss: LossFunction | None) -> Iterator[None]:
-        """Inside, the work is kept in the folder of the refinement, if there is one."""
+        """Keep the work inside in the folder of the refinement, if there is one."""
         folder = self._refiner.checkpoint
         if folder is None:
             yield
@@ -83,7 +83,7 @@ class RefinedSearch:
             yield
 
     def __call__(self, rows: dict[str, Tensor]) -> Ends:
-        """What is found for the next group of queries; nothing is left of ``rows``."""
+        """Return the results for the next group of queries; release ``rows``."""
         place, stamp = self._place, " ".join(map(digest, rows.values()))
         self._place += 1
         known = self._keeper.known(place, stamp)

@@ -1,11 +1,11 @@
-"""Gradients of queries times the inverse of the damped matrix of a whole data set, by conjugate gradients.
+"""Products of queries' gradients with the inverse of a whole data set's damped matrix, by conjugate gradients.
 
-Blocks of single parameters leave out what couples parameters, and Kronecker factors are no more than near to
-the blocks. They are a preconditioner here: the inverse that queries end with is that of the GGN itself, or of
-the Hessian, of all parameters together, up to a residual that is told (Koh and Liang 2017, section 3, by
-conjugate gradients; Martens 2010). All queries in hand share each reading of the data, and the space that is
-searched (``packprop/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than
-one; a few are joined by random vectors.
+Blocks of single parameters leave out the coupling of parameters, and Kronecker factors only approximate the
+blocks. Here they are a preconditioner: queries end with the inverse of the GGN itself, or of the Hessian, of
+all parameters together, up to a residual that the result names (Koh and Liang 2017, section 3, by conjugate
+gradients; Martens 2010). All current queries share each reading of the data, and the search space
+(``packprop/algebra/conjugate_gradients.py`` says how). So a hundred queries take fewer readings than one;
+random vectors join a few queries.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SETS = 8
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """How ``influence`` refines what curvature makes of queries.
+    """Options for how ``influence`` refines queries.
 
     Args:
-        data: The data whose curvature it is, those that the model was trained on: of any form that ``compute``
-            takes, which can be read more than once.
+        data: The data of the curvature, on which you trained the model: in any form of ``compute`` that
+            packprop can read more than once.
         matrix: ``"ggn"``, or ``"hessian"``, which must be positive with its damping.
         tolerance: The residual ``|b - A x| / |b|`` of a query at which it is done.
         readings: The most readings of the data for each group of queries. If they are not enough, a warning
-            says which residual is left, and the best solutions found are kept.
-        width: The least vectors that are multiplied in a reading: where there are fewer queries, random ones
-            beside them make readings fewer, as far as ``memory`` allows it. More of them take longer each.
+            names the residual, and packprop keeps the best solutions.
+        width: The least vectors of a reading: if there are fewer queries, random vectors beside them make
+            readings fewer, as far as ``memory`` allows it. More vectors take longer each.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches.
-        checkpoint: A folder that the work is kept in, made if it is missing: after readings, and for groups of
-            queries that are done. A call with the same arguments goes on from there.
+        checkpoint: A folder that keeps the work, made if it is missing: after readings, and for finished groups
+            of queries. A call with the same arguments continues from there.
         progress: Show a bar for each reading on standard error, if that is a terminal.
     """
 
@@ -67,25 +67,25 @@ class Refiner:
     """Turns raw gradients of groups of queries into products with the inverse.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         model: The model.
         loss: Called as ``loss(outputs, targets)``; ``None`` if the model computes it.
-        refinement: What is asked for.
+        refinement: The options.
         names: The parameters that count.
-        preconditioner: Something like the inverse; ``None`` for none.
-        damping: What is added to the matrix.
-        room: Bytes that vectors in hand may take in a batch.
-        device: Where batches are moved to, and where vectors are.
+        preconditioner: An approximate inverse; ``None`` for none.
+        damping: Added to the matrix.
+        room: Bytes for current vectors in a batch.
+        device: The device of batches and vectors.
 
     Attributes:
-        matrix: Which matrix it is.
-        checkpoint: The folder that the work is kept in.
+        matrix: The name of the matrix.
+        checkpoint: The folder that keeps the work.
         parameters: Those that count, by name.
         batches: The data.
-        residuals: Of the groups that are done, one after the other.
+        residuals: Those of finished groups, one after the other.
 
     Raises:
-        BadInput: For data that can be read once, or options that are none.
+        BadInput: For data that packprop can read only once, or wrong options.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Refiner:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the work is of, beside model, loss and data; as JSON has it."""
+        """A description of the work, beside model, loss and data; as JSON has it."""
         describer, refinement = Describer(), self._refinement
         blocks = None if self._preconditioner is None else vars(self._preconditioner)
         return {
@@ -136,7 +136,7 @@ class Refiner:
 
     @property
     def readings(self) -> int:
-        """How often the data were read to their end."""
+        """The number of complete readings of the data."""
         return self._product.readings
 
     @property
@@ -159,13 +159,13 @@ class Refiner:
         most: int,
         keep: Callable[[ConjugateGradients], None],
     ) -> dict[str, Tensor]:
-        """Products ``[q, *p]`` by parameter, on the processor; nothing is left of ``rows``.
+        """Return products ``[q, *p]`` by parameter, on the processor; release ``rows``.
 
         Args:
             rows: Gradients ``[q, *p]`` by parameter.
-            orders: Where parameters keep entries, as far as it is known.
+            orders: The orders of entries, as far as they are known.
             known: The state that an earlier call has kept of the same group; ``None`` if there is none.
-            most: How many vectors fit at once.
+            most: The number of vectors that fit at once.
             keep: Called after each reading.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What queries have found, as a value: it prints, and converts to plain numbers."""
+"""The result of queries, as a value: it prints, and converts to plain numbers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ WIDTH = 100
 
 @dataclass(frozen=True, eq=False)
 class Influence:
-    """What ``influence`` returns: for each query the samples at both ends.
+    """The result of ``influence``: for each query the samples at both ends.
 
     Args:
         largest: Samples with the largest inner products, ``products``, ``identifiers`` and ``rows``, each
             ``[q, k]``, largest first: those that help the query most.
-        smallest: Those with the smallest, smallest first: where products are negative, they harm the query.
+        smallest: Those with the smallest, smallest first: if products are negative, they harm the query.
         samples: Samples in the store.
-        terms: What their losses were divided by, added up.
+        terms: The divisors of their losses, added up.
         quantity: Attribute of the gradients in the store.
-        curvature: What gradients of queries were preconditioned with; ``None`` if with nothing.
-        damping: What was added to it.
-        readings: How often the store was read.
-        refined_by: ``"ggn"`` or ``"hessian"``, the matrix that queries were refined by, or ``None``.
-        residuals: Of each query that was refined ``[q]``: ``|b - A x| / |b|``.
-        groups: Products added up over groups of samples ``[q, g]``, if these were asked for.
-        data_readings: How often the data were read for refining.
+        curvature: The preconditioner of queries' gradients; ``None`` if there was none.
+        damping: Its damping.
+        readings: The number of readings of the store.
+        refined_by: ``"ggn"`` or ``"hessian"``, the matrix that refined the queries, or ``None``.
+        residuals: For each refined query ``[q]``: ``|b - A x| / |b|``.
+        groups: Products added up over groups of samples ``[q, g]``, if you asked for them.
+        data_readings: The number of readings of the data for refining.
     """
 
     largest: Found
@@ -53,11 +53,11 @@ class Influence:
     data_readings: int = 0
 
     def __len__(self) -> int:
-        """How many queries there were."""
+        """The number of queries."""
         return len(self.largest.products)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain numbers, texts, lists and dictionaries."""
+        """Return everything as plain numbers, texts, lists and dictionaries."""
         return {
             "samples": self.samples,
             "terms": self.terms,
@@ -76,7 +76,7 @@ class Influence:
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as text."""
+        """Return ``to_dict`` as text."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Influence:
 
 
 def _rows(found: Found, query: int) -> list[dict[str, Any]]:
-    """The samples of a query: identifier, row and product."""
+    """Make the table of a query's samples: identifier, row and product."""
     columns = zip(*(column[query].tolist() for column in found), strict=True)
     return [{"identifier": each, "row": row, "product": product} for product, each, row in columns]
 

@@ -1,4 +1,4 @@
-"""How much each stored sample pulls on itself: large for samples that nothing else explains."""
+"""The influence of each stored sample on itself: large for samples that nothing else explains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packprop.memory.search import budget_of
 from packprop.queries.blocks import blocks_of
 from packprop.queries.checks import gradients_in
 from packprop.queries.preconditioning import Preconditioner, preconditioner_of
-from packprop.store.reading import BITE, Store
+from packprop.store.reading import BLOCK, Store
 from packprop.store.search import bytes_of_a_row
 from packprop.tensors.precision import accumulation_dtype
 
@@ -30,23 +30,22 @@ def self_influence(
     quantity: str | None = None,
     memory: int | str | None = "500MiB",
 ) -> Tensor:
-    """``<g_z, (F + damping I)^-1 g_z>`` of each stored sample z ``[n]``, in the order of rows; in one reading.
+    """Return ``<g_z, (F + damping I)^-1 g_z>`` of each stored sample z ``[n]``, in the order of rows.
 
-    To first order the loss of z grows by this, divided as ``influence`` says, when the model is trained again
-    without z (Koh and Liang 2017): it is large for samples that are memorised, mislabelled ones among them
-    (Feldman and Zhang 2020).
+    To first order the loss of z grows by this, divided as ``influence`` says, if you train again without z (Koh
+    and Liang 2017): it is large for memorised samples, such as mislabelled ones (Feldman and Zhang 2020).
 
     Args:
         store: A store of ``BatchGrad``, or its folder; of projected gradients only without curvature.
-        curvature: As for ``influence``; two factors are refused, as a store does not know where parameters keep
-            their entries. Without it: squared norms of gradients.
+        curvature: As for ``influence``; it refuses two factors, because a store does not know the order of a
+            parameter's entries. Without it: squared norms of gradients.
         damping: As for ``influence``.
-        quantity: Which gradients of the store; the first by default.
-        memory: Bytes that rows in hand may take.
+        quantity: The gradients of the store; the first by default.
+        memory: Bytes for current rows.
 
     Raises:
-        BadInput: For a store without gradients, curvature that does not fit or is not positive, damping that is
-            missing, or a budget that is too small.
+        BadInput: For a store without gradients, curvature that does not fit or is not positive, missing
+            damping, or a budget that is too small.
     """
     opened = store if isinstance(store, Store) else Store(store)
     name = gradients_in(ASKED, opened, quantity)
@@ -57,7 +56,7 @@ def self_influence(
     if budget is not None and budget < row:
         why = f"a row of the store takes {row} bytes while it is multiplied"
         raise BadInput(ASKED, f"memory={memory!r}", why, f"give at least {row}")
-    step = max(1, min(BITE, budget or BITE) // row)
+    step = max(1, min(BLOCK, budget or BLOCK) // row)
     found = torch.zeros(opened.samples, dtype=torch.float64)
     for start in range(0, opened.samples, step):
         for parameter, array in arrays.items():

@@ -1,1 +1,1 @@
-"""What people look at: tables about a model, and the command line."""
+"""Reports for people: tables about a model, pages, and the command line."""

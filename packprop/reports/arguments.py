@@ -18,7 +18,7 @@ OUTPUT = "profile"
 """The default of ``--output``."""
 
 DESCRIPTION = f"""\
-What the gradients and the curvature of a network look like, layer by layer, in one pass over data.
+Gradients and curvature of a network, layer by layer, in one pass over data.
 
 in
   FACTORY names a function of yours that takes no arguments and returns three things:
@@ -43,17 +43,17 @@ out
     KFAC cond A, B     condition of the Kronecker factors: largest / smallest eigenvalue above
                        rounding error; "9/10" behind it: rank 9 of size 10, thus singular;
                        "4608 wide": too large to be built
-  A "-" stands for what was not computed or does not exist. Loss and parameters have no units here,
+  A "-" stands for a value that was not computed or does not exist. Loss and parameters have no units here,
   so no column has one. Losses that sum are divided by the number of samples first.
   DIR/profile.html         a page with figures, in one file: signal to noise, norms of single samples,
                            the samples with the largest gradients, curvature, spectra, memory and its
                            plan; needs {INSTALL},
                            and one more pass over the first batch
-  DIR/profile.json         the table in full precision, with the settings that it was made with
+  DIR/profile.json         the table in full precision, with its settings
   DIR/profile.safetensors  mean gradient and variance for each parameter, gradient norm and GGN
                            trace for each sample and layer, Kronecker factors, their eigenvalues
   Standard error gets a progress bar (on a terminal), warnings and errors. NO_COLOR=1 switches colours
-  off. Ctrl-C ends the run; with --checkpoint the same command goes on from there.
+  off. Ctrl-C ends the run; with --checkpoint the same command continues it.
 """
 
 EXIT_STATUS = """\
@@ -85,27 +85,27 @@ The same from Python:
 
 COMPARE = """\
 Two profiles of one model side by side, such as before and after training, with two optimizers, on two data
-sets. Each difference comes with its standard error, from the spread between samples; those that are more than
-two standard errors from zero are marked.
+sets. Each difference comes with its standard error, from the spread between samples. A mark shows differences
+of more than two standard errors.
 
 in
   A and B are folders that `packprop profile` has written. The models must have the same layers; samples,
-  settings and parameters may differ. Where both were made from the same samples, samples are compared one by
-  one, and errors are smaller.
+  settings and parameters may differ. If both profiles have the same samples, the command compares samples one
+  by one, and errors are smaller.
 
 out
   a table on standard output; with --json the whole comparison as JSON instead. --html FILE writes a page.
 """
 
 PAGE = """\
-Draw the page of a profile that was made before, without computing anything. What was not noted then, such
-as the use of memory, is missing. Of a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has
-written: the page of a training run, with noise scale, signal to noise, outliers and curvature over steps.
+Draw the page of a saved profile, without computing anything. The page lacks everything that the profile did not
+note, such as the use of memory. From a file that ends in .jsonl, which packprop.Monitor(log="run.jsonl") has
+written, draw the page of a training run: noise scale, signal to noise, outliers and curvature over steps.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     program = argparse.ArgumentParser(
         "packprop", description="More than the gradient from one backward pass of PyTorch."
     )
@@ -169,25 +169,25 @@ def _add_profile(commands: Commands) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="put the model into evaluation mode, so that dropout is off and batch normalisation does not mix "
-        "samples; --no-evaluation leaves it in the mode that it comes in (default: yes)",
+        "samples; --no-evaluation keeps its own mode (default: yes)",
     )
     add(
         "--compiled",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let graphs take the place of passes where that saves time (default: yes)",
+        help="replace passes by graphs if that saves time (default: yes)",
     )
     add(
         "--device",
         metavar="NAME",
-        help="cpu, cuda, cuda:1, ...: where model, loss and batches are moved to (default: where the model is)",
+        help="cpu, cuda, cuda:1, ...: the device of model, loss and batches (default: the model's)",
     )
     add(
         "--seed",
         type=int,
         metavar="N",
         default=0,
-        help="of the random state that FACTORY finds, and of the draws (default: %(default)s)",
+        help="seed of the random state that FACTORY finds, and of the draws (default: %(default)s)",
     )
     add(
         "--threads",
@@ -206,20 +206,20 @@ def _add_profile(commands: Commands) -> None:
     kept.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        help="keep the run there while it goes on; if it is ended, the same command goes on from there, as "
-        "long as FACTORY returns the same model and data (default: nothing is kept)",
+        help="keep the run in this folder; if the run ends early, the same command continues it, as long as "
+        "FACTORY returns the same model and data (default: keep nothing)",
     )
     kept.add_argument(
         "--resume",
         metavar="FOLDER",
-        help="as --checkpoint, for a run that is there: without a checkpoint in FOLDER nothing is begun",
+        help="as --checkpoint, but only continue a run: refuse to begin without a checkpoint in FOLDER",
     )
     add(
         "--every",
         type=_time_or_number,
         metavar="TIME",
         default="30s",
-        help='how often the checkpoint is written: "30s", "5min", "1h", or a number of batches (default: '
+        help='how often to write the checkpoint: "30s", "5min", "1h", or a number of batches (default: '
         "%(default)s)",
     )
     add(
@@ -227,8 +227,8 @@ def _add_profile(commands: Commands) -> None:
         type=_count,
         metavar="N",
         default=SHOWN,
-        help="how many of the samples with the largest gradients are kept; for data in batches, these are "
-        "read again up to the last of them (default: %(default)s)",
+        help="how many of the samples with the largest gradients to keep; the command reads data in batches "
+        "again up to the last of them (default: %(default)s)",
     )
     add(
         "--decode",
@@ -236,7 +236,7 @@ def _add_profile(commands: Commands) -> None:
         help="package.module:function of (inputs, targets) of one sample, which returns its text, the text of "
         "each token of the targets, or an image",
     )
-    add("--no-page", action="store_true", help="write no page, and do not look at the use of memory")
+    add("--no-page", action="store_true", help="write no page, and do not measure the use of memory")
     add(
         "--progress",
         action=argparse.BooleanOptionalAction,
@@ -250,15 +250,15 @@ def _add_compare(commands: Commands) -> None:
     command = new_command(commands, "compare", "two profiles side by side", COMPARE, EXIT_STATUS)
     command.add_argument("first", metavar="A", help="folder of a profile")
     command.add_argument("second", metavar="B", help="folder of another one")
-    command.add_argument("--html", metavar="FILE", help=f"write a page, too; needs {INSTALL}")
+    command.add_argument("--html", metavar="FILE", help=f"also write a page; needs {INSTALL}")
     _add_common(command, "the comparison")
 
 
 def _add_page(commands: Commands) -> None:
-    command = new_command(commands, "page", "the page of a profile that was made before", PAGE, EXIT_STATUS)
+    command = new_command(commands, "page", "the page of a saved profile", PAGE, EXIT_STATUS)
     command.add_argument("folder", metavar="DIR", help="folder of a profile, or the file of a monitor")
     command.add_argument(
-        "--output", metavar="FILE", help="where the page goes (default: DIR/profile.html; of a file: its name)"
+        "--output", metavar="FILE", help="the file of the page (default: DIR/profile.html; of a file: its name)"
     )
     command.add_argument("--debug", action="store_true", help="show errors with their tracebacks")
 

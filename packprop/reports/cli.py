@@ -44,7 +44,7 @@ NOT_FINITE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status.
+    """Run the command; return the exit status.
 
     Args:
         arguments: The arguments of the command line; by default those of the process.
@@ -103,7 +103,7 @@ def _page(options: argparse.Namespace) -> None:
 
 
 def _joined() -> int:
-    """This process's rank among those that ``torchrun`` has started, which it joins; 0 for one alone."""
+    """Return this process's rank among those of ``torchrun``, which it joins; 0 for one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not torch.distributed.is_available():
         return 0
     if not torch.distributed.is_initialized():
@@ -113,13 +113,13 @@ def _joined() -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     started = time.perf_counter()
-    # what can be refused at once is refused before the factory runs, which may take long
+    # refuse whatever can be refused before the factory runs, which may take long
     check_folder(options.output)
     if options.resume is not None:
         require_checkpoint(ASKED, f"--resume {options.resume}", options.resume)
     device = None if options.device is None else device_named(ASKED, options.device)
     lacking = [] if options.no_page else missing()
-    # standard output is for the result: what a factory prints there goes to standard error
+    # standard output is for the result: the output of a factory goes to standard error
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         result = _profiled(options, device, with_page=not options.no_page and not lacking)
     if result is None:
@@ -153,7 +153,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _profiled(options: argparse.Namespace, device: torch.device | None, with_page: bool) -> Profile | None:
-    """The profile; ``None`` on ranks that another one speaks for."""
+    """Make the profile; return ``None`` on ranks that another one speaks for."""
     factory = None if options.factory is None else load_factory(options.factory)
     decode = None if options.decode is None else load_factory(options.decode, argument="--decode")
     threads = options.threads or (1 if factory is None else None)
@@ -193,7 +193,7 @@ def _profiled(options: argparse.Namespace, device: torch.device | None, with_pag
 
 
 def _made(options: argparse.Namespace) -> dict[str, str]:
-    """When, by what command, of which commit: what a page says of where it comes from."""
+    """Describe a run for its page: date, command and commit."""
     try:
         known = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

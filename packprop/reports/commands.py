@@ -1,4 +1,4 @@
-"""Commands of the command line: how each is made."""
+"""The making of commands for the command line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def new_command(
     commands: Commands, name: str, summary: str, description: str, epilog: str
 ) -> argparse.ArgumentParser:
-    """A command whose description and epilog are printed as they are written.
+    """Make a command whose description and epilog print as they are written.
 
     Args:
-        commands: The commands that it is added to.
-        name: What is typed.
+        commands: The commands to add it to.
+        name: Its name on the command line.
         summary: One line in the list of commands.
-        description: What comes before its arguments in its help.
-        epilog: What comes after them.
+        description: The text before its arguments in its help.
+        epilog: The text after them.
     """
     return commands.add_parser(
         name,

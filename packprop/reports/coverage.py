@@ -1,4 +1,4 @@
-"""Which function uses each parameter, how, and what can be asked for: from one forward pass."""
+"""Coverage of a model: the functions that use each parameter, and the extensions that apply."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ ASKED = "coverage(model, batch) was called."
 
 
 def coverage(model: nn.Module, batch: Any) -> Coverage:
-    """Say which function uses each parameter, its structure, and which extensions apply.
+    """List the function that uses each parameter, its structure, and the extensions that apply.
 
-    It makes one forward pass in the model's own mode. Unless the model returns a loss, a squared
-    error on its outputs takes the place of one. Buffers, attributes and the random state are put
-    back, and the model is extended for this pass only. The user's own forward hooks do run.
+    It makes one forward pass in the model's own mode. Unless the model returns a loss, it takes a squared
+    error on its outputs. It restores buffers, attributes and the random state, and extends the model for
+    this pass only. The user's own forward hooks do run.
 
     Args:
-        model: Any module; need not be extended.
-        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a
-            dictionary of arguments. Several positional inputs go in as ``((a, b), targets)``.
-            Targets are ignored.
+        model: Any module; you need not extend it.
+        batch: ``(inputs, targets)`` as a data loader yields it, or inputs alone: a tensor, or a dictionary
+            of arguments. Pass several positional inputs as ``((a, b), targets)``. Targets are ignored.
 
     Returns:
         A value that prints.
@@ -84,13 +83,13 @@ def _inputs_of(batch: Any) -> Any:
 
 
 def _stand_in(output: Tensor) -> Tensor:
-    """A squared error, in place of the loss that the model does not return."""
+    """Return a squared error, in place of the loss that the model does not return."""
     real = torch.view_as_real(output) if output.is_complex() else output
     return F.mse_loss(real, torch.zeros_like(real))
 
 
 def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Coverage:
-    """What the graph of some losses says about the parameters of a model."""
+    """Read the facts about a model's parameters from the graph of some losses."""
     graph, refusal = _walked(values)
     accepted = graph if refusal is None else None
     note = "" if values else "no output of the model requires a gradient"
@@ -131,7 +130,7 @@ def _describe(model: nn.Module, values: Sequence[Tensor], own_loss: bool) -> Cov
 
 
 def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | None]:
-    """The graph of some losses, and why a backward pass with extensions would be refused."""
+    """Return the graph of some losses, and the reason to refuse a backward pass with extensions."""
     graph = None
     if not values:
         return None, None
@@ -144,7 +143,7 @@ def _walked(values: Sequence[Tensor]) -> tuple[Graph | None, PackpropError | Non
 
 
 def _uses_by_leaf(values: Sequence[Tensor], graph: Graph | None) -> dict[int, list[Consumption]]:
-    """The uses of each leaf: from the walk, or, where it failed, from the marks that recording left."""
+    """Return the uses of each leaf: from the walk, or, if it failed, from the marks of the recording."""
     if graph is not None:
         triples = [(use.recorded, site.entry, site.leaf) for use in graph.uses for site in use.sites]
     else:
@@ -167,7 +166,7 @@ def _consumption(recorded: RecordedUse, entry: Entry, leaf: Tensor) -> Consumpti
 
 
 def _marks(values: Sequence[Tensor], mark: str) -> list[Any]:
-    """What recording has left under one name on the nodes that lead to some values."""
+    """Return the recording's marks under one name on the nodes that lead to some values."""
     nodes = (marks_of(node) for node in nodes_above(value.grad_fn for value in values))
     return [marks[mark] for marks in nodes if mark in marks]
 
@@ -179,7 +178,7 @@ def _leaves(parameter: Tensor) -> list[Tensor]:
 
 
 def _efforts(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """What the gradients of samples take for each leaf that the fallback serves: two of them are tried."""
+    """Describe the effort of the fallback for each leaf that it serves: it tries two of the samples."""
     efforts: dict[int, tuple[str, ...]] = {}
     for use in graph.uses:
         shapes, device = use.recorded.shapes, graph.leaves()[0].device
@@ -195,7 +194,7 @@ def _efforts(graph: Graph) -> dict[int, tuple[str, ...]]:
 
 
 def _factors(graph: Graph) -> dict[int, str]:
-    """The Kronecker factors that each leaf gets, known from its structure for one sample without cotangents."""
+    """Return the Kronecker factors of each leaf, from its structure for one sample without cotangents."""
     structures: dict[int, list[Any]] = {}
     for use in graph.uses:
         no_cotangents: list[Tensor | None] = [None] * len(use.recorded.shapes)
@@ -206,7 +205,7 @@ def _factors(graph: Graph) -> dict[int, str]:
 
 
 def _hessian_routes(graph: Graph) -> dict[int, str]:
-    """The route to each leaf's diagonal of the Hessian; none where a branch was summed already."""
+    """Return the route to each leaf's diagonal of the Hessian; none if a branch was already summed."""
     try:
         columns(graph, EXACT, create_graph=False)
         with_roots = True
@@ -230,7 +229,7 @@ def _route(graph: Graph, routes: Routes, leaf: Tensor) -> str:
 
 
 def _layer(model: nn.Module, name: str) -> str:
-    """Class of the layer that owns a parameter, before it was sharded or parametrised."""
+    """Return the class of the layer that owns a parameter, before it was sharded or parametrised."""
     path = name.rpartition(".")[0].partition("parametrizations")[0].rstrip(".")
     kind = class_before_sharding(dict(named_modules(model))[path])
     return (kind.__mro__[1] if kind.__name__.startswith("Parametrized") else kind).__name__

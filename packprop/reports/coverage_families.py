@@ -1,4 +1,4 @@
-"""Which families of extensions can be asked for, by the seeds of their rows."""
+"""Families of extensions that apply, by the seeds of their rows."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FAMILIES: dict[str, Callable[[set[Seed]], bool]] = {
     "products": lambda seeds: seeds == {GRAPH},
     "others": lambda seeds: True,
 }
-"""What an extension's seeds must be, by family; an extension belongs to the first family that fits."""
+"""The seeds of each family's extensions; an extension belongs to the first family that fits."""
 
 ANY_LOSS = ("gradients of samples", "Hessian diagonals", "Jacobians")
-"""Families that ask nothing of the loss."""
+"""Families that need nothing from the loss."""
 
 
 def families_of(
     graph: Graph | None, refusal: PackpropError | None, own_loss: bool, note: str
 ) -> tuple[Family, ...]:
-    """The families of the catalogue, and whether they can be asked for.
+    """Return the families of the catalogue, and whether they apply.
 
     Args:
-        graph: What a backward pass would go through; none if the walk failed.
-        refusal: Why a backward pass with any extension would be refused, if it would.
-        own_loss: Whether the model returned a loss.
+        graph: The graph of a backward pass; none if the walk failed.
+        refusal: The reason to refuse a backward pass with any extension, if there is one.
+        own_loss: Says that the model returned a loss.
         note: A condition that holds for all families.
     """
     members: dict[str, list[str]] = {name: [] for name in FAMILIES}
@@ -57,7 +57,7 @@ def families_of(
 
 
 def _with_loss(family: Family, graph: Graph, own_loss: bool) -> Family:
-    """A family that needs a loss: the model's own, or one that is not known here."""
+    """Describe a family that needs a loss: the model's own, or one that is not known here."""
     if not own_loss:
         condition = "for a recorded loss that is convex in the outputs"
         return replace(family, why="; ".join(filter(None, [condition, family.why])))

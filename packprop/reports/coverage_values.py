@@ -1,4 +1,4 @@
-"""What one forward pass shows about the parameters of a model, as values that print."""
+"""The facts of one forward pass about the parameters of a model, as values that print."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Consumption:
 
     Args:
         function: The torch function that was seen.
-        structure: How the parameter enters the function; ``Dense`` where per-sample gradients are formed.
-        direct: Whether the parameter itself was its argument, not a tensor computed from it.
-        refusal: Why nothing can be computed for it; empty if something can.
-        fallback: Whether no rule says how the parameter enters, so that the function is called again.
+        structure: The structure of the parameter in the function; ``Dense`` if per-sample gradients are formed.
+        direct: Says that the parameter itself was its argument, not a tensor computed from it.
+        refusal: The reason why nothing can be computed for it; empty if something can.
+        fallback: Says that no rule describes the parameter, so that packprop calls the function again.
     """
 
     function: str
@@ -34,7 +34,7 @@ class Consumption:
 
 @dataclass(frozen=True)
 class ParameterCoverage:
-    """What is known about one parameter.
+    """The facts about one parameter.
 
     Args:
         name: Its name in the model; the first one if it is tied.
@@ -46,9 +46,9 @@ class ParameterCoverage:
         missing: The nodes that use it, but were not recorded.
         factors: Its factors in KFAC: ``"B, A"``, or ``"B"`` for the exact block; empty if unknown.
         hessian: The route to the Hessian's diagonal, see NOTE [Hessian diagonal]: ``"swept"``, ``"output"`` or
-            ``"parameter"``; ``"refused"`` where PyTorch has no second derivative, or a wrong one; empty if
+            ``"parameter"``; ``"refused"`` if PyTorch has no second derivative, or a wrong one; empty if
             unknown.
-        efforts: For functions without a rule, their name, and how often each is called again.
+        efforts: For functions without a rule, their name, and how often packprop calls each again.
     """
 
     name: str
@@ -80,18 +80,18 @@ ROUTES = {
     "parameter": "Hessian columns in the parameter itself, entry by entry",
     "refused": "PyTorch has no second derivative of a function on the way, or a wrong one",
 }
-"""What the words of ``ParameterCoverage.hessian`` mean."""
+"""The meaning of the words of ``ParameterCoverage.hessian``."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Extensions that want the same seeds.
+    """Extensions with the same seeds.
 
     Args:
-        name: What they compute.
+        name: The quantity that they compute.
         extensions: Their names.
-        applies: Whether they can be asked for.
-        why: Why they cannot, or under what condition they can.
+        applies: Says that they apply.
+        why: The reason why they do not, or the condition.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one forward pass shows; prints as two tables.
+    """The facts of one forward pass; prints as two tables.
 
     Args:
         parameters: By name, in the model's order.
@@ -120,7 +120,7 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every trainable parameter gets every per-sample quantity."""
+        """Tell whether every trainable parameter gets every per-sample quantity."""
         return self.refusal is None and all(p.state in ("used", "frozen") for p in self.parameters.values())
 
     @property

@@ -8,7 +8,7 @@ from packprop.errors import BadInput
 
 
 def device_named(asked: str, name: str) -> torch.device:
-    """The device of this name.
+    """Return the device of this name.
 
     Raises:
         BadInput: If there is none that this torch can use.

@@ -15,7 +15,7 @@ ASKED = "packprop profile was called."
 
 
 def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Callable[..., Any]:
-    """The function that ``package.module:function`` names, which was given as this argument.
+    """Return the function that ``package.module:function`` names, given by this argument.
 
     Raises:
         BadInput: If the name has another form, or leads to no function.
@@ -68,7 +68,7 @@ def load_factory(name: str, asked: str = ASKED, argument: str = "FACTORY") -> Ca
 
 
 def call_factory(factory: Callable[[], Any], name: str, asked: str = ASKED) -> tuple[Any, Any, Any]:
-    """The model, the loss and the data that the factory returns.
+    """Return the model, the loss and the data of the factory.
 
     Raises:
         BadInput: If it fails, or returns anything but three things.

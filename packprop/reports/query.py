@@ -24,8 +24,8 @@ from packprop.store.reading import Store
 ASKED = "packprop query was called."
 
 DESCRIPTION = f"""\
-Which stored samples pull on a model as some queries do: the largest and the smallest inner products of
-their gradients, plain or preconditioned by damped curvature (influence functions).
+The stored samples that help, and that harm, some queries: the largest and the smallest inner products of their
+gradients, plain or preconditioned by damped curvature (influence functions).
 
 in
   STORE    a folder that packprop.compute(..., store=...) or a StoreWriter wrote, with BatchGrad or
@@ -38,7 +38,7 @@ out
   tables on standard output, {WIDTH} columns wide, one for each query: products, identifiers and rows of the
   samples that help it most, and of those that harm it most. Products are those of gradients of summed
   losses: under cross entropy, of each sample's own loss. With the curvature of a mean loss over N samples
-  product / N is, to first order, what the loss of the query grows by without the sample.
+  product / N is, to first order, the growth of the query's loss without the sample.
 """
 
 EXAMPLES = """\
@@ -58,7 +58,7 @@ The same from Python:
 def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
     """Add the arguments of the command; ``positive`` reads a number of at least 1."""
     command = new_command(
-        commands, "query", "which stored samples help, and harm, some queries", DESCRIPTION, EXAMPLES
+        commands, "query", "the stored samples that help, and harm, some queries", DESCRIPTION, EXAMPLES
     )
     add = command.add_argument
     add("store", metavar="STORE", help="folder of the store")
@@ -66,29 +66,29 @@ def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
     add(
         "--curvature",
         metavar="FILE",
-        help="what gradients of queries are preconditioned with (default: nothing)",
+        help="the curvature that preconditions gradients of queries (default: none)",
     )
-    add("--entry", metavar="NAME", help="which entry of FILE, such as ekfac, where it holds several curvatures")
+    add("--entry", metavar="NAME", help="the entry of FILE, such as ekfac, if it holds several curvatures")
     add("--damping", type=float, metavar="X", help="added to each block of the curvature, in its units")
     add(
         "--factored",
         action="store_true",
-        help="two Kronecker factors share the damping, as in Martens and Grosse (2015), 6.3 (default: the "
+        help="let two Kronecker factors share the damping, as in Martens and Grosse (2015), 6.3 (default: the "
         "inverse of the damped block is exact)",
     )
     add("--k", type=positive, metavar="N", default=10, help="samples at each end (default: %(default)s)")
-    add("--quantity", metavar="NAME", help="grad_batch or grad_batch_projected, where the store has both")
+    add("--quantity", metavar="NAME", help="grad_batch or grad_batch_projected, if the store has both")
     add(
         "--memory",
         metavar="BYTES",
         default="500MiB",
-        help="what rows in hand and gradients of queries may take (default: %(default)s)",
+        help="memory for current rows and gradients of queries (default: %(default)s)",
     )
     add(
         "--batch-size",
         type=positive,
         metavar="N",
-        help="queries in a batch, where data come without",
+        help="queries in a batch, if data come without",
     )
     add(
         "--evaluation",
@@ -96,8 +96,8 @@ def add_query(commands: Commands, positive: Callable[[str], int]) -> None:
         default=True,
         help="put the model into evaluation mode (default: yes)",
     )
-    add("--device", metavar="NAME", help="where model and queries are moved to (default: where the model is)")
-    add("--seed", type=int, metavar="N", default=0, help="of the random state that FACTORY finds (default: 0)")
+    add("--device", metavar="NAME", help="the device of model and queries (default: the model's)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the state that FACTORY finds (default: 0)")
     add("--json", action="store_true", help="print JSON in place of tables")
     add("--debug", action="store_true", help="show errors with their tracebacks")
 

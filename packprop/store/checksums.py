@@ -1,12 +1,12 @@
-"""Rows on disk and their checksums: each block is compared with its own when it is read for the first time.
+"""Rows on disk and their checksums: packprop compares each block with its checksum when it first reads it.
 
 # NOTE [Checksums of rows]
-The rows of a chunk are taken in blocks of about 1 MiB, each with a checksum: the 64-bit words of the block
-(little-endian) are dealt out to 1021 columns in turn and added up modulo 2^64, as far as they fill a row of
-these; the checksum is the CRC-32 of the sums and of the bytes that are left. It is several times as fast as the
-CRC-32 of all bytes, whose time would show beside that of reading. Any changed bit changes it, as do blocks that
-were exchanged: 1021 is a prime, so that no two pages of memory begin in one column. Other changes go unnoticed
-with a chance of 2^-32.
+packprop takes the rows of a chunk in blocks of about 1 MiB, each with a checksum. It deals the 64-bit words of
+a block (little-endian) out to 1021 columns in turn and adds them up modulo 2^64, as far as they fill a row of
+these. The checksum is the CRC-32 of the sums and of the bytes that are left. It is several times as fast as the
+CRC-32 of all bytes, whose time would show beside that of reading. Any changed bit changes it, as do exchanged
+blocks: 1021 is a prime, so no two pages of memory begin in one column. Other changes go unnoticed with a chance
+of 2^-32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 2**20
-"""Bytes of rows, about, that have one checksum: what is read at least where a single row is asked for."""
+"""Bytes of rows, about, that have one checksum: the least that is read for a single row."""
 
 COLUMNS = 1021
 """Sums that a block is folded into."""
@@ -29,7 +29,7 @@ ZEROS = -1
 
 
 class Damage(Exception):
-    """Rows are not what was written.
+    """Raised if rows have changed since they were written.
 
     Args:
         start: The first of them.
@@ -47,7 +47,7 @@ class Sums(NamedTuple):
     Args:
         start: The first row of the chunk.
         stop: The one after its last.
-        values: One for each block; ``None`` where no row of the chunk was written.
+        values: One for each block; ``None`` if no row of the chunk was written.
     """
 
     start: int
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
 
 def checksum(rows: np.ndarray) -> int:
-    """The checksum of some rows; see NOTE [Checksums of rows]."""
+    """Return the checksum of some rows; see NOTE [Checksums of rows]."""
     entries = rows.reshape(-1).view(np.uint8)
     height = len(entries) // (8 * COLUMNS)
     split = height * 8 * COLUMNS
@@ -65,22 +65,22 @@ def checksum(rows: np.ndarray) -> int:
 
 
 def rows_of_a_block(rows: np.ndarray) -> int:
-    """How many rows of a chunk have one checksum."""
+    """Return how many rows of a chunk have one checksum."""
     return max(1, BLOCK // max(1, rows.dtype.itemsize * math.prod(rows.shape[1:])))
 
 
 def checksums(rows: np.ndarray) -> list[int]:
-    """The checksums of all blocks of a chunk."""
+    """Return the checksums of all blocks of a chunk."""
     step = rows_of_a_block(rows)
     return [checksum(rows[start : start + step]) for start in range(0, len(rows), step)]
 
 
 class CheckedRows:
-    """Rows ``[n, ...]`` of one file that are compared with their checksums when they are first read.
+    """Rows ``[n, ...]`` of one file that are compared with their checksums on the first reading.
 
     Args:
         rows: All rows, mapped into memory.
-        sums: Checksums of chunks, in their order; rows of no chunk are not compared with anything.
+        sums: Checksums of chunks, in their order; rows of no chunk are not compared.
 
     Raises:
         ValueError: For checksums that are not one for each block.
@@ -109,14 +109,14 @@ class CheckedRows:
 
     @property
     def compared(self) -> int:
-        """How many rows have checksums."""
+        """Return how many rows have checksums."""
         return int((self._stops - self._starts).sum())
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        """Rows from ``start`` to ``stop``, mapped.
+        """Return rows from ``start`` to ``stop``, mapped.
 
         Raises:
-            Damage: If one of them is not what was written.
+            Damage: If one of them has changed.
         """
         first = np.searchsorted(self._stops, start, "right")
         for block in range(int(first), int(np.searchsorted(self._starts, stop, "left"))):
@@ -124,10 +124,10 @@ class CheckedRows:
         return self.all[start:stop]
 
     def chosen(self, rows: np.ndarray) -> np.ndarray:
-        """Rows by their numbers, copied.
+        """Return rows by their numbers, copied.
 
         Raises:
-            Damage: If one of them is not what was written.
+            Damage: If one of them has changed.
         """
         blocks = np.searchsorted(self._stops, rows, "right")
         inside = blocks < len(self._starts)
@@ -138,7 +138,7 @@ class CheckedRows:
         return found
 
     def damages(self) -> Iterator[tuple[int, int]]:
-        """First row, and the one after the last, of each block that is not what was written; all are read."""
+        """Yield the first row, and the one after the last, of each changed block; this reads all."""
         self._unread[:] = True
         for block in range(len(self._starts)):
             try:

@@ -1,4 +1,4 @@
-"""What a store says about the extensions and the model that its values come from."""
+"""Descriptions, in a store, of the extensions and the model behind its values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def version() -> str:
 
 
 def described_extension(extension: Extension) -> dict[str, Any]:
-    """Name, attribute and options of an extension, as JSON has them."""
+    """Return name, attribute and options of an extension, as JSON has them."""
     options: dict[str, Any] = {}
     if dataclasses.is_dataclass(extension):
         options = {
@@ -40,7 +40,7 @@ def described_extension(extension: Extension) -> dict[str, Any]:
 
 
 def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
-    """Names, shapes and precisions of all parameters, and which are trained."""
+    """Return names, shapes and precisions of all parameters, and which are trained."""
     return {
         name: (list(parameter.shape), name_of(parameter.dtype), parameter.requires_grad)
         for name, parameter in named_parameters(model)
@@ -48,14 +48,14 @@ def described_model(model: nn.Module) -> dict[str, ParameterFacts]:
 
 
 def projection_of(extension: Extension | None) -> dict[str, Any] | None:
-    """What gradients were projected by, as JSON has it; ``None`` if by nothing."""
+    """Describe the projection of gradients, as JSON has it; ``None`` if there is none."""
     if not isinstance(extension, Projected):
         return None
     return dataclasses.asdict(extension.projection)
 
 
 def grows(extension: Extension) -> bool:
-    """Whether the value has a row for each sample, which rows of other samples can stand beside."""
+    """Tell whether the value has a row for each sample, which rows of other samples can stand beside."""
     return all(row.over_n.grows and not row.whole for row in extension.rows)
 
 
@@ -84,7 +84,7 @@ def require_storable(asked: str, extensions: Sequence[Extension]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value of JSON for an option."""
+    """Return a value of JSON for an option."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Generator):

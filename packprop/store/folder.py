@@ -1,4 +1,4 @@
-"""What a store's folder holds beside its arrays: a header for each shard, and who writes to it."""
+"""Headers and locks in a store's folder, one of each for each shard."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from packprop.store.plain import DESCRIPTIONS, dtype_of, name_of
 from packprop.store.schema import LARGEST, Size, Unfit, checksum_of, fitted, parsed
 
 ParameterFacts = tuple[list[Size], str, bool]
-"""Of a parameter its shape, its precision, and whether it is trained."""
+"""The shape and the precision of a parameter, and whether it is trained."""
 
 FORMAT = "packprop store"
-"""What headers say they are."""
+"""The kind of file that headers claim to be."""
 
 VERSION = 2
-"""The version of the format that is written: with checksums."""
+"""The version of the written format: with checksums."""
 
 KNOWN = (1, 2)
-"""The versions that are read; others are refused."""
+"""The versions that packprop reads; it refuses others."""
 
 HEADER, LOCK, SAMPLES = "header.json", "lock", "samples.npy"
-"""The files of a shard beside marks and arrays: what it holds, who writes, the identifiers of samples."""
+"""The files of a shard beside marks and arrays: the header, the lock, the identifiers of samples."""
 
 FILE = re.compile(r"(?!\.{1,2}/)[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\.npy")
 """Names of files of arrays: a folder, and a name in it."""
 
 MOST_AXES = 32
-"""Axes of a row that numpy and others have a place for, with one for the samples."""
+"""Axes of a row for which numpy and others have a place, with one for the samples."""
 
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What one array holds.
+    """The description of one array.
 
     Args:
         quantity: Attribute of the extension, or the name that the values were written under.
@@ -53,7 +53,7 @@ class ArrayHeader:
         shape: Shape of a row.
         dtype: Precision, as ``"float32"``.
         degree: The power of the loss that values grow with.
-        projection: What gradients were projected by: kind, dimension and seed; ``None`` if by nothing.
+        projection: The projection of gradients: kind, dimension and seed; ``None`` if there is none.
     """
 
     quantity: str
@@ -65,7 +65,7 @@ class ArrayHeader:
     projection: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no writer has written.
+        """Refuse descriptions that no writer has written.
 
         Raises:
             ValueError: For a file that is not in the folder, and for rows that no file can hold.
@@ -103,14 +103,14 @@ class ArrayHeader:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What one shard is, and the arrays that it holds.
+    """The description of one shard, and of its arrays.
 
     Args:
         shard: Number of the shard.
         shards: How many there are.
         extensions: Names, options and attributes of the extensions.
         model: Parameters and their shapes.
-        notes: What the writer was told to keep: the shards of a store agree in it.
+        notes: The notes that the writer got: the shards of a store agree in it.
         written_by: The version of packprop.
         arrays: The arrays so far.
     """
@@ -124,7 +124,7 @@ class ShardHeader:
     arrays: tuple[ArrayHeader, ...]
 
     def __post_init__(self) -> None:
-        """Refuse arrays of which two are the same.
+        """Refuse arrays if two of them are the same.
 
         Raises:
             ValueError: With their name.
@@ -137,18 +137,18 @@ class ShardHeader:
                 seen.add(name)
 
     def with_arrays(self, added: Sequence[ArrayHeader]) -> ShardHeader:
-        """The same header with more arrays."""
+        """Return the same header with more arrays."""
         return replace(self, arrays=(*self.arrays, *added))
 
     def difference(self, other: ShardHeader) -> str:
-        """What two headers that should be of one store differ in; ``""`` if in nothing."""
+        """Name the difference of two headers that should belong to one store; ``""`` if there is none."""
         for name in ("shards", "extensions", "model", "notes"):
             if getattr(self, name) != getattr(other, name):
                 return name
         return ""
 
     def save(self, folder: Path) -> None:
-        """Write the header, in one step: whoever reads finds all of the old one or of this one."""
+        """Write the header, in one step: readers find all of the old one or of this one."""
         content = json.loads(json.dumps({"version": VERSION, **asdict(self)}))
         text = json.dumps({"format": FORMAT, "checksum": checksum_of(content), **content}, indent=1)
         write_whole(folder / HEADER, text)
@@ -195,7 +195,7 @@ class ShardHeader:
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one step."""
     draft = path.with_name(f"{path.name}.draft")
-    draft.unlink(missing_ok=True)  # never written through, whatever it is
+    draft.unlink(missing_ok=True)  # packprop never writes through it, whatever it is
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -209,12 +209,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def folder_of_shard(folder: Path, shard: int) -> Path:
-    """Where one shard lies."""
+    """Return the folder of one shard."""
     return folder / f"shard-{shard:05d}"
 
 
 def is_begun(place: Path) -> bool:
-    """Whether a shard has more than a writer that has just come."""
+    """Tell whether a shard has more than the files of a writer that has just begun."""
     return bool({path.name for path in place.iterdir()} - {LOCK, f"{HEADER}.draft"})
 
 
@@ -232,11 +232,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class WriterLock:
-    """Keeps a second writer out of a shard, until this one is closed or its process is gone.
+    """Keeps a second writer out of a shard, until you close this one or its process is gone.
 
     Args:
         folder: Folder of the shard.
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
 
     Raises:
         PackpropError: If there is another writer.
@@ -265,12 +265,12 @@ class WriterLock:
         self._file.write(f"process {os.getpid()}".encode())
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         self._file.close()
 
 
 def described(dtype: torch.dtype) -> str:
-    """The name of a precision.
+    """Return the name of a precision.
 
     Raises:
         BadInput: For one that cannot be stored.

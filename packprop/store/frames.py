@@ -11,11 +11,11 @@ import numpy as np
 from packprop.errors import BadInput, install
 
 MOST_COLUMNS = 10_000
-"""More than that is no table that anyone reads."""
+"""The most columns of a table that anyone would read."""
 
 
 def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], quantities: Sequence[str]) -> Any:
-    """A row for each sample, and a column for each entry: ``"batch_l2/0.weight"``, ``"loss"``, ``"x[0]"``.
+    """Make a frame of samples, with columns such as ``"batch_l2/0.weight"``, ``"loss"``, ``"x[0]"``.
 
     Raises:
         BadInput: If pandas is missing, for a quantity that is not there, or too many columns.
@@ -49,7 +49,7 @@ def to_frame(identifiers: np.ndarray, arrays: Mapping[tuple[str, str], Any], qua
 
 
 def required_pandas(asked: str) -> Any:
-    """The module pandas.
+    """Import the module pandas.
 
     Raises:
         BadInput: If it is missing.

@@ -16,13 +16,13 @@ CHUNKS = "chunks.jsonl"
 
 @dataclass(frozen=True)
 class Mark:
-    """What was safe when a chunk was finished.
+    """The safe rows when a chunk was finished.
 
     Args:
         samples: Samples up to the end of the chunk.
-        terms: What the losses of their batches were divided by, added up.
-        finished: Whether the writer was closed after it, with nothing left to write.
-        start: Samples before the chunk; ``None`` where marks had no checksums yet.
+        terms: The divisors of the losses of their batches, added up.
+        finished: Says that the writer was closed after it, with nothing left to write.
+        start: Samples before the chunk; ``None`` if the marks are older than checksums.
         checksums: Checksums of the blocks of the chunk, by file; rows of other files are zero. See NOTE
             [Checksums of rows].
     """
@@ -35,21 +35,21 @@ class Mark:
 
     @property
     def says(self) -> tuple[int, float, bool]:
-        """What it says but for checksums."""
+        """The mark without its checksums."""
         return self.samples, self.terms, self.finished
 
 
 class Marks:
-    """The marks of a shard, to which more can be added. A last line that was cut off is none.
+    """The marks of a shard, to which you can add more. It ignores a last line that was cut off.
 
     Each line has a checksum of itself and all lines before it, so that none can be changed or missing.
 
     Args:
         place: Folder of the shard.
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
 
     Raises:
-        BadInput: For a line that is no mark, or not the one that was written.
+        BadInput: For a line that is no mark, or has changed.
     """
 
     def __init__(self, place: Path, asked: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a writer may write, and what its files are called."""
+"""Checks of the place of a store, and the names of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packprop.errors import BadInput
 
 
 def rank_of_process() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """Return this process's rank, and the number of ranks."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -25,7 +25,7 @@ def require_place(asked: str, folder: Path) -> None:
     """Refuse a folder that holds anything but shards.
 
     Raises:
-        BadInput: With the first of what is there.
+        BadInput: With the first other file.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(asked, f"path {str(folder)!r}", "it is a file", "give a folder")
@@ -42,7 +42,7 @@ def require_place(asked: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def writable(asked: str, folder: Path) -> Iterator[None]:
-    """Inside, a store is begun in a folder.
+    """Begin a store in a folder inside.
 
     Raises:
         BadInput: If the system does not let it.
@@ -60,7 +60,7 @@ def writable(asked: str, folder: Path) -> Iterator[None]:
 
 
 def file_name(quantity: str, parameter: str, used: set[str]) -> str:
-    """A path for an array, of characters that every file system has; ``used`` ones are noted in lower case."""
+    """Return a path for an array, in characters of every file system; ``used`` ones are noted in lower case."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", parameter)[:150] or "values"
     folder = re.sub(r"[^A-Za-z0-9._-]|^\.+$", "_", quantity)[:100]
     name = f"{folder}/{plain}.npy"
@@ -72,6 +72,6 @@ def file_name(quantity: str, parameter: str, used: set[str]) -> str:
 
 
 def short(value: Any) -> str:
-    """What a value is, for messages, in a line or two."""
+    """Describe a value for messages, in a line or two."""
     text = str(value)
     return text if len(text) < 200 else f"{text[:200]}..."

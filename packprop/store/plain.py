@@ -15,7 +15,7 @@ from torch import Tensor
 from packprop.errors import BadInput
 
 MAGIC = b"\x93NUMPY\x01\x00"
-"""What a ``.npy`` file of version 1.0 begins with."""
+"""The first bytes of a ``.npy`` file of version 1.0."""
 
 DIGITS = 20
 """Room for the number of rows, so that the header never changes its length."""
@@ -34,21 +34,21 @@ DESCRIPTIONS = {
     torch.uint8: "|u1",
     torch.bool: "|b1",
 }
-"""How each precision is stored; numpy has no bfloat16, whose 16 bits are stored as whole numbers."""
+"""The stored form of each precision; numpy has no bfloat16, whose 16 bits are stored as whole numbers."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a precision in headers: ``"float32"``."""
+    """Return the name of a precision in headers: ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The precision of a name; ``None`` if there is none that can be stored."""
+    """Return the precision of a name; ``None`` if it cannot be stored."""
     return next((dtype for dtype in DESCRIPTIONS if name_of(dtype) == name), None)
 
 
 def header_of(rows: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
-    """The header of a file of ``rows`` rows ``[*shape]``: of the same length for any number of them."""
+    """Return the header of a file of ``rows`` rows ``[*shape]``, of the same length for any number of them."""
     sizes = "".join(f" {size}," for size in shape)
     text = f"{{'descr': {DESCRIPTIONS[dtype]!r}, 'fortran_order': False, 'shape': ({rows},{sizes}), }}"
     start = len(MAGIC) + 2
@@ -58,12 +58,12 @@ def header_of(rows: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 class GrowingArray:
-    """A ``.npy`` file that rows are appended to.
+    """A ``.npy`` file that grows by rows.
 
-    Rows that are written stay invisible to readers of the file alone until ``show`` counts them in its header.
+    Written rows stay invisible to readers of the file alone until ``show`` counts them in its header.
 
     Args:
-        path: The file; it is made with the first rows.
+        path: The file; the first rows create it.
         shape: Shape of a row.
         dtype: Precision.
     """
@@ -94,13 +94,13 @@ class GrowingArray:
         self._pending.append(values.copy())
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting rows."""
         if self._pending:
             self._write(self._pending_at, self._pending)
             self._pending = []
 
     def fill(self, rows: int) -> None:
-        """Write what waits, and make the file as long as ``rows`` rows: zeros for those that never came."""
+        """Write the waiting rows, and make the file ``rows`` rows long: zeros for those that never came."""
         self.flush()
         file = self._opened()
         needed = self.offset + rows * self.row_bytes
@@ -108,11 +108,11 @@ class GrowingArray:
             os.ftruncate(file, needed)
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting rows."""
         self._pending = []
 
     def show(self, rows: int) -> None:
-        """Say in the file that it has so many rows, which must be there; nothing else in it is touched."""
+        """Say in the file that it has so many rows, which must be there; touch nothing else in it."""
         file = os.open(self.path, os.O_RDWR)
         try:
             os.pwrite(file, header_of(rows, self.shape, self.dtype), 0)
@@ -120,7 +120,7 @@ class GrowingArray:
             os.close(file)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all written rows are on the disk."""
         file = os.open(self.path, os.O_RDWR)
         try:
             os.fsync(file)
@@ -134,7 +134,7 @@ class GrowingArray:
         self.show(rows)
 
     def close(self) -> None:
-        """Close the file; it is opened again when it is needed."""
+        """Close the file; the next access opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -158,7 +158,7 @@ class GrowingArray:
 
 
 def shown_rows(asked: str, array: GrowingArray) -> int:
-    """How many rows a file says that it has; 0 if it was not begun.
+    """Return how many rows a file says that it has; 0 if it was not begun.
 
     Raises:
         BadInput: If it is no file of such rows.
@@ -169,7 +169,7 @@ def shown_rows(asked: str, array: GrowingArray) -> int:
         found = file.read(array.offset)
     rows = re.search(rb"'shape': \((\d{1,18}),", found)
     if len(found) < array.offset:
-        return 0  # its writer was killed, or it is shorter than what was finished
+        return 0  # its writer was killed, or it is shorter than its finished rows
     if rows is None or found != header_of(int(rows[1]), array.shape, array.dtype):
         raise BadInput(
             asked,
@@ -182,7 +182,7 @@ def shown_rows(asked: str, array: GrowingArray) -> int:
 
 
 def require_length(asked: str, array: GrowingArray, rows: int) -> None:
-    """Refuse a file that is shorter than what was finished.
+    """Refuse a file that is shorter than its finished rows.
 
     Raises:
         BadInput: With the sizes.
@@ -199,23 +199,23 @@ def require_length(asked: str, array: GrowingArray, rows: int) -> None:
 
 
 LARGE = 2**20
-"""Bytes that are written at once rather than kept waiting."""
+"""Bytes that are written at once and do not wait."""
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """A tensor's entries as numpy has them: those of bfloat16 as their bits."""
+    """Return a tensor's entries as numpy has them: those of bfloat16 as their bits."""
     values = values.detach().resolve_conj().resolve_neg()
     return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def as_tensor(values: np.ndarray, dtype: torch.dtype, copy: bool = True) -> Tensor:
-    """The tensor of entries that ``as_array`` has made; in memory of its own, or not to be written to."""
+    """Return the tensor of entries that ``as_array`` has made; in memory of its own, or read-only."""
     tensor = torch.from_numpy(np.array(values, order="C") if copy else values)
     return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
 
 
 def mapped(path: Path, offset: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray:
-    """The first rows of a file, mapped into memory; what is written to them stays in memory."""
+    """Map the first rows of a file into memory; writes to them stay in memory."""
     if not rows * math.prod(shape):
         return np.zeros((rows, *shape), DESCRIPTIONS[dtype])
     return np.memmap(path, DESCRIPTIONS[dtype], "c", offset, (rows, *shape))

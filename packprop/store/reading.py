@@ -1,4 +1,4 @@
-"""Reading a store: arrays are mapped into memory, and what is read of them is copied when it is asked for."""
+"""Reading a store: packprop maps arrays into memory, and copies the rows that you read."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from packprop.store.plain import as_tensor
 from packprop.store.search import Found, extreme_products
 from packprop.store.shard import IDENTIFIERS, Shard, damaged, require_plain_files
 
-BITE = 32 * 2**20
-"""Bytes that are read at once where no number is given."""
+BLOCK = 32 * 2**20
+"""Bytes that are read at once by default."""
 
 
 class StoredArray:
     """Rows of all samples, on disk.
 
     ``array[5]``, ``array[10:20]`` and ``array[[4, 2, 7]]`` copy these rows into a tensor; iteration goes
-    through single rows. Rows are compared with their checksums when they are read for the first time, a block
-    of about 1 MiB at once; see NOTE [Checksums of rows].
+    through single rows. packprop compares rows with their checksums on the first reading, a block of about 1
+    MiB at once; see NOTE [Checksums of rows].
 
     Args:
-        header: What the array holds.
+        header: The description of the array.
         parts: The rows of each shard.
-        places: Where each of these is, for messages.
+        places: The place of each of these, for messages.
 
     Raises:
-        PackpropError: Whenever rows are read that are not what was written.
+        PackpropError: Whenever you read rows that have changed.
     """
 
     def __init__(self, header: ArrayHeader, parts: Sequence[CheckedRows], places: Sequence[str]) -> None:
@@ -83,24 +83,24 @@ class StoredArray:
             yield from block
 
     def blocks(self, rows: int | None = None) -> Iterator[Tensor]:
-        """All rows in order, so many at once ``[rows, ...]``; by default what takes about 32 MiB."""
+        """Iterate over all rows in order, so many at once ``[rows, ...]``; by default about 32 MiB."""
         each = max(1, self.header.row_bytes)
-        step = rows or max(1, BITE // each)
+        step = rows or max(1, BLOCK // each)
         for start in range(0, len(self), step):
             yield self[start : start + step]
 
     def lent(self, start: int, stop: int) -> Tensor:
-        """Rows from ``start`` to ``stop``, where possible as they are mapped: they must not be written to."""
+        """Return rows from ``start`` to ``stop``, mapped if possible: do not write to them."""
         return self._between(start, min(stop, len(self)), copy=False)
 
     def torch(self) -> Tensor:
-        """All rows, in memory."""
+        """Return all rows, in memory."""
         return self[:]
 
     def numpy(self) -> np.ndarray:
-        """All rows, as numpy has them; bfloat16 as float32.
+        """Return all rows, as numpy has them; bfloat16 as float32.
 
-        Where there is one shard they are compared with their checksums, and mapped into memory, not copied.
+        If there is one shard, it compares them with their checksums, and maps them into memory without a copy.
         """
         if self.dtype == torch.bfloat16:
             return self.torch().float().numpy()
@@ -110,14 +110,14 @@ class StoredArray:
         return rows
 
     def damages(self) -> Iterator[str]:
-        """Where rows are that are not what was written; all are read."""
+        """Yield the places of changed rows; this reads all."""
         for part, place in zip(self._parts, self._places, strict=True):
             for start, stop in part.damages():
                 yield f"{self._said}, rows {start} to {stop - 1} of {place}"
 
     @property
     def compared(self) -> int:
-        """How many rows have checksums."""
+        """Return how many rows have checksums."""
         return sum(part.compared for part in self._parts)
 
     @property
@@ -125,7 +125,7 @@ class StoredArray:
         return f"{self.header.quantity!r}" + (f" of {self.header.parameter!r}" if self.header.parameter else "")
 
     def _rows(self, index: int, rows: slice | np.ndarray) -> np.ndarray:
-        """Rows of one shard."""
+        """Return rows of one shard."""
         part = self._parts[index]
         try:
             return part.between(rows.start, rows.stop) if isinstance(rows, slice) else part.chosen(rows)
@@ -154,19 +154,19 @@ class StoredArray:
 
 
 class Store(Mapping[Any, Any]):
-    """What writers have put into a folder and marked as finished, when it was opened; writing may go on.
+    """The finished content of a folder when you open it; writers may go on.
 
-    ``store["grad_batch"]`` are arrays by parameter, ``store["grad_batch", "0.weight"]`` is one of them;
-    values that have no parameter, such as losses, are ``store["loss"]``. Rows are those of a loss that is
-    summed over its terms (``compute``), or as they were written. Shards are read as one, one after the other.
+    ``store["grad_batch"]`` are arrays by parameter, ``store["grad_batch", "0.weight"]`` is one of them; values
+    that have no parameter, such as losses, are ``store["loss"]``. Rows belong to a loss that is summed over its
+    terms (``compute``), or are as you wrote them. A store reads its shards as one, one after the other.
 
     Args:
         folder: Folder of the store.
 
     Raises:
-        BadInput: For a folder that holds no store, a header or marks that cannot be read or are not what was
-            written, shards of different stores, a file that is missing, shorter than what was finished or of
-            another kind than the header says, or a link that leads out of the folder.
+        BadInput: For a folder that holds no store, a header or marks that cannot be read or have changed,
+            shards of different stores, a file that is missing, shorter than its finished rows or of another
+            kind than the header says, or a link that leads out of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -198,7 +198,7 @@ class Store(Mapping[Any, Any]):
             self._arrays[key] = self._array(shards, [shard.arrays.get(key) for shard in shards])
 
     def _array(self, shards: Sequence[Shard], headers: Sequence[ArrayHeader | None]) -> StoredArray:
-        """One array over all shards; one that a shard does not have is zero there."""
+        """Return one array over all shards; it is zero in shards that do not have it."""
         like = next(header for header in headers if header is not None)
         parts: list[CheckedRows] = []
         for shard, header in zip(shards, headers, strict=True):
@@ -225,12 +225,12 @@ class Store(Mapping[Any, Any]):
         )
 
     def verify(self) -> int:
-        """Read all rows and compare them with their checksums; how many samples have such.
+        """Read all rows and compare them with their checksums; return how many samples have checksums.
 
-        Stores that were written before there were checksums have none: a warning says so.
+        Stores that are older than checksums have none: a warning says so.
 
         Raises:
-            PackpropError: With all that is not what was written.
+            PackpropError: With all changed rows.
         """
         arrays = [self._identifiers, *self._arrays.values()]
         damages = [damage for array in arrays for damage in array.damages()]
@@ -274,12 +274,12 @@ class Store(Mapping[Any, Any]):
 
     @property
     def terms(self) -> float:
-        """What the losses of batches were divided by, added up: divided by it, rows are those of one mean."""
+        """The divisors of the losses of batches, added up: divided by it, rows are those of one mean."""
         return sum(mark.terms for mark in self._marks)
 
     @property
     def finished(self) -> bool:
-        """Whether all shards are there, and their writers were closed with nothing left to write."""
+        """Tell whether all shards are there, and their writers were closed with nothing left to write."""
         return len(self._marks) == self.headers[0].shards and all(mark.finished for mark in self._marks)
 
     @property
@@ -288,7 +288,7 @@ class Store(Mapping[Any, Any]):
         return self._identifiers.torch()
 
     def rows_of(self, identifiers: Any) -> Tensor:
-        """In which rows samples are, by their identifiers ``[k] -> [k]``.
+        """Return the rows of samples, by their identifiers ``[k] -> [k]``.
 
         Raises:
             BadInput: For an identifier that no sample, or more than one, has.
@@ -313,17 +313,17 @@ class Store(Mapping[Any, Any]):
         queries: Tensor | Mapping[str, Tensor],
         k: int,
         *,
-        memory: int = BITE // 2,
+        memory: int = BLOCK // 2,
         largest: bool = True,
     ) -> Found:
-        """The samples whose rows have the largest inner products with each query, exactly.
+        """Find the samples whose rows have the largest inner products with each query, exactly.
 
         Args:
-            quantity: Attribute of an extension, or the name that values were written under.
+            quantity: Attribute of an extension, or the name of the written values.
             queries: One tensor ``[q, *row]``; for values of several parameters one for each ``[q, *p]``, by
-                name: products are added up over parameters.
-            k: How many samples; fewer if there are no more.
-            memory: Bytes that rows in hand, and their products, may take.
+                name: products add up over parameters.
+            k: The number of samples; fewer if there are no more.
+            memory: Bytes for the current rows, and their products.
             largest: ``False`` for the smallest inner products instead, the smallest first.
 
         Returns:
@@ -341,10 +341,10 @@ class Store(Mapping[Any, Any]):
         queries: Tensor | Mapping[str, Tensor],
         k: int,
         *,
-        memory: int = BITE // 2,
+        memory: int = BLOCK // 2,
         largest: Sequence[bool] = (True, False),
     ) -> tuple[Found, ...]:
-        """What ``top`` finds for each of ``largest``, in one reading of the store: both ends by default."""
+        """Find what ``top`` finds for each of ``largest``, in one reading: both ends by default."""
         asked = f"store.top({quantity!r}, ...) was called."
         arrays = self.arrays(quantity)
         by_parameter = dict(queries) if isinstance(queries, Mapping) else {"": queries}
@@ -362,13 +362,13 @@ class Store(Mapping[Any, Any]):
         )
 
     def arrays(self, quantity: str) -> dict[str, StoredArray]:
-        """The arrays of a quantity by parameter; ``""`` where there is one for all of them; none if unknown."""
+        """Return arrays of a quantity by parameter; ``""`` for one of all of them; none if unknown."""
         return {parameter: array for (known, parameter), array in self._arrays.items() if known == quantity}
 
     def to_frame(self, *quantities: str) -> Any:
-        """A data frame of pandas, with a row for each sample, by identifier, and a column for each entry.
+        """Return a data frame of pandas, with a row for each sample, and a column for each entry.
 
-        ``quantities``: which ones; all that have one value for each sample and parameter if there are none.
+        ``quantities`` chooses some; by default it takes all that have one value for each sample and parameter.
 
         Raises:
             BadInput: If pandas is missing, or there would be too many columns.

@@ -1,8 +1,8 @@
-"""JSON that others may have written, as values of declared types: what does not fit is refused, whatever it is.
+"""JSON that others may have written, read as declared types: packprop refuses whatever does not fit.
 
-``fitted(kind, parsed(text))`` is the one way by which packprop takes up JSON from files. Types are those of
-annotations: dataclasses, ``list``, ``tuple``, ``dict``, ``Literal``, ``|``, numbers and texts, tensors that a
-value was decoded with, and ``Any`` for what is only compared or shown.
+``fitted(kind, parsed(text))`` is the one way in which packprop reads JSON from files. Types are those of
+annotations: dataclasses, ``list``, ``tuple``, ``dict``, ``Literal``, ``|``, numbers and texts, decoded tensors,
+and ``Any`` for values that packprop only compares or shows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**62
-"""Sizes are smaller, so that products with the size of an entry have a place in a machine."""
+"""The limit of sizes, so that a product with the size of an entry fits in a machine."""
 
 DEPTH = 100
 """Levels of lists and objects that a file may have."""
 
 Size = Annotated[int, "size"]
-"""A whole number of at least 0, which a machine has a place for."""
+"""A whole number of at least 0 that fits in a machine."""
 
 
 class Unfit(ValueError):
-    """A value is not what it was declared to be."""
+    """Raised if a value does not fit its declaration."""
 
 
 def parsed(text: str | bytes) -> Any:
-    """What JSON says, without a name twice in an object and nested moderately.
+    """Parse JSON, without a name twice in an object and nested moderately.
 
     Raises:
         Unfit: For anything else.
@@ -48,12 +48,12 @@ def parsed(text: str | bytes) -> Any:
 
 
 def fitted(kind: Any, value: Any, name: str = "it") -> Any:
-    """A value of JSON as one of a declared type: lists become tuples, and objects dataclasses, where these are.
+    """Convert a value of JSON to a declared type, with tuples for lists, and dataclasses for objects.
 
     Args:
         kind: The type, as an annotation.
-        value: What was read.
-        name: What the value is, for messages.
+        value: The parsed value.
+        name: The name of the value, for messages.
 
     Raises:
         Unfit: For a value that is none of that type, an entry that is missing, and one that is unknown.
@@ -77,7 +77,7 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
 
 
 def fitted_as(kind: Any, value: Any) -> Any:
-    """The value as it is, if it fits a type.
+    """Return the value as it is, if it fits a type.
 
     Raises:
         Unfit: If it does not.
@@ -87,7 +87,7 @@ def fitted_as(kind: Any, value: Any) -> Any:
 
 
 def checksum_of(value: Any, before: int = 0) -> int:
-    """The CRC-32 of a value of JSON, in whatever order its names come; after what had ``before``."""
+    """Return the CRC-32 of a value of JSON, whatever the order of its names; it continues ``before``."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode(), before)
 
 
@@ -111,7 +111,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
 
 
 def fitted_tuple(kind: Any, items: Sequence[Any]) -> Any:
-    """A named tuple of items that fit its annotations.
+    """Return a named tuple of items that fit its annotations.
 
     Raises:
         Unfit: If they do not.

@@ -1,4 +1,4 @@
-"""Exact search: inner products of all stored rows with some queries, a bite of rows at a time."""
+"""Exact search: inner products of all stored rows with some queries, some rows at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Found(NamedTuple):
     """Samples with the largest, or the smallest, inner products.
 
     Args:
-        products: Inner products ``[q, k]``, largest first; the smallest first where these were asked for.
+        products: Inner products ``[q, k]``, largest first; smallest first in a search for the smallest.
         identifiers: Identifiers of the samples ``[q, k]``.
         rows: Their rows in the store ``[q, k]``.
     """
@@ -34,9 +34,9 @@ def extreme_products(
     memory: int,
     largest: Sequence[bool] = (True,),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Rows ``[q, k]`` with the largest, or smallest, inner products with queries, and these ``[q, k]``.
+    """Find rows ``[q, k]`` with the largest, or smallest, inner products with queries, and these ``[q, k]``.
 
-    Products are added up over arrays, in at least float32. All that is asked for is found in one reading.
+    Products add up over arrays, in at least float32. One reading finds everything.
 
     Raises:
         BadInput: For queries of another shape than the rows, or a ``k`` that is no number of samples.
@@ -55,14 +55,14 @@ def extreme_products(
 def summed_products(
     asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor], groups: Tensor, memory: int
 ) -> Tensor:
-    """Inner products with queries, added up over the rows of each group: ``[q, g]``, in one reading.
+    """Return inner products with queries, added up over the rows of each group: ``[q, g]``, in one reading.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         arrays: Stored rows.
-        queries: As many for each array.
+        queries: The same number for each array.
         groups: The number of each row's group ``[n]``.
-        memory: Bytes of rows in hand.
+        memory: Bytes for the current rows.
 
     Raises:
         BadInput: For queries of another shape than the rows.
@@ -79,7 +79,7 @@ def summed_products(
 def _flat(
     asked: str, arrays: Mapping[str, Any], queries: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], torch.dtype]:
-    """Queries ``[q, p]`` by array, in the precision of their products, and that of sums."""
+    """Return queries ``[q, p]`` by array, in the precision of their products, and that of sums."""
     counts = {len(query) if query.dim() else 0 for query in queries.values()}
     for name, array in arrays.items():
         if tuple(queries[name].shape[1:]) != tuple(array.shape[1:]) or len(counts) != 1:
@@ -102,7 +102,7 @@ def _flat(
 def _bites(
     asked: str, arrays: Mapping[str, Any], flat: Mapping[str, Tensor], step: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Where a bite of rows begins, and its products ``[q, n]``."""
+    """Yield the first of some rows, and their products ``[q, n]``, block by block."""
     for start in range(0, len(next(iter(arrays.values()))), step):
         products: Tensor | None = None
         for name, array in arrays.items():
@@ -117,7 +117,7 @@ def _bites(
 
 
 def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
-    """What a search for so many queries takes for each row in hand: at most one array at a time."""
+    """Return the bytes of a search for so many queries for each current row: at most one array at a time."""
     rows = 0
     for array in arrays.values():
         entries, width = max(1, array.shape[1:].numel()), accumulation_dtype(array.dtype)
@@ -126,10 +126,10 @@ def bytes_of_a_row(arrays: Mapping[str, Any], queries: int) -> int:
 
 
 def require_number(asked: str, k: Any) -> None:
-    """Refuse what is not a number of samples.
+    """Refuse anything that is not a number of samples.
 
     Raises:
-        BadInput: With what it is.
+        BadInput: With the value.
     """
     if type(k) is not int or k < 1:
         raise BadInput(asked, f"k={k!r}", "it is no number of samples", "give a whole number of at least 1")
@@ -138,7 +138,7 @@ def require_number(asked: str, k: Any) -> None:
 def _better(
     known: tuple[Tensor, Tensor], products: Tensor, start: int, k: int, largest: bool
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` best of those that are known, and of the products with rows from ``start`` on."""
+    """Return the ``k`` best of the known ones, and of the products with rows from ``start`` on."""
     found, where = products.topk(min(k, products.shape[1]), largest=largest)
     rows, best = torch.cat([known[0], where + start], 1), torch.cat([known[1], found], 1)
     best, order = best.topk(min(k, best.shape[1]), largest=largest)

@@ -1,4 +1,4 @@
-"""One shard of a store as it is found: its header, its marks, its files, and whether these belong together."""
+"""One shard of a store on disk: its header, its marks, its files, and whether these belong together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from packprop.store.marks import Mark, Marks
 from packprop.store.plain import GrowingArray, mapped, require_length, shown_rows
 
 IDENTIFIERS = ArrayHeader("samples", "", SAMPLES, (), "int64")
-"""What the file of identifiers holds."""
+"""The description of the file of identifiers."""
 
 
 class Shard:
-    """One shard of a store, as it is found; ``rows`` are those that are safe, by the name of their file.
+    """One shard of a store on disk; ``rows`` are the safe ones, by the name of their file.
 
     Args:
         place: Its folder.
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
 
     Raises:
-        BadInput: For a header or mark that cannot be read, a file that is missing, shorter than what was
-            finished or of another kind than the header says, and for marks that are missing.
+        BadInput: For a header or mark that cannot be read, a file that is missing, shorter than its finished
+            rows or of another kind than the header says, and for missing marks.
     """
 
     def __init__(self, place: Path, asked: str) -> None:
@@ -37,7 +37,7 @@ class Shard:
         files = {each.file: self.file(each) for each in (IDENTIFIERS, *self.header.arrays)}
         try:
             shown = {name: shown_rows(asked, file) for name, file in files.items()}
-            self.marks = Marks(place, asked)  # after what they were written before
+            self.marks = Marks(place, asked)  # after the header that they need
             for file in files.values():
                 require_length(asked, file, self.marks.last.samples)
         except OSError as error:
@@ -59,7 +59,7 @@ class Shard:
                 )
 
     def file(self, header: ArrayHeader) -> GrowingArray:
-        """The file of an array."""
+        """Return the file of an array."""
         return GrowingArray(self.place / header.file, header.shape, header.precision)
 
     def _rows(self, header: ArrayHeader) -> CheckedRows:
@@ -82,7 +82,7 @@ class Shard:
 
 
 def with_checksums(mark: Mark, start: int, files: Mapping[str, GrowingArray]) -> Mark:
-    """The mark of a chunk that begins at row ``start``, with checksums of its rows, which are in the files."""
+    """Make the mark of a chunk that begins at row ``start``, with checksums of its rows in the files."""
     found = {}
     for name, file in files.items() if start < mark.samples else ():
         offset = file.offset + start * file.row_bytes
@@ -91,10 +91,10 @@ def with_checksums(mark: Mark, start: int, files: Mapping[str, GrowingArray]) ->
 
 
 def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str, GrowingArray]) -> Mark:
-    """A mark that goes back to fewer rows, with new checksums of what stays of the chunk that it cuts.
+    """Make a mark that goes back to fewer rows, with new checksums of the rest of the chunk that it cuts.
 
     Raises:
-        PackpropError: If that is not what was written.
+        PackpropError: If those rows have changed.
     """
     for chunk in chunks:
         if chunk.start is not None and chunk.start < mark.samples < chunk.samples:
@@ -110,7 +110,7 @@ def cut_mark(asked: str, mark: Mark, chunks: Sequence[Mark], files: Mapping[str,
 
 
 def damaged(asked: str, damage: Damage, place: str) -> PackpropError:
-    """What is said of rows that are not what was written."""
+    """Make the error for rows that have changed."""
     return PackpropError(
         asked,
         f"rows {damage.start} to {damage.stop - 1} of {place}",
@@ -121,16 +121,16 @@ def damaged(asked: str, damage: Damage, place: str) -> PackpropError:
 
 
 def require_plain_files(asked: str, folder: Path, writes: bool = False) -> None:
-    """Refuse a folder with what is no file of its own: it may lead elsewhere, or make a reader wait for ever.
+    """Refuse a folder with foreign files: they may lead elsewhere, or make a reader wait for ever.
 
     Args:
-        asked: What the user asked for, for messages.
+        asked: The call of the user, for messages.
         folder: The folder.
-        writes: Whether its files are to be written to.
+        writes: Says that its files will be written to.
 
     Raises:
-        BadInput: With the first link that leads out; the first pipe, socket or device; where files are written
-            to, the first that has a second name.
+        BadInput: With the first link that leads out; the first pipe, socket or device; for writing, the first
+            file that has a second name.
     """
     root = Path(os.path.realpath(folder))
     for place, folders, files in os.walk(folder):
@@ -162,6 +162,6 @@ def _require_plain(asked: str, path: Path, found: os.stat_result, writes: bool) 
         raise BadInput(
             asked,
             f"file {str(path)!r}",
-            "it has a second name somewhere (a hard link), and what is written here would change it there, too",
+            "it also has a name elsewhere (a hard link), and writing here would change the file there",
             "copy the folder (cp -r), and go on with the copy",
         )

@@ -1,4 +1,4 @@
-"""Values on their way into a store: taken off parameters, checked, in the precision that is stored."""
+"""Values on their way into a store: taken off parameters, checked, in the stored precision."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Key = tuple[str, str]
 def taken_from(
     model: nn.Module, extensions: Sequence[Extension], terms: float, unused_are_zero: bool
 ) -> dict[Key, Tensor]:
-    """What a pass has left on the parameters, times ``terms`` to the power that it grows with.
+    """Return a pass's values on the parameters, times ``terms`` to the power that they grow with.
 
     Raises:
-        BadInput: For factors that a value has no one power of.
+        BadInput: For factors if a value has no one power of them.
         PackpropError: For a parameter without values.
     """
     taken: dict[Key, Tensor] = {}
@@ -60,8 +60,8 @@ def taken_from(
 def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor, factor: float = 1.0) -> None:
     """Put a parameter's value, times a factor, among the rows of a batch, its axis of samples in front.
 
-    Projections of all parameters are added up: that is the projection of the whole gradient, and has the inner
-    products of that.
+    Projections of all parameters add up: the sum is the projection of the whole gradient, with its inner
+    products.
     """
     value = value.detach()
     if isinstance(extension, Projected):
@@ -78,10 +78,10 @@ def put(rows: dict[Key, Tensor], extension: Extension, name: str, value: Tensor,
 
 
 def converted(asked: str, key: Key, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Values on the processor, in the precision that is stored.
+    """Return values on the processor, in the stored precision.
 
     Raises:
-        BadInput: For what is no tensor of numbers, or numbers too large for the precision.
+        BadInput: For anything that is no tensor of numbers, or numbers too large for the precision.
     """
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         raise BadInput(
@@ -146,10 +146,10 @@ def require_rows(
 
 
 def identifiers_of(asked: str, given: Any, start: int, samples: int, header: ShardHeader) -> Tensor:
-    """Whole numbers for the samples of a batch, ``[n]``.
+    """Return whole numbers for the samples of a batch, ``[n]``.
 
     Raises:
-        BadInput: If those that were given are not one for each.
+        BadInput: If the given ones are not one for each.
     """
     if given is None:
         return torch.arange(start, start + samples) * header.shards + header.shard

@@ -1,4 +1,4 @@
-"""Writing a store: rows of samples are appended, and chunks of them marked when they are safe."""
+"""Writing a store: it appends rows of samples, and marks chunks of them when they are safe."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ OPEN_FILES = 128
 class StoreWriter:
     """Writes values of single samples to a folder, as they come.
 
-    What is marked as finished survives whatever happens to the process or the machine: a chunk is marked when
-    it is on the disk. A chunk ends after 64 MiB, after some seconds, and at ``commit``. What was written
-    since is lost with the process, and cut off when the writer is opened again with ``resume=True``.
+    Marked rows survive whatever happens to the process or the machine: a chunk is marked when it is on the
+    disk. A chunk ends after 64 MiB, after some seconds, and at ``commit``. Rows after the last mark are lost
+    with the process, and are cut off when you open the writer again with ``resume=True``.
 
-    Rows on disk are those of a loss that is summed over its terms, so that rows of batches of different
-    sizes are of one scale: ``compute`` sees to it, and by hand ``terms`` says what a batch's loss was divided
-    by.
+    Rows on disk belong to a loss that is summed over its terms, so that rows of batches of different sizes have
+    one scale. ``compute`` ensures this; by hand you pass the divisor of a batch's loss as ``terms``.
 
     Args:
-        folder: Where the store is, or is to be made: an empty folder, or one that does not exist.
-        model: Whose parameters the values are of.
-        extensions: What is stored. Each must have rows of samples.
+        folder: The folder of the store: an empty one, or one that does not exist.
+        model: The model whose parameters have the values.
+        extensions: The extensions to store. Each must have rows of samples.
         dtype: Precision of stored floating-point values, such as ``torch.float16``; ``None``: as computed.
-        identify: From a batch (as ``compute`` takes it) to whole numbers ``[n]`` that identify its samples;
-            without it they are numbered in the order in which they come. For ``compute``; ``write`` is told.
+        identify: Maps a batch (as ``compute`` takes it) to whole numbers ``[n]`` that identify its samples;
+            without it they are numbered in the order in which they come. For ``compute``; ``write`` has its own
+            argument.
         shard: Number of this writer's part of the store, one for each process; ``None``: its rank, if
             ``torch.distributed`` runs, else 0.
-        shards: How many parts there are; ``None``: the number of ranks, or 1.
-        resume: Whether to go on with a store that is there.
+        shards: The number of parts; ``None``: the number of ranks, or 1.
+        resume: Go on with an existing store.
         seconds: Seconds after which a chunk is finished.
-        notes: What belongs to the store, as JSON has it; another note is refused when the store is resumed.
+        notes: Notes that belong to the store, as JSON has them; a resumed store refuses other notes.
 
     Raises:
         BadInput: For extensions without rows of samples, a folder that holds something else, or a store of
@@ -128,7 +128,7 @@ class StoreWriter:
         self._open_bytes, self._began = 0, time.monotonic()
 
     def _begin(self, resume: bool) -> None:
-        """Start a shard, or go on with the one that is there."""
+        """Start a shard, or go on with an existing one."""
         self._samples = GrowingArray(self._place / SAMPLES, (), torch.int64)
         self._arrays: dict[Key, GrowingArray] = {}
         self._mark = Mark()
@@ -146,7 +146,7 @@ class StoreWriter:
                 )
         shard = Shard(self._place, self._asked) if present else None
         if shard is None and is_begun(self._place):
-            ShardHeader.load(self._place, self._asked)  # says what is wrong
+            ShardHeader.load(self._place, self._asked)  # says why
         if shard is not None and not resume:
             last = shard.marks.last
             if last.samples or last.finished:
@@ -166,7 +166,7 @@ class StoreWriter:
             return
         self._header, self._marks, self._mark = shard.header, shard.marks, shard.marks.last
         self._arrays = {key: shard.file(header) for key, header in shard.arrays.items()}
-        self._header.save(self._place)  # in the version that marks are of from now on
+        self._header.save(self._place)  # in the version of the marks from now on
         self.resume_at(self._mark.samples, self._mark.terms)
 
     @property
@@ -176,12 +176,12 @@ class StoreWriter:
 
     @property
     def terms(self) -> float:
-        """What the losses of their batches were divided by, added up."""
+        """The divisors of the losses of their batches, added up."""
         return self._mark.terms
 
     @property
     def quantities(self) -> set[str]:
-        """What has rows: attributes of extensions, and the names that values were written under."""
+        """The quantities with rows: attributes of extensions, and the names of written values."""
         return {quantity for quantity, _ in self._arrays}
 
     def write(
@@ -192,16 +192,15 @@ class StoreWriter:
         unused_are_zero: bool = False,
         **values: Tensor,
     ) -> None:
-        """Store what the last backward pass left on the parameters, and take it off them.
+        """Store the values of the last backward pass on the parameters, and take them off.
 
         Args:
             identifiers: Whole numbers ``[n]`` that identify the samples; without them they are numbered in the
                 order in which they come (under several shards in turn: shard 1 of 3 has 1, 4, 7, ...).
-            terms: What the batch's loss was divided by: the number of samples under most means. Values are
-                multiplied by it, to their degree, so that those of all batches are of one scale.
-            unused_are_zero: Whether a parameter without values is one that this batch does not use, and gets
-                rows of zeros.
-            values: More to be stored, such as losses: tensors ``[n, ...]`` by name.
+            terms: The divisor of the batch's loss: the number of samples under most means. packprop multiplies
+                values by it, to their degree, so that values of all batches have one scale.
+            unused_are_zero: Treats a parameter without values as unused by this batch, with rows of zeros.
+            values: More values to store, such as losses: tensors ``[n, ...]`` by name.
 
         Raises:
             BadInput: For values that have no row for each sample, or have other rows than before.
@@ -222,7 +221,7 @@ class StoreWriter:
     ) -> None:
         """Append rows ``[n, ...]`` of ``n = samples`` samples, by quantity and parameter, as they are.
 
-        Arrays that are missing here get rows of zeros. Either all of a batch is stored or nothing.
+        Missing arrays get rows of zeros. A batch is stored as a whole or not at all.
 
         Raises:
             BadInput: For values that have no row for each sample, or have other rows than before.
@@ -260,7 +259,7 @@ class StoreWriter:
 
         Raises:
             BadInput: If fewer than these are safe.
-            PackpropError: If rows that stay, of a chunk that is cut, are not what was written.
+            PackpropError: If remaining rows of a chunk that it cuts have changed.
         """
         self._wait()
         if samples > self._mark.samples:
@@ -272,7 +271,7 @@ class StoreWriter:
             )
         mark = Mark(samples, terms)
         with self._to_disk():
-            if mark.says != self._marks.last.says:  # first: rows without a mark can be cut off, no others
+            if mark.says != self._marks.last.says:  # first: only rows without a mark can be cut off
                 self._marks.add(cut_mark(self._asked, mark, self._marks.chunks, self._files))
             self._mark = mark
             for array in (self._samples, *self._arrays.values()):
@@ -280,12 +279,12 @@ class StoreWriter:
 
     @property
     def _files(self) -> dict[str, GrowingArray]:
-        """All files of rows, by name."""
+        """Return all files of rows, by name."""
         arrays = {each.file: self._arrays[each.quantity, each.parameter] for each in self._header.arrays}
         return {SAMPLES: self._samples, **arrays}
 
     def close(self) -> None:
-        """Finish what is open, and say that the store is complete."""
+        """Finish the open chunk, and mark the store as complete."""
         if self._lock is not None:
             try:
                 self._finish_chunk()
@@ -330,7 +329,7 @@ class StoreWriter:
             shape, dtype = tuple(value.shape[1:]), described(value.dtype)
             headers.append(ArrayHeader(quantity, parameter, file, shape, dtype, degree, projection_of(kind)))
         arrays = [GrowingArray(self._place / each.file, each.shape, each.precision) for each in headers]
-        for array in arrays:  # what the header says is there: zeros for samples that came before
+        for array in arrays:  # the header needs all rows: zeros for earlier samples
             array.fill(self.samples)
             if self.samples:
                 array.sync()
@@ -340,7 +339,7 @@ class StoreWriter:
         self._arrays.update(zip(new, arrays, strict=True))
 
     def _finish_chunk(self) -> None:
-        """Write what waits, and have it marked when it is on the disk."""
+        """Write the waiting rows, and have them marked when they are on the disk."""
         self._wait()
         files, mark, start = self._files, self._mark, self._marks.last.samples
         arrays = list(files.values())
@@ -377,7 +376,7 @@ class StoreWriter:
 
     @contextlib.contextmanager
     def _to_disk(self) -> Iterator[None]:
-        """Inside, files are written.
+        """Write files inside.
 
         Raises:
             PackpropError: If the disk does not take them.

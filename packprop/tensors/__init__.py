@@ -1,1 +1,1 @@
-"""What is known about a tensor without computing with it: where its samples are, precision, device, state."""
+"""Facts about tensors that need no computation: their samples, precision, device, state."""

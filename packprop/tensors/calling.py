@@ -1,4 +1,4 @@
-"""How a model is called on a batch, what in the batch are the targets, and where the loss is."""
+"""Calling a model on a batch: finding its inputs, its targets and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = "labels"
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """The model on a tensor, or on a tuple, list or mapping of arguments.
+    """Call the model on a tensor, or on a tuple, list or mapping of arguments.
 
     A data loader makes a list of what a data set gives as a tuple.
     """
@@ -27,9 +27,9 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def inputs_and_targets(batch: Any, whole: bool) -> tuple[Any, Any] | None:
-    """What of a batch the model is called on, and what the loss takes beside the outputs; ``None`` if unclear.
+    """Split a batch into the model's inputs and the loss's further arguments; ``None`` if unclear.
 
-    Where the model computes the loss itself it gets the batch ``whole``.
+    A model that computes the loss itself gets the batch ``whole``.
     """
     if whole:
         return batch, None
@@ -43,10 +43,10 @@ def inputs_and_targets(batch: Any, whole: bool) -> tuple[Any, Any] | None:
 def outputs_and_loss(
     asked: str, model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any
 ) -> tuple[Any, Tensor]:
-    """What the model returns, and the loss: that of ``loss``, or the one that the model has computed.
+    """Return the model's outputs, and the loss: that of ``loss``, or the one that the model computed.
 
     Raises:
-        BadInput: If the model shall compute the loss itself and returns none.
+        BadInput: If the model has to compute the loss itself and returns none.
     """
     outputs = call(model, inputs)
     if loss is not None:
@@ -65,7 +65,7 @@ def outputs_and_loss(
 
 
 def _loss_among(outputs: Any) -> Any:
-    """The loss that a model returns, if it does so in one of the usual ways."""
+    """Return the loss in a model's output, if it is there in one of the usual ways."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
     if isinstance(outputs, Mapping):

@@ -1,4 +1,4 @@
-"""The device that a tensor is on: its type, and the memory that is free there."""
+"""The device of a tensor: its type, and its free memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from packprop.tensors.dry import dry_run_device
 
 
 def device_kind(tensor: Tensor) -> str:
-    """The type of a tensor's device; in a dry run, that of the device the run stands in for."""
+    """Return the type of a tensor's device; in a dry run, that of the device the run stands in for."""
     return dry_run_device() or tensor.device.type
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes on an accelerator, those that PyTorch caches included; ``None`` if they are not known."""
+    """Return the free bytes on an accelerator, PyTorch's caches included; ``None`` if they are not known."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
@@ -25,7 +25,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Bytes of tensors on an accelerator now; ``None`` if they are not counted there."""
+    """Return the bytes of tensors on an accelerator now; ``None`` if nothing counts them there."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)

@@ -51,26 +51,26 @@ def dry_run_device() -> str | None:
 
 
 def is_dry_run() -> bool:
-    """Whether this is a dry run, in which tensors have no data."""
+    """Tell whether this is a dry run, in which tensors have no data."""
     return dry_run_device() is not None
 
 
 def has_fault(condition: Tensor) -> bool:
-    """Whether a condition of one entry, which is true for faulty data, holds; never in a dry run.
+    """Tell whether a condition of one entry, which is true for faulty data, holds; never in a dry run.
 
-    Nor in a traced pass: there it is noted, and looked at after each replay.
+    It does not hold in a traced pass either: the pass notes it, and checks it after each replay.
     """
     return not is_dry_run() and not note_fault(condition) and bool(condition)
 
 
 def chunk_starts(count: int, step: int) -> list[int]:
-    """Where chunks begin. Without data a few stand for all; see ``stands_for_all``."""
+    """Return where chunks begin. Without data a few stand for all; see ``stands_for_all``."""
     starts = [*range(0, count, step)]
     return [start for start in starts if not is_dry_run() or stands_for_all(start, step, count)]
 
 
 def stands_for_all(start: int, step: int, count: int) -> bool:
-    """Whether the chunk that begins here is run in a dry run: the first, the last, and one between the two.
+    """Tell whether a dry run runs the chunk that begins here: the first, the last, and one between the two.
 
     The first meets no results and the others do. The second is like the last, unless that is a smaller one.
     """

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, asked of many at once: a device is waited for once, and not before."""
+"""Checks that many tensors are finite, which wait for a device only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packprop.tensors.traced import is_traced, note_fault
 
 
 def extremes(tensor: Tensor) -> list[Tensor]:
-    """Smallest and largest entry of a tensor: NaN and infinity show in them. In a traced pass, its sum."""
+    """Return the smallest and the largest entry of a tensor: NaN and infinity show in them. Traced, its sum."""
     if not tensor.numel():
         return []
     values = tensor.detach()
@@ -23,9 +23,9 @@ def extremes(tensor: Tensor) -> list[Tensor]:
 
 
 def all_finite(scalars: Sequence[Tensor]) -> bool:
-    """Whether all of some scalars are finite; waits for each device once. Without data, they are.
+    """Tell whether all of some scalars are finite; waits for each device once. Without data, they are.
 
-    So they are in a traced pass, where it is noted what shows after a replay.
+    They also are in a traced pass, which notes a condition that shows after a replay.
     """
     if is_dry_run():
         return True
@@ -41,5 +41,5 @@ def all_finite(scalars: Sequence[Tensor]) -> bool:
 
 
 def are_finite(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all entries of some tensors are finite; waits for each device once."""
+    """Tell whether all entries of some tensors are finite; waits for each device once."""
     return all_finite([each for tensor in tensors if tensor is not None for each in extremes(tensor)])

@@ -1,15 +1,15 @@
 """The user's hooks on a part of the autograd graph: they run in the user's own pass, and in no other.
 
 # NOTE [Quiet hooks]
-packprop differentiates a graph more often than its user asked for: to find samples, once for each column,
-twice for a Hessian. Hooks on tensors and modules belong to the user's pass alone. While packprop
-differentiates, each hook has a stand-in that does nothing, in the dictionary that autograd looks the hook up
-in; so a hook that is removed meanwhile is gone, and order stays. ``retain_grad`` cannot be switched off: the
-``.grad`` that it leaves is dropped before the next one is added to it, and in the end the user's own one is
-put back. A node that does something else besides only hands its gradients on in the meantime.
+packprop differentiates a graph more often than its user does: to find samples, once for each column, twice for
+a Hessian. Hooks on tensors and modules belong to the user's pass alone. While packprop differentiates, each
+hook has a stand-in that does nothing, in the dictionary in which autograd looks up the hook. So a hook that is
+removed meanwhile is gone, and the order stays. ``retain_grad`` cannot be switched off: packprop drops the
+``.grad`` that it leaves before the next one is added to it, and puts back the user's own one in the end. A node
+that does something else besides only hands its gradients on in the meantime.
 
-``Tensor._backward_hooks`` is the dictionary of a tensor. It is private, and used here alone: in public, only
-the owner of a hook can take it off.
+``Tensor._backward_hooks`` is the dictionary of a tensor. It is private, and only this file uses it: the public
+API lets only the owner of a hook take it off.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def dictionary_of(tensor: Tensor) -> HookDictionary | None:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether something of the user's happens when a gradient arrives at a tensor."""
+    """Tell whether user code runs when a gradient arrives at a tensor."""
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def has_late_hooks(tensor: Tensor) -> bool:
-    """Whether something of the user's happens when the gradient of a tensor has been accumulated.
+    """Tell whether user code runs when the gradient of a tensor has been accumulated.
 
-    ``Tensor._post_accumulate_grad_hooks`` is private, and used here alone: nothing public tells whether there
-    are any.
+    ``Tensor._post_accumulate_grad_hooks`` is private, and only this file uses it: nothing public tells whether
+    there are any.
     """
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 def dictionary_of_node(node: Any) -> HookDictionary:
-    """The hooks that run after a node: a handle of a hook knows which dictionary it is in."""
+    """Return the hooks that run after a node: a handle of a hook knows which dictionary it is in."""
     handle = node.register_hook(_stand_in)
     hooks: HookDictionary = handle.hooks_dict_ref()
     handle.remove()
@@ -62,7 +62,7 @@ def dictionary_of_node(node: Any) -> HookDictionary:
 
 
 def undisturbed(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Let tensors be differentiated with respect to, without running the hooks on them."""
+    """Make tensors differentiable with respect to, without running the hooks on them."""
     hooked = [tensor for tensor in tensors if is_hooked(tensor)]
     return Hooks(hooked).quiet() if hooked else NOTHING
 
@@ -89,12 +89,12 @@ class Hooks:
         self._retaining = [tensor for tensor in chosen if tensor.retains_grad]
         self._doers = list(doers)
         self.are_inside = bool(inside or self._retaining or self._doers)
-        """Whether there are any but those on leaves, nodes that do something else among them."""
+        """Tell whether there are any hooks besides those on leaves, including nodes that do something else."""
         self._any = bool(self._dictionaries or self._retaining or self._doers)
         self._quieted: contextlib.ExitStack | None = None
 
     def require_none(self) -> None:
-        """Refuse hooks where a pass is traced.
+        """Refuse hooks if a pass is traced.
 
         Raises:
             NotTraceable: If there are any.
@@ -106,19 +106,19 @@ class Hooks:
             )
 
     def owners(self) -> list[Any]:
-        """The objects that the hooks are methods of; of functions, these themselves."""
+        """Return the objects that the hooks are methods of; for functions, the functions."""
         return [owner_of(hook) for hooks in self._dictionaries for hook in hooks.values()]
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Nobody is called inside."""
+        """Silence every hook inside."""
         return self._switched(True) if self._any and self._quieted is None else NOTHING
 
     def heard(self) -> AbstractContextManager[None]:
-        """Within ``quiet``: everybody is called again inside."""
+        """Let every hook run again inside ``quiet``."""
         return NOTHING if self._quieted is None else self._switched(False)
 
     def refusing_changes(self, error: Callable[[], PackpropError]) -> AbstractContextManager[None]:
-        """A hook that changes a gradient raises an error inside."""
+        """Make a hook that changes a gradient raise an error inside."""
         return self._replaced(lambda hook: partial(_unchanging, hook, error)) if self._any else NOTHING
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def _replaced(self, replacement: Callable[[Any], Any]) -> Iterator[None]:
-        """Each hook has another function in its place inside."""
+        """Give each hook another function in its place inside."""
         own = [dict(hooks) for hooks in self._dictionaries]
         for hooks in self._dictionaries:
             for number, hook in hooks.items():
@@ -166,7 +166,7 @@ def _dictionaries(tensors: Iterable[Tensor]) -> list[HookDictionary]:
 
 
 def owner_of(hook: Any) -> Any:
-    """The object that a hook is a method of, else the hook."""
+    """Return the object that a hook is a method of, else the hook."""
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
@@ -174,7 +174,7 @@ def owner_of(hook: Any) -> Any:
 
 
 def _stand_in(*_: Any) -> None:
-    """What stands in a hook's place."""
+    """Return the function that stands in a hook's place."""
 
 
 def _drop_gradient(tensor: Tensor, _: Any) -> None:
@@ -182,7 +182,7 @@ def _drop_gradient(tensor: Tensor, _: Any) -> None:
 
 
 def _unchanging(hook: Callable[..., Any], error: Callable[[], PackpropError], *given: Any) -> Any:
-    """Call a hook, and refuse what it returns if that is another gradient."""
+    """Call a hook, and refuse its result if that is another gradient."""
     before = _listed(given[0])
     versions = [version(gradient) for gradient in before]
     returned = hook(*given)

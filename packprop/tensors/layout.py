@@ -1,4 +1,4 @@
-"""Where the samples of a tensor are."""
+"""The place of the samples in a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Rows:
-    """Which sample each row belongs to, where samples have different numbers of rows in any order.
+    """The sample of each row, if samples have different numbers of rows in any order.
 
     Args:
         sample_of: The sample of each row ``[k]``, on the processor.
@@ -24,26 +24,26 @@ class Rows:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order)) - before[sample_of[order]]
         self.most = max(1, int(counts.max()))
-        """Rows of the sample that has most of them; one where there are none."""
+        """Rows of the sample that has most of them; one if there are none."""
         self.places = sample_of * self.most + slots
-        """Where each row stands among those of all samples, each filled up to the most ``[k]``."""
+        """The place of each row among those of all samples, each filled up to the most ``[k]``."""
         self.sources = torch.full((samples * self.most,), len(sample_of))
-        """The row that stands in each place; where there is none the number of rows ``[n * most]``."""
+        """The row that stands in each place; the number of rows if there is none ``[n * most]``."""
         self.sources[self.places] = torch.arange(len(sample_of))
 
 
 class Layout(NamedTuple):
-    """Where the samples of a tensor are.
+    """The place of the samples in a tensor.
 
     Args:
-        axis: The axis of extent ``samples * parts``; ``None`` where the whole tensor is one sample.
+        axis: The axis of extent ``samples * parts``; ``None`` if the whole tensor is one sample.
         samples: Number of samples.
         parts: Number of shared positions folded into the same axis.
-        major: Whether the sample index varies slower than the part index.
-        rows: The sample of each row along the axis, where they are in no order. ``parts`` is then the largest
-            number of rows of a sample; others are filled up with zeros.
-        joined: The extents of the axes from ``axis`` on that the rows run along, one after the other, where
-            these are several.
+        major: Says that the sample index varies slower than the part index.
+        rows: The sample of each row along the axis, if they are in no order. ``parts`` is then the largest
+            number of rows of a sample; zeros fill up the others.
+        joined: The extents of the axes from ``axis`` on that the rows run along, one after the other, if there
+            are several.
     """
 
     axis: int | None
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
     @property
     def axes(self) -> range:
-        """The axes that the samples are along."""
+        """The axes of the samples."""
         return range(0) if self.axis is None else range(self.axis, self.axis + max(1, len(self.joined)))
 
     @property
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
     @property
     def folded(self) -> bool:
-        """Whether positions share the samples' axis, so that they have an axis of their own in front form."""
+        """Tell whether positions share the samples' axis, so that they have their own axis in front form."""
         return self.parts > 1 or self.rows is not None
 
     def to_front(self, tensor: Tensor, skip: int = 0) -> Tensor:

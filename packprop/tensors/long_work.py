@@ -1,10 +1,10 @@
-"""Work that takes long: how far a pass has come, a warning if it will take minutes, a bar on a terminal.
+"""Work that takes long: its progress, a warning if it will take minutes, a bar on a terminal.
 
 # NOTE [Long work]
-How long a pass takes is not known before it runs: it depends on the machine. How many columns there are, and
-how large the matrices to decompose, is known before. So the first of them are timed while the work is done, and
-the rest is taken to go on at that rate. Nothing waits for a device: on an accelerator, where calls return
-before their work is done, an estimate comes later, when its queue is full.
+packprop does not know beforehand how long a pass takes: that depends on the machine. It does know the number of
+columns, and the size of the matrices to decompose. So it times the first of them while it works, and assumes
+that the rest goes on at that rate. Nothing waits for a device: on an accelerator, where calls return before
+their work is done, an estimate comes later, when its queue is full.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 clock = time.perf_counter
 
 LONG = 60.0
-"""Seconds of work from which on a warning says so."""
+"""Seconds of work from which on a warning appears."""
 
 SHOWN = 5.0
-"""Seconds after which a terminal shows how far the work has come."""
+"""Seconds after which a terminal shows the progress of the work."""
 
 SETTLED = 0.5
-"""Seconds of work that an estimate is made from, at least: the first calls take longer than others."""
+"""Seconds of work behind an estimate, at least: the first calls take longer than others."""
 
 
 @dataclass
 class Gauge:
-    """How much of one kind of work is done.
+    """The progress of one kind of work.
 
     Args:
-        total: How much there is, as far as it is known.
-        done: How much of it is done.
-        seconds: How long that took.
-        pieces: How many times something was done.
+        total: The amount of work, as far as it is known.
+        done: The part that is done.
+        seconds: The time that this part took.
+        pieces: The number of pieces that it came in.
     """
 
     total: float = 0.0
@@ -63,9 +63,9 @@ class LongWork:
     """The work of one pass.
 
     Args:
-        asked: What the pass is asked for.
-        cheaper: What would take less time.
-        bar: Whether a terminal may show a bar.
+        asked: The quantities of the pass.
+        cheaper: Something that would take less time.
+        bar: Lets a terminal show a bar.
     """
 
     def __init__(self, asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> None:
@@ -76,12 +76,12 @@ class LongWork:
         self._task: TaskID | None = None
 
     def expect(self, what: str, count: float) -> None:
-        """There is so much more of this kind of work: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
+        """Announce more work of this kind: ``"columns"``, or ``"eigenvectors"`` (rows, cubed)."""
         self._gauges.setdefault(what, Gauge()).total += count
 
     @contextlib.contextmanager
     def doing(self, what: str, count: float) -> Iterator[None]:
-        """Inside, so much of it is done."""
+        """Count the work that the block inside does."""
         start = clock()
         yield
         gauge = self._gauges.setdefault(what, Gauge())
@@ -121,7 +121,7 @@ class LongWork:
         self._progress.update(self._task, total=passed + left, completed=passed)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -131,7 +131,7 @@ _CURRENT: ContextVar[LongWork | None] = ContextVar("packprop_long_work", default
 
 @contextlib.contextmanager
 def long_work(asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> Iterator[LongWork]:
-    """Inside, what is done is timed; inside of another such work, it is part of that."""
+    """Time the work inside; inside another such context, it is part of that work."""
     outer = _CURRENT.get()
     if outer is not None:
         yield outer
@@ -146,20 +146,20 @@ def long_work(asked: str, cheaper: Sequence[str] = (), bar: bool = True) -> Iter
 
 
 def expect(what: str, count: float) -> None:
-    """There is so much more of this kind of work in the current pass, if there is one."""
+    """Announce more work of this kind in the current pass, if there is one."""
     work = _CURRENT.get()
     if work is not None:
         work.expect(what, count)
 
 
 def doing(what: str, count: float) -> contextlib.AbstractContextManager[None]:
-    """Inside, so much of this kind of work is done for the current pass."""
+    """Count work of this kind for the current pass, done inside."""
     work = _CURRENT.get()
     return contextlib.nullcontext() if work is None else work.doing(what, count)
 
 
 def _duration(seconds: float) -> str:
-    """Roughly how long.
+    """Format a duration roughly.
 
     >>> [_duration(s) for s in (70, 200, 8000)]
     ['70 s', '3 minutes', '2.2 hours']

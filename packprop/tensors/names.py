@@ -1,6 +1,6 @@
-"""Names of parameters and modules: those of the model itself, whatever wraps it or parts of it.
+"""Names of parameters and modules as the model itself has them, whatever wraps it or parts of it.
 
-Names seed random matrices, stand in files and go between ranks. So they must not depend on whether a process
+Names seed random matrices, appear in files and go between ranks. So they must not depend on whether a process
 trains ``model``, ``DistributedDataParallel(model)`` or ``torch.compile(model)``.
 """
 
@@ -11,40 +11,40 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""Wrappers that call what they wrap ``module``, as other modules may call what they like."""
+"""Wrappers that call the module inside them ``module``, as other modules may call what they like."""
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What ``torch.compile``, the older FSDP and wrappers for checkpoints call what they wrap."""
+"""The names that ``torch.compile``, the older FSDP and wrappers for checkpoints give the module inside them."""
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by their names in the model itself; each once, or under each of its names."""
+    """Return parameters by their names in the model itself; each once, or under each of its names."""
     name_of = _names_in(model)
     found = model.named_parameters(remove_duplicate=remove_duplicate)
     return [(name_of(name), parameter) for name, parameter in found]
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers by their names in the model itself."""
+    """Return buffers by their names in the model itself."""
     name_of = _names_in(model)
     return [(name_of(name), buffer) for name, buffer in model.named_buffers()]
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of the model itself by their names, without wrappers."""
+    """Return the modules of the model itself by their names, without wrappers."""
     name_of = _names_in(model)
     return [(name_of(name), module) for name, module in model.named_modules() if _wrapped_by(module) is None]
 
 
 def _wrapped_by(module: nn.Module) -> str | None:
-    """What a wrapper calls the module inside it; ``None`` for a module that is no wrapper."""
+    """Return a wrapper's name for the module inside it; ``None`` for a module that is no wrapper."""
     if isinstance(module, PARALLEL):
         return "module"
     return next((name for name, _ in module.named_children() if name in WRAPPED), None)
 
 
 def _names_in(model: nn.Module) -> Callable[[str], str]:
-    """From a name to that in the model itself: without what wrappers call what they wrap."""
+    """Return the name in the model itself: drop the names that wrappers add."""
     inside = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

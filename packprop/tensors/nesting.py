@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types that hold no tensors: most arguments. To ask whether they are dataclasses is slow."""
+"""Types that hold no tensors: most arguments. A check whether they are dataclasses is slow."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, depth first."""
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, depth first."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_in_objects(value: Any) -> Iterator[Tensor]:
-    """``tensors_in``, and those in attributes of objects of any class, such as a batch of graphs."""
+    """Yield ``tensors_in``, and those in attributes of objects of any class, such as a batch of graphs."""
     stack: list[Any] = [value]
     seen: set[int] = set()
     while stack:
@@ -46,7 +46,7 @@ def tensors_in_objects(value: Any) -> Iterator[Tensor]:
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """What a container or an object holds; modules, classes and functions hold nothing."""
+    """Return the contents of a container or an object; modules, classes and functions hold nothing."""
     if isinstance(value, (tuple, list)):
         return value
     if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _fields_of(item: Any) -> dict[str, Any]:
-    """What a dataclass holds."""
+    """Return the fields of a dataclass."""
     if hasattr(item, "__dict__"):
         fields: dict[str, Any] = vars(item)
         return fields
@@ -80,12 +80,12 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nesting with ``function`` applied to every tensor."""
+    """Return the same nesting with ``function`` applied to every tensor."""
     return map_instances(Tensor, function, value)
 
 
 def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nesting with ``function`` applied to every instance of ``kind``."""
+    """Return the same nesting with ``function`` applied to every instance of ``kind``."""
     if isinstance(value, kind):
         return function(value)
     if type(value) in PLAIN:
@@ -96,7 +96,7 @@ def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any
         items = [map_instances(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        made = copy.copy(value)  # its entries may be its attributes, too
+        made = copy.copy(value)  # its entries may also be its attributes
         for key, item in value.items():
             made[key] = map_instances(kind, function, item)
         return made
@@ -106,7 +106,7 @@ def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any
 
 
 def _with_mapped_fields(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """A dataclass with its fields mapped; itself, if that changes none of them."""
+    """Return a dataclass with its fields mapped; itself, if that changes none of them."""
     fields = _fields_of(value)
     mapped = {name: map_instances(kind, function, item) for name, item in fields.items()}
     if all(mapped[name] is item for name, item in fields.items()):

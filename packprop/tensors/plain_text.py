@@ -8,12 +8,12 @@ from rich.console import Console, RenderableType
 
 
 def plain_text(drawn: RenderableType, width: int, *, markup: bool = True) -> str:
-    """What a terminal of this width, in characters, would show without colours; lines have no blank ends.
+    """Return what a terminal of this width, in characters, would show without colours, without trailing blanks.
 
     Args:
         drawn: A table, a text, or anything else that rich draws.
         width: Characters in a line.
-        markup: Whether square brackets may be styles, ``[bold]``, and not text.
+        markup: Reads square brackets as styles, ``[bold]``, and not as text.
     """
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, markup=markup).print(drawn)

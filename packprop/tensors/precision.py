@@ -9,20 +9,20 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.com
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that sums are accumulated in: at least that of float32; whole numbers stay as they are."""
+    """Return the precision of sums: at least that of float32; whole numbers stay as they are."""
     return _WIDER.get(dtype, dtype)
 
 
 def is_for_storage(dtype: torch.dtype) -> bool:
-    """Whether PyTorch keeps numbers in this precision, but does not add them: floating point of eight bits."""
+    """Tell whether PyTorch keeps numbers in this precision but does not add them: eight-bit floats."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def wider_dtype(dtype: torch.dtype, device: str) -> torch.dtype | None:
-    """A precision with twice the digits; ``None`` where the device has no such precision."""
+    """Return a precision with twice the digits; ``None`` if the device has no such precision."""
     return torch.float64 if dtype == torch.float32 and device != "mps" else None
 
 
 def result_dtype(vectors: Tensor, products: Tensor) -> torch.dtype:
-    """The precision of products with ``vectors``: theirs; if they are whole numbers, that of ``products``."""
+    """Return the precision of products with ``vectors``: theirs, or that of ``products`` for whole numbers."""
     return vectors.dtype if vectors.is_floating_point() or vectors.is_complex() else products.dtype

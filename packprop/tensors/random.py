@@ -15,7 +15,7 @@ RandomStates = dict[torch.device, Tensor]
 
 
 def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates:
-    """The states of the generators of the CPU and of ``devices``; by default, of all CUDA devices in use."""
+    """Return the states of the generators of the CPU and of ``devices``; by default, all used CUDA devices."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     for device in _cuda_devices() if devices is None else devices:
         if device.type not in ("cpu", "meta"):
@@ -24,7 +24,7 @@ def random_states(devices: Iterable[torch.device] | None = None) -> RandomStates
 
 
 def states_if_drawn(before: RandomStates | None, asked: str) -> RandomStates | None:
-    """The states of before, if numbers have been drawn since; of a traced pass they are empty."""
+    """Return the earlier states, if numbers have been drawn since; for a traced pass they are empty."""
     if before is None or not decided(
         asked, lambda: not all(map(torch.equal, before.values(), random_states().values()))
     ):
@@ -33,7 +33,7 @@ def states_if_drawn(before: RandomStates | None, asked: str) -> RandomStates | N
 
 
 def set_random_states(states: RandomStates) -> None:
-    """Put back what ``random_states`` returned."""
+    """Restore the states that ``random_states`` returned."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -43,7 +43,7 @@ def set_random_states(states: RandomStates) -> None:
 
 @contextmanager
 def random_numbers_from(states: RandomStates) -> Iterator[None]:
-    """Inside, random numbers are drawn from ``states``; afterwards it is as if nothing had been drawn.
+    """Draw random numbers from ``states`` inside; afterwards it is as if nothing had been drawn.
 
     Raises:
         NotTraceable: In a traced pass, whose replays draw other numbers.
@@ -62,7 +62,7 @@ def random_numbers_from(states: RandomStates) -> Iterator[None]:
 
 
 def _cuda_devices() -> list[torch.device]:
-    """Every CUDA device, once CUDA is initialised."""
+    """Return every CUDA device, once CUDA is initialised."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return []

@@ -1,10 +1,10 @@
-"""What repeats itself, in a dry run: it is run a few times, and its memory is counted as often as it would be.
+"""Repeated work in a dry run: packprop runs it a few times, and counts its memory in full.
 
 # NOTE [Repeated columns]
-Most functions have no batching rule in PyTorch's vectorised backward pass: each is called once for each column,
-and the results are stacked. A call without data takes as long as many a call with data. So two columns stand
-for all. Whatever is made of them is counted as many times as there are pairs of columns; what is not made of
-them, once. The products get their full size when they are there.
+Most functions have no batching rule in PyTorch's vectorised backward pass: PyTorch calls each once for each
+column, and stacks the results. A call without data takes as long as many a call with data. So two columns stand
+for all. Everything made of them counts as many times as there are pairs of columns; everything else counts
+once. The products get their full size when they are there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STANDING = 2
 
 @dataclass
 class Repeated:
-    """What stands for more than is there.
+    """A few tensors that stand for more than is there.
 
     Args:
-        times: How many times as much would be there.
-        keys: Storages, by ``storage_key``, that were made of what is repeated.
+        times: The number of times that as much would be there.
+        keys: Storages, by ``storage_key``, that were made from repeated columns.
     """
 
     times: float = 1.0
@@ -41,7 +41,7 @@ _REPEATED: ContextVar[Repeated | None] = ContextVar("packprop_repeated", default
 
 @contextlib.contextmanager
 def counting_repeated() -> Iterator[Repeated]:
-    """Inside, columns may stand for others; whoever counts memory looks at what is returned."""
+    """Let columns stand for others inside; whoever counts memory reads the result."""
     repeated = Repeated()
     token = _REPEATED.set(repeated)
     try:
@@ -51,7 +51,7 @@ def counting_repeated() -> Iterator[Repeated]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that tells storages apart while they are alive."""
+    """Return a number that tells storages apart while they are alive."""
     return id(tensor.untyped_storage())  # the wrapper of a storage lives as long as the storage
 
 
@@ -60,7 +60,7 @@ Products = list[Tensor | None]
 
 
 def of_columns(pull: Callable[[Sequence[Tensor]], Products], columns: Sequence[Tensor]) -> Products:
-    """The products ``[v, ...]`` of columns ``[v, ...]``; see NOTE [Repeated columns]."""
+    """Return the products ``[v, ...]`` of columns ``[v, ...]``; see NOTE [Repeated columns]."""
     repeated, count = _REPEATED.get(), len(columns[0])
     if repeated is None or not is_dry_run() or repeated.keys or count <= STANDING + 1:
         return pull(columns)
@@ -75,7 +75,7 @@ def of_columns(pull: Callable[[Sequence[Tensor]], Products], columns: Sequence[T
 
 
 def one_by_one(count: int, make: Callable[[int], Products]) -> list[Products]:
-    """What is made for each number; without data few are made, but all take memory."""
+    """Make something for each number; without data, make few, and count the memory of all."""
     made: list[Products] = []
     for place in chunk_starts(count, 1):
         while len(made) < place:
@@ -85,7 +85,7 @@ def one_by_one(count: int, make: Callable[[int], Products]) -> list[Products]:
 
 
 def _full_size(products: Products, given: set[int], count: int) -> Products:
-    """Products of ``count`` columns in place of the few that stand for them, which are dropped."""
+    """Return products of ``count`` columns in place of the few that stand for them, which it drops."""
     full: list[Callable[[dict[int, Tensor]], Tensor] | None] = []
     for product in products:
         full.append(None if product is None else _Place.of(product, given, count).make)
@@ -97,7 +97,7 @@ def _full_size(products: Products, given: set[int], count: int) -> Products:
 
 @dataclass
 class _Place:
-    """Where a product of all columns is: in memory of its own, or in that of something else."""
+    """The place of a product of all columns: in memory of its own, or in that of something else."""
 
     key: int
     shape: tuple[int, ...]
@@ -107,10 +107,10 @@ class _Place:
 
     @classmethod
     def of(cls, product: Tensor, given: set[int], count: int) -> _Place:
-        """From the product of a few columns, which is not kept unless it lies in memory that stays."""
+        """Make the place from the product of a few columns, which is dropped unless its memory stays."""
         key, step, own = storage_key(product), product.stride(0), True
         shape, stride = (count, *product.shape[1:]), product.stride()
-        if key in given or not step:  # columns that were passed on, or the same for all
+        if key in given or not step:  # columns that pass through, or the same for all
             own = False
         else:
             stride = tuple(each * count // STANDING if each > step else each for each in stride)
@@ -118,7 +118,7 @@ class _Place:
         return cls(key, shape, stride, like, None if own else product)
 
     def make(self, made: dict[int, Tensor]) -> Tensor:
-        """The product; those that shared memory share it."""
+        """Return the product; those that shared memory share it."""
         if self.base is not None:
             return self.base.as_strided(self.shape, self.stride, self.base.storage_offset())
         if self.key in made and made[self.key].shape == self.shape and made[self.key].dtype == self.like.dtype:

@@ -1,9 +1,8 @@
-"""Parameters that are sharded between processes: which of them a function was given put together.
+"""Parameters that are sharded between processes: the shard that belongs to each whole parameter.
 
 ``fully_shard`` leaves a ``DTensor`` on the module, and puts a whole tensor in its place while the module runs.
-The graph knows the whole one alone. What the two have to do with each other is told by nothing public, so this
-file looks at what ``fully_shard.state`` keeps: in its ``_fsdp_param_group`` each ``_unsharded_param`` with its
-``sharded_param``.
+The graph knows only the whole one. Nothing public relates the two, so this file reads what
+``fully_shard.state`` keeps: in its ``_fsdp_param_group`` each ``_unsharded_param`` with its ``sharded_param``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ShardedUnit:
 
     Args:
         module: A module that ``fully_shard`` was called on.
-        pairs: Each whole parameter, as far as there was a forward pass, with the shard that the module holds.
+        pairs: Each whole parameter, once a forward pass has run, with the shard that the module holds.
     """
 
     module: Any
@@ -38,31 +37,31 @@ class ShardedUnit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parameters are put together now."""
+        """Tell whether its parameters are whole now."""
         return all(whole.untyped_storage().size() > 0 for whole, _ in self.pairs)
 
     @property
     def is_partly_frozen(self) -> bool:
-        """Whether some of its parameters are not trained."""
+        """Tell whether some of its parameters are not trained."""
         return not all(shard.requires_grad for _, shard in self.pairs)
 
     def unshard(self) -> None:
-        """Put them together; all ranks must do so."""
+        """Make the parameters whole; all ranks must do so."""
         self.module.unshard()
 
     def reshard(self) -> None:
-        """Let go of what was put together."""
+        """Release the whole parameters."""
         self.module.reshard()
 
 
 def _sharding() -> Any:
-    """The module that shards; ``None`` while nothing can be sharded."""
+    """Return the module that shards; ``None`` while nothing can be sharded."""
     sharding = sys.modules.get(FSDP)
     return sharding if sharding is not None and torch.distributed.is_initialized() else None
 
 
 def sharded_units(modules: Iterable[nn.Module]) -> list[ShardedUnit]:
-    """All units inside some modules, in the order of the modules.
+    """Return all units inside some modules, in the order of the modules.
 
     Raises:
         PackpropError: If the parameters of a unit are on several meshes.
@@ -83,7 +82,7 @@ def sharded_units(modules: Iterable[nn.Module]) -> list[ShardedUnit]:
 
 
 def _pairs_of(state: Any) -> list[tuple[Tensor, nn.Parameter]] | None:
-    """Whole parameters and shards of one call of ``fully_shard``; ``None`` if it was given several meshes."""
+    """Return whole parameters and shards of one call of ``fully_shard``; ``None`` if it got several meshes."""
     try:
         group = state._fsdp_param_group
     except AssertionError:  # there is not one group, but one for each mesh
@@ -95,7 +94,7 @@ def _pairs_of(state: Any) -> list[tuple[Tensor, nn.Parameter]] | None:
 
 
 def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
-    """What ``fully_shard`` keeps of each of its calls in some modules, with the first module of the call."""
+    """Yield what ``fully_shard`` keeps of each call in some modules, with the call's first module."""
     sharding = _sharding()
     kind = getattr(sharding, "FSDPModule", ())
     if not kind:
@@ -109,24 +108,24 @@ def _states(modules: Iterable[nn.Module]) -> dict[Any, nn.Module]:
 
 
 def has_sharded_units(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on the model or a module inside it."""
+    """Tell whether ``fully_shard`` was called on the model or a module inside it."""
     return bool(_states([model]))
 
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules inside the model that ``fully_shard`` was called on."""
+    """Return the modules inside the model that ``fully_shard`` was called on."""
     return [*_states([model]).values()]
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what units of a model have put together: the outermost one, after a forward pass."""
+    """Release the whole parameters of a model's units: of the outermost one, after a forward pass."""
     for unit in _states([model]).values():
         unit.reshard()  # type: ignore[operator]  # a module that fully_shard was called on
 
 
 @contextlib.contextmanager
 def coming_to_units(model: nn.Module, announce: Callable[[int], None]) -> Iterator[None]:
-    """Inside, ``announce`` is called with a unit's number before a forward pass puts the unit together."""
+    """Call ``announce`` inside with a unit's number before a forward pass makes the unit whole."""
     states = _states([model])
     numbers = {state: number for number, state in enumerate(states)}
 
@@ -146,9 +145,9 @@ def coming_to_units(model: nn.Module, announce: Callable[[int], None]) -> Iterat
 
 
 def abandon_forward(model: nn.Module) -> None:
-    """Let go of what a forward pass that failed midway has put together.
+    """Release the parameters that a failed forward pass has left whole.
 
-    A unit that was left inside its forward pass ignores ``reshard()``, for which nothing public would help.
+    A unit that was left inside its forward pass ignores ``reshard()``, and nothing public would help.
     """
     for state, module in _states([model]).items():
         if any(whole.untyped_storage().size() > 0 for whole, _ in _pairs_of(state) or ()):
@@ -157,18 +156,18 @@ def abandon_forward(model: nn.Module) -> None:
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, or the one that it had before ``fully_shard`` derived another from it."""
+    """Return the class of a module, or the one that it had before ``fully_shard`` derived another from it."""
     kind = getattr(_sharding(), "FSDPModule", ())
     return next(each for each in type(module).__mro__ if not (kind and issubclass(each, kind)))
 
 
 def shards_by_whole(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """By the identity of each whole parameter, the shard that the module holds, where these are on one mesh."""
+    """Return the module's shards by the identity of each whole parameter, if both have one mesh."""
     return {id(whole): shard for state in _states(modules) for whole, shard in _pairs_of(state) or ()}
 
 
 def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by the names of their shards, where these are on one mesh."""
+    """Return whole parameters by the names of their shards, if both have one mesh."""
     pairs = [pair for state in _states([module]) for pair in _pairs_of(state) or ()]
     if pairs:
         names = {id(parameter): name for name, parameter in named_parameters(module)}
@@ -179,19 +178,19 @@ def named_wholes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_sharded_outside(modules: Iterable[nn.Module], owners: Iterable[Any]) -> bool:
-    """Whether hooks of ``fully_shard`` on a graph, given by their owners, belong to none of some modules."""
+    """Tell whether ``fully_shard`` hooks on a graph, given by their owners, belong to none of some modules."""
     strangers = {id(each) for each in owners if is_of_sharding(each)}
     return bool(strangers - {id(state) for state in _states(modules)})
 
 
 def is_of_sharding(owner: Any) -> bool:
-    """Whether a hook with this owner is one of PyTorch's own for sharded parameters."""
+    """Tell whether a hook with this owner is one of PyTorch's own for sharded parameters."""
     home = owner if hasattr(owner, "__qualname__") else type(owner)
     return str(getattr(home, "__module__", "")).startswith(FSDP)
 
 
 def is_fully_sharded_before(modules: Iterable[nn.Module]) -> bool:
-    """Whether ``FullyShardedDataParallel``, the older kind, wraps one of some modules or what is in it."""
+    """Tell whether ``FullyShardedDataParallel``, the older kind, wraps one of some modules or what is in it."""
     sharding = _sharding()
     if sharding is None:
         return False
@@ -199,35 +198,35 @@ def is_fully_sharded_before(modules: Iterable[nn.Module]) -> bool:
 
 
 def placed_where(tensor: Tensor) -> str | None:
-    """How a ``DTensor`` is divided, and between which ranks; ``None`` for another tensor."""
+    """Return the placement of a ``DTensor``, and its ranks; ``None`` for another tensor."""
     return f"{tensor.placements} on {tensor.device_mesh}" if is_distributed(tensor) else None  # type: ignore[attr-defined]  # a DTensor
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``, of which this process holds a part."""
+    """Tell whether a tensor is a ``DTensor``, of which this process holds a part."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Whether a ``DTensor`` is whole on every rank."""
+    """Tell whether a ``DTensor`` is whole on every rank."""
     return all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]  # a DTensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """A tensor as it is; of a ``DTensor`` what this process holds."""
+    """Return a tensor as it is; of a ``DTensor``, the part of this process."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
     return part
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor as it is; a ``DTensor`` put together, which all ranks must do at once."""
+    """Return a tensor as it is, or the whole of a ``DTensor``, which all ranks must ask for at once."""
     whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
     return whole
 
 
 def whole_from(part: Tensor, shard: Tensor) -> Tensor:
-    """This rank's part of a tensor of the whole parameter's shape, as a ``DTensor`` placed like its shard."""
+    """Return this rank's part of a tensor of the whole parameter's shape, as a ``DTensor``."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]  # a DTensor
@@ -235,13 +234,13 @@ def whole_from(part: Tensor, shard: Tensor) -> Tensor:
 
 
 def part_like(value: Tensor, shard: Tensor) -> Tensor:
-    """What belongs to this rank's shard of a tensor of the whole parameter's shape, equal on all ranks."""
+    """Return this rank's shard of a tensor of the whole parameter's shape, equal on all ranks."""
     part: Tensor = placed_like(value, shard).to_local()  # type: ignore[attr-defined]  # a DTensor
     return part.clone()
 
 
 def replicated_like(value: Tensor, shard: Tensor) -> Tensor:
-    """A tensor that is equal on all ranks, as a ``DTensor`` on the mesh of a shard."""
+    """Return a tensor that is equal on all ranks, as a ``DTensor`` on the mesh of a shard."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = shard.device_mesh  # type: ignore[attr-defined]  # a DTensor
@@ -249,7 +248,7 @@ def replicated_like(value: Tensor, shard: Tensor) -> Tensor:
 
 
 def placed_like(value: Tensor, shard: Tensor) -> Tensor:
-    """A tensor of the whole parameter's shape, equal on all ranks, as a ``DTensor`` placed like its shard."""
+    """Return a tensor of the whole parameter's shape, equal on all ranks, as a ``DTensor`` like its shard."""
     mesh, placements = shard.device_mesh, shard.placements  # type: ignore[attr-defined]  # a DTensor
     placed: Tensor = replicated_like(value, shard).redistribute(mesh, placements)  # type: ignore[attr-defined]  # as above
     return placed

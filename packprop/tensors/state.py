@@ -1,4 +1,4 @@
-"""The state of a tensor: whether it was changed, who else refers to it."""
+"""The state of a tensor: its in-place changes, and the references to it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, UntypedStorage
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 if PyTorch does not count that.
+    """Return how often a tensor was changed in place; 0 if PyTorch does not count that.
 
-    ``Tensor._version`` is used here alone. Nothing else tells whether a tensor still has the values that it was
-    recorded with, and results from other values would be wrong without any sign of it.
+    Only this function uses ``Tensor._version``. Nothing else tells whether a tensor still has its recorded
+    values, and results from other values would be wrong without any sign of it.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def taken_over(holder: list[Tensor]) -> Tensor | None:
-    """The one tensor of ``holder``, which it loses, as a new object; ``None`` if anything else refers to it.
+    """Return the one tensor of ``holder``, which loses it, as a new object; ``None`` if it has other users.
 
-    That is: to the tensor or to its memory, from Python or from C++. Views, arrays and what autograd saved hold
-    the memory, and are seen when the tensor itself is gone, and with it what refers to the tensor alone. Memory
-    that belongs to an array, or that is shared with other processes, cannot be resized.
+    A reference counts to the tensor or to its memory, from Python or from C++. Views, arrays and autograd's
+    saved tensors hold the memory, and show when the tensor itself is gone, and with it what refers to the
+    tensor alone. Memory that belongs to an array, or that other processes share, cannot be resized.
     """
     tensor = holder.pop()
     storages = [tensor.untyped_storage()]
@@ -38,13 +38,13 @@ def taken_over(holder: list[Tensor]) -> Tensor | None:
 
 
 def _references(holder: list[UntypedStorage]) -> int:
-    """References to a storage, to which PyTorch adds one if anything in C++ holds it."""
+    """Count the references to a storage, to which PyTorch adds one if anything in C++ holds it."""
     return sys.getrefcount(holder[0])
 
 
 @functools.cache
 def _storages_count() -> bool:
-    """Whether this version of PyTorch does so."""
+    """Tell whether this version of PyTorch does so."""
     tensor = torch.empty(0, device="cpu")
     storages = [tensor.untyped_storage()]
     held = _references(storages)

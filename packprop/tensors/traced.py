@@ -1,10 +1,10 @@
-"""A pass that is taken down as a graph, to be replayed on other values: what it may not ask of values.
+"""A pass that is traced as a graph, to be replayed on other values: it must not decide by values.
 
 # NOTE [Traced passes]
-A traced pass runs on real tensors, but the graph that is made of it is replayed on others. So no value may
-decide what is done. Decisions that passes make by values are taken over from the pass before, which made them
-in the same order (``decided``); it ran on a batch of the same kind. Conditions that faulty data fulfil become
-outputs of the graph (``note_fault``). Whatever would be wrong in a replay is refused (``NotTraceable``).
+A traced pass runs on real tensors, but its graph is replayed on others. So no value may decide. packprop takes
+over the decisions that passes make by values from the pass before, which made them in the same order
+(``decided``) on a batch of the same kind. Conditions that faulty data fulfil become outputs of the graph
+(``note_fault``). packprop refuses whatever would be wrong in a replay (``NotTraceable``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from packprop.errors import PackpropError
 Value = TypeVar("Value")
 
 Decisions = list[tuple[Hashable, Any]]
-"""What passes decide by values: what was asked, and the answer."""
+"""The decisions of passes by values: each question, and its answer."""
 
 
 class NotTraceable(PackpropError):
-    """A pass does something that a replay of its graph would do wrongly."""
+    """Raised if a pass does something that a replay of its graph would do wrongly."""
 
 
 def not_traceable(where: str, why: str) -> NotTraceable:
-    """The error for a pass that does something that cannot be replayed."""
+    """Make the error for a pass that does something that no replay can do."""
     return NotTraceable(
         "A compiled step was asked for.",
         where,
@@ -44,7 +44,7 @@ class Trace:
     """A pass while it is traced.
 
     Args:
-        decisions: What the pass before has decided by values.
+        decisions: The decisions by values of the pass before.
         faults: Conditions of one entry that hold for faulty data.
     """
 
@@ -59,7 +59,7 @@ _NOTED: ContextVar[Decisions | None] = ContextVar("packprop_decisions", default=
 
 @contextlib.contextmanager
 def traced(decisions: Decisions) -> Iterator[Trace]:
-    """Inside, a pass is traced; decisions are taken over."""
+    """Trace a pass inside; take over its decisions."""
     trace = Trace(decisions)
     token = _TRACE.set(trace)
     try:
@@ -70,7 +70,7 @@ def traced(decisions: Decisions) -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def noting_decisions() -> Iterator[Decisions]:
-    """Inside, it is noted what passes decide by values."""
+    """Note the decisions by values of the passes inside."""
     noted: Decisions = []
     token = _NOTED.set(noted)
     try:
@@ -80,7 +80,7 @@ def noting_decisions() -> Iterator[Decisions]:
 
 
 def is_traced() -> bool:
-    """Whether the pass that is running is traced."""
+    """Tell whether the running pass is traced."""
     return _TRACE.get() is not None
 
 
@@ -93,13 +93,13 @@ def require_untraced(asked: str) -> None:
     if is_traced():
         raise not_traceable(
             asked,
-            "it is looked at in every pass, because values decide on it: rows that data reorder, values that "
+            "every pass checks it, because values decide it: rows that data reorder, values that "
             "keep samples apart which others would mix, or losses and shapes that are new in each pass",
         )
 
 
 def note_fault(condition: Tensor) -> bool:
-    """Whether a pass is traced: then a condition of one entry, true for faulty data, is kept for replays."""
+    """Tell whether a pass is traced: then keep a condition of one entry, true for faulty data, for replays."""
     trace = _TRACE.get()
     if trace is not None:
         trace.faults.append(condition)
@@ -107,7 +107,7 @@ def note_fault(condition: Tensor) -> bool:
 
 
 def decided(asked: Hashable, decide: Callable[[], Value]) -> Value:
-    """What values decide: asked of them, or taken over from the pass before where this one is traced.
+    """Return the answer that values give; in a traced pass, take it over from the pass before.
 
     Raises:
         NotTraceable: If the pass before decided something else at this point.

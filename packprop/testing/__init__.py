@@ -1,9 +1,9 @@
-"""Checks of what users register, and of their models: the engine against loops over samples.
+"""Checks of your own additions, and of your models: the engine against loops over samples.
 
-``check_use`` for a function and its rule, ``check_extension`` for a row of the catalogue,
-``check_model`` for a model with its loss. Each compares in double precision what the engine says
-with what plain autograd says of one sample at a time, raises ``CheckFailed``, an
-``AssertionError``, where they differ, and returns a ``Report`` that prints.
+``check_use`` checks a function and its rule, ``check_extension`` a row of the catalogue, ``check_model`` a
+model with its loss. Each compares, in double precision, the engine's values with plain autograd on one sample
+at a time. If they differ, it raises ``CheckFailed``, an ``AssertionError``; otherwise it returns a ``Report``
+that prints.
 """
 
 from packprop.testing.extensions import check_extension

@@ -1,4 +1,4 @@
-"""A call of the function that is checked, which can be made for some of its samples only."""
+"""A call of the checked function, which can be made for some of its samples only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 Make = Callable[[int], Any]
-"""From a number of samples to arguments."""
+"""A function from a number of samples to arguments."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Example:
         function: The function.
         tensors: All tensors among the arguments, parameters included, in order.
         names: Their names.
-        axes: The axis on which each of them holds the samples; ``None`` if it holds none.
+        axes: The axis of the samples on each of them; ``None`` if it holds none.
         build: Makes the arguments with other tensors in place of these.
         samples: Number of samples.
-        layouts: Where the outputs hold the samples.
+        layouts: The layouts of the outputs.
     """
 
     function: Callable[..., Any]
@@ -58,7 +58,7 @@ class Example:
 
     @cached_property
     def call(self) -> Call:
-        """One call, as recording describes it to rules."""
+        """Describe one call, as recording describes it to rules."""
         args, kwargs = self.build(self.tensors)
         parameters = tuple(self.parameters.values())
         shape = self.outputs()[0].shape
@@ -66,7 +66,7 @@ class Example:
 
     @cached_property
     def described(self) -> dict[str, Entry]:
-        """What the registered rule says of each parameter."""
+        """Return the registered rule's entries for each parameter."""
         rule, call = RULES.get(self.function), self.call
         entries = list(rule(call, *call.args, **call.kwargs) or ()) if rule else []
         return {
@@ -77,12 +77,12 @@ class Example:
         }
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """What the function returns, as far as it requires a gradient."""
+        """Return the outputs of the function, as far as they require a gradient."""
         args, kwargs = self.build(self.tensors if tensors is None else tensors)
         return differentiable(self.function(*args, **kwargs))
 
     def some(self, first: int, count: int = 1, step: int = 1) -> list[Tensor]:
-        """The tensors with some samples only."""
+        """Return the tensors with some samples only."""
         index = torch.arange(first, first + count * step, step)
         return [
             tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
@@ -97,7 +97,7 @@ def make_example(
     samples: int,
     like: Example | None = None,
 ) -> Example:
-    """Arguments for a number of samples, with the parameters of another example if one is given."""
+    """Return arguments for a number of samples, with the parameters of another example if one is given."""
     with fixed_random_state(seed=0 if like is None else 1):
         arguments, larger = (_split(make(count)) for count in (samples, samples + 1))
     given, grown = list(tensors_in(arguments)), list(tensors_in(larger))
@@ -155,7 +155,7 @@ def _bad(function: Callable[..., Any], why: str) -> BadInput:
 
 
 def _names(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Names of the tensors among the arguments, from the function's signature if it has one."""
+    """Return names of the tensors among the arguments, from the function's signature if it has one."""
     try:
         known = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # most functions of torch

@@ -1,4 +1,4 @@
-"""``check_extension``: an extension's laws and values, on small problems or one's own."""
+"""``check_extension``: an extension's laws and values, on small problems or your own."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def check_extension(
     on: Parts | None = None,
     tolerance: float = TOLERANCE,
 ) -> Report:
-    """Test whether an extension obeys the laws, and its values against a function of per-sample gradients.
+    """Check that an extension obeys the laws, and its values against a function of per-sample gradients.
 
-    The laws: a value is saved on every parameter; it does not depend on how many samples or columns
-    are taken at once; a second pass overwrites it; it scales with the loss as the rows' ``degree``
-    says; batches of a data set merge to the value of one batch; ``subsampling``, if it is an
-    argument, means some samples in their order.
+    The laws: the extension saves a value on every parameter; the value does not depend on how many samples or
+    columns go at once; a second pass overwrites it; it scales with the loss as the rows' ``degree`` says;
+    batches of a data set merge to the value of one batch; ``subsampling``, if it is an argument, means some
+    samples in their order.
 
     Args:
-        extension: An instance. Its draws are made repeatable; give several draws, so that there are
-            columns to be merged.
+        extension: An instance. The check makes its draws repeatable; give several draws, so that there are
+            columns to merge.
         reference: A function from per-sample gradients ``[v, n, *p]`` of one parameter to the value.
             v is 1 for the gradient, else the number of columns of the root of the loss's Hessian, or
             of draws. It gets one such tensor for each different seed of the rows, except for inputs.
-            Its derivatives are compared with those under ``create_graph=True``, too.
+            The check also compares its derivatives with those under ``create_graph=True``.
         on: ``(model, loss, inputs, targets)``, small, to test on; by default three small problems
             that have every structure, 1 and 4 samples, mean and sum.
         tolerance: Largest relative error allowed.
 
     Returns:
-        What was compared; prints.
+        The report of all comparisons; prints.
 
     Raises:
         CheckFailed: An ``AssertionError`` that names law, parameter and largest relative error.

@@ -1,4 +1,4 @@
-"""A model around calls of a function that is checked."""
+"""A model around calls of the checked function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Host(nn.Module):
             self.register_parameter(free, nn.Parameter(parameter.detach().clone()))
 
     def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all calls, for tensors as in ``data``."""
+        """Return the outputs of all calls, for tensors as in ``data``."""
         remaining, outputs = iter(data), []
         for example in self.examples:
             own = dict(zip(map(id, example.parameters.values()), self.parameters(), strict=True))
@@ -45,7 +45,7 @@ class Host(nn.Module):
 
     @property
     def data(self) -> tuple[Tensor, ...]:
-        """The tensors of the examples that hold samples, with these in front."""
+        """Return the tensors of the examples that hold samples, with these in front."""
         return tuple(
             tensor.movedim(axis, 0)
             for example in self.examples

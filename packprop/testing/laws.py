@@ -25,11 +25,11 @@ ALL_COLUMNS = 10**6
 """More columns than any check has."""
 
 FACTOR = 3.0
-"""What the loss is multiplied by."""
+"""The factor on the loss."""
 
 
 def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
-    """Every law on one problem."""
+    """Check every law on one problem."""
     chosen = extension.subsampling
     samples = problem.samples if chosen is None else len(chosen)
     whole = observed(problem, extension, (samples, None))
@@ -73,7 +73,7 @@ def check_laws(ledger: Ledger, problem: Problem, extension: Extension) -> None:
 
 
 def require_all(ledger: Ledger, extension: Extension, value: Named, loops: Loops) -> None:
-    """Every parameter that the loss depends on must have a value."""
+    """Require a value for every parameter that the loss depends on."""
     missing = [name for name in loops.used if value.get(name) is None]
     if missing:
         where = f"{extension.name} of parameter {missing[0]!r}"
@@ -81,7 +81,7 @@ def require_all(ledger: Ledger, extension: Extension, value: Named, loops: Loops
 
 
 def _check_batches(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
-    """Two batches of a data set, of different size."""
+    """Compare two batches of a data set, of different size, with one."""
     single = any(row.whole or row.seed.mc_samples is not None for row in extension.rows)
     cut = problem.samples - 1
     batches = problem.batches(cut)
@@ -96,7 +96,7 @@ def _check_batches(ledger: Ledger, problem: Problem, extension: Extension, value
 
 
 def _check_subsampling(ledger: Ledger, problem: Problem, extension: Extension, value: Named) -> None:
-    """All samples in their order give the whole value; some give the merged results of each of them."""
+    """Compare all samples in order with the whole value, and some with the merged results of each."""
     law, every = "subsampling", list(range(problem.samples))
     listed = subsampled(extension, every)
     value_of_all = finished(listed, observed(problem, listed, (2, 1)), len(every))

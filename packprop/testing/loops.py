@@ -1,11 +1,10 @@
-"""What autograd says of one sample at a time.
+"""Autograd's values for one sample at a time.
 
 # NOTE [Loops over samples]
-The model is evaluated on one sample at a time, and the loss on the whole batch: the loss's gradient
-and Hessian at the model's outputs are cut into samples there, so that nothing needs to be known of
-its reduction. What belongs to a sample is pulled back through that sample's own evaluation, entry
-by entry, with plain autograd in double precision. That is slow, meant for small models and few
-samples, and shares no shortcut with the engine.
+These loops evaluate the model on one sample at a time, and the loss on the whole batch. They cut the loss's
+gradient and Hessian at the model's outputs into samples, so they need not know its reduction. They pull each
+sample's part back through that sample's own evaluation, entry by entry, with plain autograd in double
+precision. That is slow, meant for small models and few samples, and shares no shortcut with the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from packprop.testing.report import CheckFailed, Ledger
 
 
 def layouts_of(asked: str, wholes: Sequence[Tensor], singles: Sequence[Sequence[Tensor]]) -> list[Layout]:
-    """Where outputs of the whole batch hold the outputs of single samples, by their values.
+    """Find where outputs of the whole batch hold the outputs of single samples, by their values.
 
     Raises:
         CheckFailed: If an output of the batch holds other values than those of the samples alone.
@@ -62,7 +61,7 @@ class Loops:
     Args:
         problem: The model, loss and batch.
         ledger: Errors name its subject.
-        create_graph: Whether results shall be differentiable.
+        create_graph: Make results differentiable.
     """
 
     def __init__(self, problem: Problem, ledger: Ledger, create_graph: bool = False) -> None:
@@ -88,7 +87,7 @@ class Loops:
         whole = torch.autograd.grad(loss.sum(), self.leaves, retain_graph=True, allow_unused=True)
         reached = {name: g for name, g in zip(names, whole, strict=True) if g is not None}
         self.gradient = dict(zip(reached, strided(list(reached.values())), strict=True))
-        """Gradient of the loss in the parameters that it depends on ``[*p]``."""
+        """Return the gradient of the loss in the parameters that it depends on ``[*p]``."""
 
     @property
     def used(self) -> list[str]:
@@ -96,13 +95,13 @@ class Loops:
         return list(self.gradient)
 
     def by_sample(self, tensors: Sequence[Tensor], skip: int = 0) -> Tensor:
-        """Tensors shaped like the outputs, side by side: ``[*skipped, n, c]``."""
+        """Join tensors shaped like the outputs, side by side: ``[*skipped, n, c]``."""
         pairs = zip(self.layouts, tensors, strict=True)
         fronts = [layout.to_front(tensor, skip) for layout, tensor in pairs]
         return torch.cat([front.reshape(*front.shape[: skip + 1], -1) for front in fronts], skip + 1)
 
     def pull(self, sample: int, vector: Tensor) -> list[Tensor]:
-        """One vector-Jacobian product ``[c] -> [*p]`` through the evaluation of one sample."""
+        """Compute one vector-Jacobian product ``[c] -> [*p]`` through the evaluation of one sample."""
         single = self.singles[sample]
         pieces = vector.split([output.numel() for output in single])
         gradients = torch.autograd.grad(
@@ -117,7 +116,7 @@ class Loops:
         return strided(gradients)
 
     def pulled(self, columns: Tensor) -> dict[str, Tensor]:
-        """Columns at the outputs ``[v, n, c]`` -> gradients of single samples ``[v, n, *p]``."""
+        """Map columns at the outputs ``[v, n, c]`` to gradients of single samples ``[v, n, *p]``."""
         pulled = [self.pull(n, v[n]) for v in columns for n in range(len(self.singles))]
         return {
             name: torch.stack(pieces).unflatten(0, columns.shape[:2])
@@ -126,13 +125,13 @@ class Loops:
 
     @cached_property
     def rows(self) -> dict[str, Tensor]:
-        """Gradients of single samples ``[n, *p]``."""
+        """Return gradients of single samples ``[n, *p]``."""
         slopes = self.by_sample(self.slopes)[None]
         return {name: gradients[0] for name, gradients in self.pulled(slopes).items()}
 
     @cached_property
     def jacobians(self) -> list[dict[str, Tensor]]:
-        """Jacobians of each sample's outputs ``[c, p]``, by parameter."""
+        """Return Jacobians of each sample's outputs ``[c, p]``, by parameter."""
         jacobians = []
         for n, single in enumerate(self.singles):
             unit = torch.eye(sum(output.numel() for output in single)).to(single[0])
@@ -143,7 +142,7 @@ class Loops:
 
     @cached_property
     def hessians(self) -> Tensor:
-        """Hessians of the loss in each sample's outputs, ``[n, c, c]``."""
+        """Return Hessians of the loss in each sample's outputs, ``[n, c, c]``."""
         slopes = self.by_sample(self.slopes)
         samples, entries = slopes.shape
         whole = slopes.new_zeros(samples, entries, samples, entries)
@@ -177,16 +176,16 @@ class Loops:
         return own
 
     def diagonal(self, name: str) -> Tensor:
-        """Diagonal of each sample's GGN, ``[n, p]``."""
+        """Return the diagonal of each sample's GGN, ``[n, p]``."""
         pairs = zip(self.jacobians, self.hessians, strict=True)
         return torch.stack([((h @ j[name]) * j[name]).sum(0) for j, h in pairs])
 
     def products(self, name: str, vectors: Tensor) -> Tensor:
-        """Each sample's GGN block times some vectors ``[p, k]``: ``[n, p, k]``."""
+        """Multiply each sample's GGN block by some vectors ``[p, k]``: ``[n, p, k]``."""
         pairs = zip(self.jacobians, self.hessians, strict=True)
         return torch.stack([j[name].T @ (h @ (j[name] @ vectors)) for j, h in pairs])
 
 
 def strided(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients without sparse ones."""
+    """Return gradients without sparse ones."""
     return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

@@ -29,14 +29,14 @@ FIRST_ORDER: dict[type[Extension], Callable[[Tensor], Tensor]] = {
     catalogue.Variance: lambda rows: rows.var(0, correction=0),
     catalogue.BatchDotGrad: lambda rows: _flat(rows) @ _flat(rows).T,
 }
-"""From gradients of single samples ``[n, *p]`` to values."""
+"""A function from gradients of single samples ``[n, *p]`` to values."""
 DIAGONALS: dict[type[Extension], Callable[[Tensor], Tensor]] = {
     catalogue.DiagGGNExact: lambda diagonals: diagonals.sum(0),
     catalogue.BatchDiagGGNExact: lambda diagonals: diagonals,
 }
-"""From GGN diagonals of single samples ``[n, *p]`` to values."""
+"""A function from GGN diagonals of single samples ``[n, *p]`` to values."""
 DRAWS = 4096
-"""Monte Carlo draws that are compared with the Hessian."""
+"""The number of Monte Carlo draws to compare with the Hessian."""
 DEVIATIONS = 6.0
 """A second moment of draws may be off by this many standard errors and 1 % of the largest entry."""
 
@@ -53,25 +53,24 @@ def check_model(
 ) -> Report:
     """Compare values of a model's parameters with loops over samples, in double precision.
 
-    It checks copies; nothing of the user's is changed. Time grows with samples times outputs of
-    the model. Extensions that no loop is known for are tested by the laws of ``check_extension``.
-    By default the loss's Monte Carlo draws are compared with its Hessian, too: within six standard
-    errors.
+    The check works on copies, and changes nothing of yours. Time grows with samples times outputs of the model.
+    An extension without a known loop is tested by the laws of ``check_extension``. By default the check also
+    compares the loss's Monte Carlo draws with its Hessian: within six standard errors.
 
     Args:
-        model: The model, in the mode that it is used in.
+        model: The model, in the mode in which you use it.
         loss: ``loss(model(inputs), targets)``, one number: a module, or a function of torch's
             losses.
         inputs: A few samples: a tensor, or a tuple or dictionary of arguments.
-        targets: What the loss takes beside the model's outputs.
+        targets: The loss's arguments beside the model's outputs.
         extensions: What to compare; by default all of first order and, unless the engine refuses
             them, exact GGNs.
-        axis: The axis on which tensors among the inputs hold the samples. The axis of what the loss takes is
-            declared as everywhere: ``extend(model, sample_axis=...)``.
+        axis: The axis of the samples on tensors among the inputs. Declare the axis of the loss's arguments as
+            everywhere: ``extend(model, sample_axis=...)``.
         tolerance: Largest relative error allowed.
 
     Returns:
-        What was compared, and in its notes what was left out; prints.
+        The report of all comparisons, with everything left out in its notes; prints.
 
     Raises:
         CheckFailed: An ``AssertionError`` that names extension, parameter and largest relative
@@ -147,7 +146,7 @@ def _compare_with_loops(
 
 
 def _check_draws(ledger: Ledger, problem: Problem, loops: Loops) -> None:
-    """The mean of outer products of drawn columns is the loss's Hessian, within standard errors."""
+    """Compare the mean of outer products of drawn columns with the loss's Hessian, within standard errors."""
     loss, outputs = problem.forward()
     seed = Seed("ggn", DRAWS, torch.Generator(loss.device).manual_seed(0))
     drawn = columns_at_outputs(graph_of(loss), seed, loops, outputs, create_graph=False)

@@ -1,4 +1,4 @@
-"""Passes of the engine that the checks run, and what they compute."""
+"""Passes of the engine for the checks, and their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from packprop.types import Extension, Seed
 
 @contextlib.contextmanager
 def same_draws(extension: Extension) -> Iterator[None]:
-    """Let an extension draw the same numbers inside, every time."""
+    """Make an extension draw the same numbers inside, every time."""
     generators = [row.seed.generator for row in extension.rows if row.seed.generator is not None]
     states = [generator.get_state() for generator in generators]
     with fixed_random_state():
@@ -40,7 +40,7 @@ def same_draws(extension: Extension) -> Iterator[None]:
 
 
 def graph_of(loss: Tensor) -> Graph:
-    """What a backward pass from the loss goes through, with its samples located."""
+    """Return the graph of a backward pass from the loss, with its samples located."""
     graph = walk([loss], [None], None)
     check_graph(graph)
     return graph
@@ -49,7 +49,7 @@ def graph_of(loss: Tensor) -> Graph:
 def observed(
     problem: Problem, extension: Extension, at_once: tuple[int, int | None], factor: float = 1.0
 ) -> dict[str, list[Any]]:
-    """Merged results of each row, not finished; ``at_once`` samples and columns are taken at once."""
+    """Return merged results of each row, not finished; take ``at_once`` samples and columns at once."""
     merged: dict[str, list[Any]] = {}
     names = {id(parameter): name for name, parameter in problem.parameters.items()}
     loss, _ = problem.forward()
@@ -68,13 +68,13 @@ def observed(
 
 
 def finished(extension: Extension, results: dict[str, list[Any]], samples: int) -> Named:
-    """Values from copies of results: ``finish`` may change them, which another law refuses."""
+    """Return values from copies of results: ``finish`` may change them, which another law refuses."""
     fresh = copy.deepcopy(results)
     return {name: extension.finish(values, samples) for name, values in fresh.items()}
 
 
 def saved(problem: Problem, extension: Extension, passes: int = 1, create_graph: bool = False) -> Named:
-    """The values on the parameters after some backward passes through one graph."""
+    """Return the values on the parameters after some backward passes through one graph."""
     attribute = extension.savefield
     parameters = problem.parameters
     for parameter in parameters.values():
@@ -90,7 +90,7 @@ def saved(problem: Problem, extension: Extension, passes: int = 1, create_graph:
 def columns_at_outputs(
     graph: Graph, seed: Seed, loops: Loops, outputs: Sequence[Tensor], create_graph: bool
 ) -> Tensor:
-    """What the engine feeds in for a seed, pulled back to the model's outputs: ``[v, n, c]``."""
+    """Return the engine's columns for a seed, pulled back to the model's outputs: ``[v, n, c]``."""
     parts = []
     for group in columns(graph, seed, create_graph):
         pulled = torch.autograd.grad(
@@ -111,18 +111,18 @@ def columns_at_outputs(
 
 
 def two_passes(extension: Extension) -> bool:
-    """Whether columns are swept twice: then the results of some samples have a basis of their own."""
+    """Tell whether columns are swept twice: then the results of some samples have a basis of their own."""
     return any(row.after is not None for row in extension.rows)
 
 
 def takes_subsampling(extension: Extension) -> bool:
-    """Whether it is an argument of the extension, and was not given."""
+    """Tell whether it is an argument of the extension, and was not given."""
     known = "subsampling" in inspect.signature(type(extension)).parameters
     return known and extension.subsampling is None
 
 
 def subsampled(extension: Extension, chosen: list[int]) -> Extension:
-    """The same extension for some samples."""
+    """Return the same extension for some samples."""
     if dataclasses.is_dataclass(extension):
         other: Extension = dataclasses.replace(extension, subsampling=chosen)
     else:
@@ -132,7 +132,7 @@ def subsampled(extension: Extension, chosen: list[int]) -> Extension:
 
 
 class _FixedChunks(ChunkSizes):
-    """A fixed number of samples at once, and of columns, or as many columns as fit."""
+    """Return chunk sizes with fixed numbers of samples and columns at once, or as many columns as fit."""
 
     at_once: tuple[int, int | None] = (1, 1)
 

@@ -1,4 +1,4 @@
-"""What is checked: a model, a loss and a batch, copied in double precision."""
+"""The problem of a check: a model, a loss and a batch, copied in double precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], Any, Any]
 
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
-    """Double precision and a fixed random state inside; both are put back afterwards."""
+    """Set double precision and a fixed random state inside; restore both afterwards."""
     before = torch.get_default_dtype()
     with fixed_random_state(), torch.enable_grad(), warnings.catch_warnings():
         # it warns of a cycle between parameters and gradients: these are copies, which die with the check
@@ -50,11 +50,11 @@ class Problem:
 
     Args:
         model: The model.
-        loss: From the model's outputs and the targets to one number.
-        inputs: What the model is called on.
-        targets: What the loss takes beside the outputs.
+        loss: Maps the model's outputs and the targets to one number.
+        inputs: The model's inputs.
+        targets: The loss's arguments beside the outputs.
         samples: Number of samples in the batch.
-        axis: Where tensors hold the samples.
+        axis: The axis of the samples.
     """
 
     model: nn.Module
@@ -66,7 +66,7 @@ class Problem:
 
     @classmethod
     def of(cls, parts: Parts, axis: int = 0) -> Problem:
-        """Copy what the user gave; ``axis`` is where tensors hold the samples."""
+        """Copy the user's arguments; ``axis`` is the axis of the samples."""
         model, loss, inputs, targets = parts
         # tensors that a hook computes before each call (old weight_norm, pruning) refuse to be copied
         computed = {
@@ -95,11 +95,11 @@ class Problem:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def take(self, start: int, stop: int) -> Any:
-        """Some samples of the inputs; tensors that do not hold all samples are passed whole."""
+        """Return some samples of the inputs; pass tensors that do not hold all samples whole."""
         return _narrowed(self.inputs, self.axis, self.samples, start, stop)
 
     def batches(self, cut: int) -> list[tuple[Any, Any]] | None:
-        """The batch cut in two, if all tensors hold the samples on axis 0."""
+        """Cut the batch in two, if all tensors hold the samples on axis 0."""
         values = list(tensors_in((self.inputs, self.targets)))
         if self.axis != 0 or any(t.dim() == 0 or t.shape[0] != self.samples for t in values):
             return None
@@ -108,7 +108,7 @@ class Problem:
         return [_narrowed(both, 0, self.samples, start, stop) for start, stop in spans]
 
     def forward(self) -> tuple[Tensor, list[Tensor]]:
-        """The loss and the model's outputs, recorded as users record them."""
+        """Return the loss and the model's outputs, recorded as users record them."""
         extend(self.model)
         is_module = isinstance(self.loss, nn.Module)
         if isinstance(self.loss, nn.Module):
@@ -132,5 +132,5 @@ def _narrowed(value: Any, axis: int, samples: int, start: int, stop: int) -> Any
 
 
 def differentiable(value: Any) -> list[Tensor]:
-    """The tensors in a value that require a gradient."""
+    """Return the tensors in a value that require a gradient."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""An extension's values against a function of per-sample gradients."""
+"""Comparison of an extension's values with a function of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from packprop.testing.report import Ledger, Named
 from packprop.types import INPUTS, Extension
 
 Reference = Callable[..., Any]
-"""From per-sample gradients ``[v, n, *p]`` of one parameter, one tensor for each seed, to its value."""
+"""A function from per-sample gradients ``[v, n, *p]`` of one parameter, one for each seed, to its value."""
 
 
 def check_reference(ledger: Ledger, problem: Problem, extension: Extension, reference: Reference) -> None:
@@ -57,7 +57,7 @@ def check_reference(ledger: Ledger, problem: Problem, extension: Extension, refe
 def _per_sample(
     ledger: Ledger, problem: Problem, extension: Extension, create_graph: bool
 ) -> list[dict[str, Tensor]]:
-    """Per-sample gradients ``[v, n, *p]`` for each seed, by loops with the same draws."""
+    """Return per-sample gradients ``[v, n, *p]`` for each seed, by loops with the same draws."""
     loops = Loops(problem, ledger, create_graph)
     loss, outputs = problem.forward()
     graph = graph_of(loss)
@@ -80,7 +80,7 @@ def _per_sample(
 
 
 def _slopes(problem: Problem, values: Named) -> Named | None:
-    """Gradient of a fixed weighted sum of all values."""
+    """Return the gradient of a fixed weighted sum of all values."""
     total: Tensor | float = 0.0
     generator = torch.Generator().manual_seed(1)
     for name in sorted(values):

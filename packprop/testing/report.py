@@ -1,4 +1,4 @@
-"""Comparing values by parameter name, and reporting what agreed and what did not."""
+"""Comparison of values by parameter name, and the report of agreements and failures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from packprop.tensors.nesting import tensors_in
 from packprop.tensors.plain_text import plain_text
 
 TOLERANCE = 1e-10
-"""Largest relative error that is allowed."""
+"""The largest relative error that a check allows."""
 
 FLOOR = 1e-4
-"""Errors of small values are taken relative to this part of the largest value of all parameters."""
+"""Errors of small values are relative to this part of the largest value of all parameters."""
 
 Named = dict[str, Any]
-"""Parameter name -> value."""
+"""Values by parameter name."""
 
 
 class CheckFailed(PackpropError, AssertionError):
-    """Two computations of one number disagree; ``error`` is the largest relative error."""
+    """Raised if two computations of one number disagree; ``error`` is the largest relative error."""
 
     def __init__(self, asked: str, where: str, why: str, instead: str, error: float) -> None:
         super().__init__(asked, where, why, instead)
@@ -42,8 +42,8 @@ class Comparison:
     """One comparison that agreed.
 
     Args:
-        law: What was compared.
-        where: The parameter, and how its value was computed.
+        law: The name of the comparison.
+        where: The parameter, and the way of computing its value.
         error: Largest relative error.
     """
 
@@ -54,13 +54,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check has compared; prints as a table with one row for each law.
+    """The comparisons of a check; prints as a table with one row for each law.
 
     Args:
-        subject: What was checked.
+        subject: The checked thing.
         comparisons: All of them.
-        structures: How each parameter enters the function, for ``check_use``.
-        notes: What was left out, and why.
+        structures: The structure of each parameter, for ``check_use``.
+        notes: Everything that was left out, and why.
     """
 
     subject: str
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def laws(self) -> dict[str, int]:
-        """How many comparisons were made for each law."""
+        """The number of comparisons for each law."""
         counts: dict[str, int] = {}
         for comparison in self.comparisons:
             counts[comparison.law] = counts.get(comparison.law, 0) + 1
@@ -113,12 +113,12 @@ HINTS = {
     "reference": "find out which of the two is what was meant",
     "differentiable": "use torch functions alone: no detach(), .data, item() or in-place changes",
 }
-"""Law -> what to do where it is broken."""
+"""Advice for each broken law."""
 
 
 @dataclass
 class Ledger:
-    """Compares values, and keeps a list of what agreed."""
+    """Compares values, and keeps a list of agreements."""
 
     subject: str
     tolerance: float
@@ -127,12 +127,12 @@ class Ledger:
     notes: list[str] = field(default_factory=list)
 
     def report(self) -> Report:
-        """What was compared so far."""
+        """Return the report so far."""
         notes = tuple(dict.fromkeys(self.notes))
         return Report(self.subject, tuple(self.comparisons), self.structures, notes)
 
     def same(self, law: str, actual: Named, expected: Named, how: str = "") -> None:
-        """Compare values by parameter name with what they should be.
+        """Compare values by parameter name with the expected ones.
 
         Raises:
             CheckFailed: If one is missing, has another shape, or is off by more than the tolerance.
@@ -160,13 +160,13 @@ class Ledger:
                 self.comparisons.append(Comparison(law, where, error))
 
     def failed(self, law: str, where: str, why: str, error: float = math.inf) -> CheckFailed:
-        """The error that says which law is broken where, and what to do."""
+        """Make the error that says which law is broken where, and what to do."""
         hint = HINTS.get(law, "compare on a smaller model, and report what is left as a bug")
         return CheckFailed(f"{self.subject}: {law} was compared.", where, why, hint, error)
 
 
 def numbers(value: Any) -> list[Tensor]:
-    """Every number in a value, as tensors."""
+    """Return every number in a value, as tensors."""
     if isinstance(value, (int, float)):
         return [torch.tensor(float(value))]
     if isinstance(value, (tuple, list)):
@@ -175,7 +175,7 @@ def numbers(value: Any) -> list[Tensor]:
 
 
 def relative_error(one: Tensor, other: Tensor, floor: float) -> float:
-    """Largest error, divided by the largest entry of ``other`` or by ``floor``."""
+    """Return the largest error, divided by the largest entry of ``other`` or by ``floor``."""
     if one.numel() == 0:
         return 0.0
     one, other = one.double(), other.double()

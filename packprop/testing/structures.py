@@ -1,4 +1,4 @@
-"""The structures of a registered rule against loops over samples, and against the fallback."""
+"""Comparison of a rule's structures with loops over samples, and with the fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Swept:
     Args:
         example: A call of the function.
         cotangents: ``[v, *y]`` for each output; ``None`` for outputs that the sweep does not reach.
-        layouts: Where the outputs hold the samples.
+        layouts: The layouts of the outputs.
     """
 
     example: Example
@@ -41,7 +41,7 @@ class Swept:
         return next(cotangent.shape[0] for cotangent in self.cotangents if cotangent is not None)
 
     def structure(self, entry: Entry, chosen: slice | Tensor) -> Structure:
-        """The structure of an entry for some samples."""
+        """Return the structure of an entry for some samples."""
         return entry.structure_of(self.cotangents, self.layouts, chosen)
 
 
@@ -105,7 +105,7 @@ def _check_structure(ledger: Ledger, swept: Swept, name: str, chosen: slice | Te
 
 
 def _possible_layouts(example: Example) -> Iterator[list[Layout]]:
-    """Layouts of the outputs: the real ones, and, where possible, with two rows taken for one sample."""
+    """Return layouts of the outputs: the real ones, and, if possible, with two rows as one sample."""
     yield example.layouts
     half, left = divmod(example.samples, 2)
     if left == 0 and all(layout.axis is not None and layout.parts == 1 for layout in example.layouts):
@@ -114,7 +114,7 @@ def _possible_layouts(example: Example) -> Iterator[list[Layout]]:
 
 
 def _rows_by_loops(swept: Swept) -> dict[str, Tensor]:
-    """Per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
+    """Return per-sample gradients ``[v, n, *p]``: each sample evaluated alone, each column pulled back."""
     example, layout, parameters = swept.example, swept.layouts[0], swept.example.parameters
     columns = swept.columns
     gathered: list[list[Tensor]] = []

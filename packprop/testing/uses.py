@@ -32,24 +32,24 @@ def check_use(
 ) -> Report:
     """Compare the rule registered for a function with one sample at a time, and with the fallback.
 
-    The rule is asked for one column and two, for all samples and for some, for 1, 3 and 6 samples,
-    with positions folded into the samples' axis, and for inputs alone; then inside a small model
-    that calls the function once or twice, there also under ``create_graph=True``.
+    The check runs the rule for one column and two, for all samples and for some, for 1, 3 and 6 samples, with
+    positions folded into the samples' axis, and for inputs alone. It then runs a small model that calls the
+    function once or twice, there also under ``create_graph=True``.
 
     Args:
-        function: The function that ``register_use`` was given.
-        make: From a number of samples n to the arguments of one call: a tuple, or a dictionary of
+        function: The function that you gave to ``register_use``.
+        make: Maps a number of samples n to the arguments of one call: a tuple, or a dictionary of
             keyword arguments. Parameters are ``nn.Parameter``; tensors that hold samples have extent
             n along one axis.
-        allow_fallback: Whether parameters that no rule describes may be left to the fallback.
+        allow_fallback: Let the fallback take parameters that no rule describes.
         tolerance: Largest relative error allowed.
 
     Returns:
-        What was compared, and the structure of each parameter; prints.
+        The report of all comparisons, with the structure of each parameter; prints.
 
     Raises:
         CheckFailed: An ``AssertionError`` that names parameter, samples and largest relative error.
-        BadInput: If ``make`` does not return what it should.
+        BadInput: If ``make`` returns anything else.
     """
     ledger = Ledger(f"check_use({name_of(function)})", tolerance)
     with double_precision():
@@ -65,7 +65,7 @@ def check_use(
 
 
 def _require_seen(ledger: Ledger, example: Example, allow_fallback: bool) -> None:
-    """Recording must see the function itself, and its rule must describe all parameters."""
+    """Require that recording sees the function itself, and that its rule describes all parameters."""
     name = name_of(example.function)
 
     def unseen(why: str, instead: str) -> CheckFailed:

@@ -104,7 +104,7 @@ def test_batch_size_for_data_that_come_in_batches() -> None:
         ([extensions.BatchGrad], "it is a class, not an instance"),
         (
             [extensions.DiagGGNMC(), extensions.DiagGGNMC(mc_samples=3)],
-            "another one that is saved as 'diag_ggn_mc'",
+            "another extension is also saved as 'diag_ggn_mc'",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_batches_before_an_error_are_kept(tmp_path: Path) -> None:
         (
             [extensions.BatchGrad()],
             [extensions.BatchL2Grad()],
-            "opened for BatchL2Grad, which is not asked for",
+            "opened for BatchL2Grad, which this call does not compute",
         ),
         ([extensions.BatchGrad()], [extensions.BatchGrad(per="token")], "opened for BatchGrad"),
     ],

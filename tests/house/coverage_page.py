@@ -105,7 +105,7 @@ class Line:
 
 
 FALLBACK = "any other function of torch"
-DERIVED = "what is computed from parameters first"
+DERIVED = "a tensor computed from parameters first"
 NORMALISED = "a weight that `weight_norm` makes"
 SHARED = "one parameter used more than once"
 REGION = "a layer inside a checkpoint (not reentrant)"
@@ -276,25 +276,25 @@ def cells(lines: Iterable[Line], covered: Covered) -> dict[tuple[str, str], Cell
 # The page
 
 
-HEAD = f"""# What is covered
+HEAD = f"""# Coverage
 
 Every extension on every function that takes parameters, and under every loss, with the test that compares it
 with a reference. `{COMMAND}` writes this page from the code, and fails if a pair is neither refused nor tested;
 a test fails if the page is not what the code says.
 
 - {EXACT} exact: compared with its definition, by loops over single samples in double precision.
-- {DRAWN} from random draws: each draw is compared with what it is made of, the mean over many with its limit.
-- {REFUSED} refused, by an error that says why: the number below the table.
+- {DRAWN} from random draws: each draw is compared with its definition, the mean over many with its limit.
+- {REFUSED} refused, with an error that says why: the number below the table.
 
-**Which test?** That of the extension under [Tests](#tests), with the row's case in the place of `CASE`. A
-letter behind a mark stands for another case. Cases are in [tests/cases](../tests/cases); `+ 36` says in
-how many more the row occurs. Refusals are run whenever this page is checked.
+**Which test?** The test of the extension under [Tests](#tests), with the row's case in the place of `CASE`. A
+letter behind a mark stands for another case. Cases are in [tests/cases](../tests/cases); `+ 36` says how many
+more contain the row. Every check of this page runs the refusals.
 
-**What does a row say?** What becomes of one use of a parameter, or of one loss, whatever else the model does.
-For `KFRA`, `HBP`, `PCHMP` and all that differentiates twice, what lies between parameter and loss matters too:
-an error names what is in the way. Where attention is differentiated twice, tests run the forward pass with
-PyTorch's math kernel, as the error for its fused kernels says. `packprop.coverage(model, batch)` says of each
-parameter of your model how it is used, and which route its Hessian diagonal takes.
+**What does a row mean?** It describes one use of a parameter, or one loss, whatever else the model does. For
+`KFRA`, `HBP`, `PCHMP` and second derivatives, the functions between parameter and loss also matter: an error
+names the one in the way. Tests that differentiate attention twice run the forward pass with PyTorch's math
+kernel, as the error for its fused kernels advises. `packprop.coverage(model, batch)` lists, for each parameter
+of your model, the functions that use it and the route of its Hessian diagonal.
 """
 
 

@@ -60,8 +60,8 @@ def test_the_read_me_says_what_was_measured_and_tested() -> None:
     section = " ".join(readme.partition("## Install")[2].partition("\n## ")[0].split())
     sizes = json.loads((ROOT / "benchmarks/results/install_size.json").read_text(encoding="utf-8"))["sizes"]
     alone, page = sizes["library"], sizes["library, examples and page"]
-    assert f"fetches {page['bytes'] / 1e6:.0f} MB, of which PyTorch is {page['torch'] / 1e6:.0f} MB" in section
-    assert f"the library alone, `pip install .`, {alone['bytes'] / 1e6:.0f} MB" in section
+    assert f"fetches {page['bytes'] / 1e6:.0f} MB, {page['torch'] / 1e6:.0f} MB of it PyTorch." in section
+    assert f"The library alone (`pip install .`) fetches {alone['bytes'] / 1e6:.0f} MB" in section
     assert page["asked"] in section
     (tested,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"PyTorch {tested} on a CPU" in section

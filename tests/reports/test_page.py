@@ -128,7 +128,7 @@ def test_what_the_plan_chose_and_why(page: Element, profile: Profile) -> None:
 
 def test_the_findings(profile: Profile) -> None:
     said = [finding.says for finding in findings.findings_of(profile)]
-    assert any("noise is as large as signal" in text or "told from noise" in text for text in said)
+    assert any("noise is as large as signal" in text or "nothing but noise" in text for text in said)
     assert any("of the gradients" in text for text in said)
     assert any("of the curvature" in text for text in said)
     assert any(text.startswith("The pass over a batch of 36 took") for text in said)
@@ -136,7 +136,7 @@ def test_the_findings(profile: Profile) -> None:
     assert findings.noise_scale(profile) == share
     few = dataclasses.replace(profile, samples=int(share) - 1) if share > 2 else None
     if few is not None:
-        assert findings.findings_of(few)[0].says == "The gradient cannot be told from noise."
+        assert findings.findings_of(few)[0].says == "The gradient may be nothing but noise."
 
 
 def test_what_was_not_computed_is_left_out_and_named() -> None:
@@ -144,8 +144,8 @@ def test_what_was_not_computed_is_left_out_and_named() -> None:
     found = quiet(model, nn.CrossEntropyLoss(), data, curvature=False, outliers=0)
     page = read_page(found.to_html())
     assert [*charts(page)] == ["signal", "norms", "norms-by-layer"]
-    assert "No timeline of memory: not asked for" in page.text
-    assert "are not shown: not asked for: packprop.profile(..., outliers=0)" in page.text
+    assert "No timeline of memory: packprop.profile(..., timeline=True)" in page.text
+    assert "with the largest gradients: packprop.profile(..., outliers=0) kept none" in page.text
 
 
 @pytest.mark.parametrize("change", ["one sample", "infinite", "no gradient"])
@@ -334,7 +334,7 @@ def test_signal_to_noise_has_an_interval(profile: Profile) -> None:
     assert interval == pytest.approx((max(0.0, ratio - 2 * error), ratio + 2 * error))
     assert signal_to_noise_interval(profile.total, norms[:1]) is None
     assert interval[0] == 0
-    assert f"known to be above {float(f'{1 / interval[1]:.1e}'):g}." in profile.to_html()
+    assert f"place it above {float(f'{1 / interval[1]:.1e}'):g}." in profile.to_html()
 
 
 def test_names_of_many_layers_are_folded_and_whole_on_hover() -> None:

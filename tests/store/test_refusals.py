@@ -46,7 +46,7 @@ def test_values_that_do_not_grow(tmp_path: Path, extension: Any) -> None:
     ("asked", "words"),
     [
         ([BatchGrad(subsampling=[0])], "subsampling"),
-        ([BatchGrad(), BatchGrad()], "another one that is saved as 'grad_batch'"),
+        ([BatchGrad(), BatchGrad()], "another extension is also saved as 'grad_batch'"),
     ],
     ids=["subsampling", "twice"],
 )
@@ -356,7 +356,7 @@ def test_files_with_a_second_name_are_not_written_to(tmp_path: Path, name: str) 
     os.link(place, other)
     before = other.read_bytes()
     assert Store(tmp_path / "store").samples == 3
-    with pytest.raises(BadInput, match="a second name somewhere") as error:
+    with pytest.raises(BadInput, match="a name elsewhere") as error:
         StoreWriter(tmp_path / "store", model, [BatchGrad()], resume=True)
     assert other.read_bytes() == before
     assert "cp -r" in error.value.instead

@@ -13,7 +13,7 @@ from packprop.errors import BadInput
 
 
 class Branch(nn.Module):
-    """One input goes through several modules, side by side.
+    """Passes one input through several modules, side by side.
 
     Args:
         modules: The modules, or one ordered dictionary of them, as for ``torch.nn.Sequential``.
@@ -27,15 +27,15 @@ class Branch(nn.Module):
             self.add_module(name, module)
 
     def forward(self, input: Any) -> tuple[Any, ...]:
-        """The output of each module."""
+        """Return the output of each module."""
         return tuple(module(input) for module in self.children())
 
 
 class SumModule(nn.Module):
-    """The sum of its inputs."""
+    """Adds up its inputs."""
 
     def forward(self, *input: Tensor) -> Tensor:
-        """Tensors of equal shape, added up.
+        """Add up tensors of equal shape.
 
         Raises:
             BadInput: If there are none, or their shapes differ.
@@ -52,7 +52,7 @@ class SumModule(nn.Module):
 
 
 class Parallel(nn.Module):
-    """One input goes through several modules, side by side; their outputs are merged.
+    """Passes one input through several modules, side by side, and merges their outputs.
 
     Args:
         modules: As for ``Branch``.
@@ -65,5 +65,5 @@ class Parallel(nn.Module):
         self.merge = SumModule() if merge_module is None else merge_module
 
     def forward(self, input: Any) -> Any:
-        """The merged outputs."""
+        """Return the merged outputs."""
         return self.merge(*self.branch(input))

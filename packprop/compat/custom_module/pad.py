@@ -13,8 +13,8 @@ class Pad(nn.Module):
 
     Args:
         pad: Entries to add before and after, last axis first.
-        mode: How they are filled: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        value: What a constant padding is filled with.
+        mode: The kind of filling: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        value: The value of a constant padding.
     """
 
     def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
@@ -22,10 +22,10 @@ class Pad(nn.Module):
         self.pad, self.mode, self.value = pad, mode, value
 
     def forward(self, input: Tensor) -> Tensor:
-        """The tensor with its last axes extended."""
+        """Return the tensor with its last axes extended."""
         value = self.value if self.mode == "constant" else None  # torch refuses one for the other modes
         return F.pad(input, list(self.pad), mode=self.mode, value=value)
 
     def extra_repr(self) -> str:
-        """How much, and with what."""
+        """Return size, mode and value."""
         return f"{tuple(self.pad)}, mode={self.mode!r}, value={self.value}"

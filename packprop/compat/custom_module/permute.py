@@ -9,8 +9,8 @@ class Permute(nn.Module):
     """``x.permute(dims)``, or ``x.transpose(*dims)`` for two axes and ``init_transpose=True``.
 
     Args:
-        dims: New order of all axes, or two axes that are exchanged.
-        init_transpose: Whether ``dims`` are two axes to exchange.
+        dims: New order of all axes, or two axes to exchange.
+        init_transpose: Says that ``dims`` are two axes to exchange.
     """
 
     def __init__(self, *dims: int, init_transpose: bool = False) -> None:
@@ -18,12 +18,12 @@ class Permute(nn.Module):
         self.dims, self.init_transpose = dims, init_transpose
 
     def forward(self, input: Tensor) -> Tensor:
-        """A view with its axes in the new order."""
+        """Return a view with its axes in the new order."""
         if self.init_transpose:
             first, second = self.dims
             return input.transpose(first, second)
         return input.permute(*self.dims)
 
     def extra_repr(self) -> str:
-        """Which axes."""
+        """Return the axes."""
         return f"{self.dims}{', transposed' if self.init_transpose else ''}"

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ReduceTuple(nn.Module):
-    """One element of a tuple, such as the outputs of a recurrent layer without its last states.
+    """Returns one element of a tuple, such as the outputs of a recurrent layer without its last states.
 
     Args:
         index: Position of the element.
@@ -19,5 +19,5 @@ class ReduceTuple(nn.Module):
         self.index = index
 
     def forward(self, input: tuple[Any, ...]) -> Any:
-        """The element."""
+        """Return the element."""
         return input[self.index]

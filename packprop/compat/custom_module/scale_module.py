@@ -29,9 +29,9 @@ class ScaleModule(nn.Module):
         self.weight = float(weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The scaled tensor, of the same shape."""
+        """Return the scaled tensor, of the same shape."""
         return input * self.weight
 
     def extra_repr(self) -> str:
-        """The constant."""
+        """Return the constant."""
         return str(self.weight)

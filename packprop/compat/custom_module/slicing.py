@@ -11,7 +11,7 @@ class Slicing(nn.Module):
     """``x[slice_info]``; extended, it lets a loss see one part of a model's output at a time.
 
     Args:
-        slice_info: Whatever may stand in the brackets: a slice, an index, a tuple of them.
+        slice_info: The text in the brackets: a slice, an index, a tuple of them.
     """
 
     def __init__(self, slice_info: Any) -> None:
@@ -19,9 +19,9 @@ class Slicing(nn.Module):
         self.slice_info = slice_info
 
     def forward(self, input: Tensor) -> Tensor:
-        """The chosen part of a tensor of any shape."""
+        """Return the chosen part of a tensor of any shape."""
         return input[self.slice_info]
 
     def extra_repr(self) -> str:
-        """What is chosen."""
+        """Return the choice."""
         return repr(self.slice_info)

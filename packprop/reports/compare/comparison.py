@@ -31,13 +31,13 @@ class Comparison(Shown, ComparisonValues):
 
 
 def compare(first: Profile, second: Profile, first_name: str = "A", second_name: str = "B") -> Comparison:
-    """Two profiles of one model, quantity by quantity, with the uncertainty of their differences.
+    """Compare two profiles of one model, quantity by quantity, with the uncertainty of their differences.
 
     Args:
-        first: The one that is compared with.
-        second: The other one; differences are what it has more.
-        first_name: What the first one is called.
-        second_name: What the second one is called.
+        first: The reference.
+        second: The other one; a difference is the second less the first.
+        first_name: The name of the first one.
+        second_name: The name of the second one.
 
     Raises:
         BadInput: If they are of models with other layers, or of other losses.
@@ -70,7 +70,7 @@ def compare(first: Profile, second: Profile, first_name: str = "A", second_name:
 
 
 def _require_same_model(first: Profile, second: Profile) -> None:
-    """Refuse profiles whose layers, or losses, are not the same.
+    """Refuse profiles with different layers, or losses.
 
     Raises:
         BadInput: With the first difference.

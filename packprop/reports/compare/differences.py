@@ -1,14 +1,14 @@
 """Differences between two profiles, with their uncertainty.
 
 # NOTE [Uncertainty of differences]
-The samples of a profile stand for a larger population. What is a mean over samples (the mean norm of a sample's
+The samples of a profile stand for a larger population. A mean over samples (the mean norm of a sample's
 gradient, the trace of the GGN) has the standard error ``s / sqrt(N)``, with ``s`` the standard deviation over
 the N samples; draws of a Monte Carlo trace are part of that spread. If both profiles saw the same samples in
 the same order, ``s`` is the deviation of the N differences, else errors add in squares.
 
-Of the norm of the mean gradient and of signal to noise there are bounds: see
-``packprop/reports/profile/uncertainty.py``. Those of the two profiles are added, because nothing is known of
-how they go together: what is marked differs clearly, what is not may.
+The norm of the mean gradient and signal to noise have bounds: see ``packprop/reports/profile/uncertainty.py``.
+The bounds of the two profiles add up, because their correlation is unknown: marked values differ clearly,
+others may differ.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from packprop.reports.profile.uncertainty import error_bounds, standard_error
 from packprop.reports.profile.values import ProfileValues
 
 QUANTITIES = ("gradient norm", "mean sample norm", "signal to noise", "GGN trace")
-"""What is compared, in the order of the columns."""
+"""The compared quantities, in the order of the columns."""
 
 CLEAR = 2.0
-"""So many standard errors from zero a difference is marked."""
+"""The number of standard errors from zero at which a difference is marked."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Difference:
     """A quantity in two profiles.
 
     Args:
-        first: In the first one; ``None`` where it was not computed.
-        second: In the second one.
+        first: Its value in the first one; ``None`` if it was not computed.
+        second: Its value in the second one.
         first_error: Standard error of ``first``, or a bound on it.
         second_error: That of ``second``.
-        error: That of the difference; ``None`` where it is not known.
+        error: That of the difference; ``None`` if it is not known.
     """
 
     first: float | None
@@ -49,12 +49,12 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """Second less first."""
+        """The second value less the first."""
         return None if self.first is None or self.second is None else self.second - self.first
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is more than two standard errors from zero."""
+        """Tell whether it is more than two standard errors from zero."""
         return self.change is not None and self.error is not None and abs(self.change) > CLEAR * self.error
 
 
@@ -79,7 +79,7 @@ def differences_of(
 
 
 def _of_means(first: Tensor | None, second: Tensor | None, paired: bool) -> Difference:
-    """The difference between two means over samples ``[n]``."""
+    """Return the difference between two means over samples ``[n]``."""
     means = [None if each is None or not len(each) else float(each.double().mean()) for each in (first, second)]
     errors = [None if each is None else standard_error(each) for each in (first, second)]
     error = None
@@ -93,7 +93,7 @@ def _of_means(first: Tensor | None, second: Tensor | None, paired: bool) -> Diff
 def _bounded(
     first: float | None, second: float | None, first_error: float | None, second_error: float | None
 ) -> Difference:
-    """The difference between two numbers whose errors are bounded, and may go together."""
+    """Return the difference between two numbers whose errors are bounded, and may be correlated."""
     known = first_error is not None and second_error is not None
     error = first_error + second_error if known else None  # type: ignore[operator]  # both are numbers
     return Difference(first, second, first_error, second_error, error)

@@ -23,7 +23,7 @@ from packprop.reports.page.naming import short_labels
 
 
 def dumbbells(compared: ComparisonValues, quantity: str) -> Figure | None:
-    """Both values of each layer, with two standard errors; ``None`` where no layer has two positive ones."""
+    """Draw both values of each layer, with two standard errors; ``None`` if no layer has two positive ones."""
     found = {
         name: (layer[quantity], layer[quantity].first, layer[quantity].second)
         for name, layer in compared.layers.items()

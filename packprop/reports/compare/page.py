@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def comparison_page(compared: ComparisonValues) -> str:
-    """The page, as text.
+    """Return the page, as text.
 
     Raises:
-        PackpropError: If the libraries that make it are not installed.
+        PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
     from packprop.reports.compare.figures import dumbbells
@@ -50,12 +50,12 @@ def _cells(found: Mapping[str, Difference]) -> list[tuple[str, str]]:
 
 
 def both(difference: Difference) -> str:
-    """Both values of a quantity."""
+    """Return both values of a quantity."""
     return " → ".join(value_texts(difference))
 
 
 def findings_of(compared: ComparisonValues) -> list[Finding]:
-    """One sentence for each quantity: where it differs, and how clearly."""
+    """Return one sentence for each quantity: where it differs, and how clearly."""
     found = []
     for quantity in sorted(QUANTITIES, key=lambda quantity: not compared.total[quantity].is_clear):
         total = compared.total[quantity]

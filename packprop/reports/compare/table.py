@@ -17,7 +17,7 @@ Differences = Mapping[str, Difference]
 
 
 def comparison_table(layers: Mapping[str, Differences], total: Differences) -> Table:
-    """Two lines for each layer: both values, and how they differ."""
+    """Return two lines for each layer: both values, and how they differ."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_footer=True, pad_edge=False)
     table.add_column("layer", "total", min_width=NAME_WIDTH, overflow="fold")
     for quantity in QUANTITIES:
@@ -34,7 +34,7 @@ def notes(
     losses: tuple[float, float],
     settings: Mapping[str, tuple[Any, Any]],
 ) -> list[Text]:
-    """What was compared, and what the marks stand for."""
+    """Say what was compared, and what the marks stand for."""
     both = zip(names, samples, losses, strict=True)
     lines = [
         "; ".join(f"{name}: {count:,} samples, loss {number_text(loss)}" for name, count, loss in both),
@@ -46,7 +46,7 @@ def notes(
 
 
 def change_text(difference: Difference) -> str:
-    """A difference with its error, and a star if it is clear; nothing where it is not known."""
+    """Return a difference with its error, and a star if it is clear; nothing if it is not known."""
     if difference.change is None:
         return ""
     known = difference.error
@@ -65,7 +65,7 @@ def _cell(difference: Difference) -> Text:
 
 
 def value_texts(difference: Difference) -> tuple[str, str]:
-    """Both values, with the digits that their errors leave, or that of the difference if it is smaller."""
+    """Return both values, with the digits that their errors support, or the smaller error of the difference."""
 
     def text(value: float | None, error: float | None) -> str:
         known = [each for each in (error, difference.error) if each is not None]

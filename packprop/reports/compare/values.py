@@ -1,4 +1,4 @@
-"""What a comparison holds, apart from how it is printed and drawn."""
+"""The contents of a comparison, apart from printing and drawing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from packprop.reports.compare.differences import Difference
 from packprop.reports.profile.files import json_ready
 
 FORMAT = "comparison of profiles, format 1"
-"""What a file says that it is."""
+"""The description in a file."""
 
 
 @dataclass(frozen=True)
 class ComparisonValues:
     """Two profiles of one model side by side.
 
-    NOTE [Uncertainty of differences] says what the errors are.
+    NOTE [Uncertainty of differences] explains the errors.
 
     Args:
-        names: What the profiles are called.
-        paired: Whether both were made from the same samples, so that these are compared one by one.
+        names: The names of the profiles.
+        paired: Says that both have the same samples, which are compared one by one.
         samples: Samples of each.
         losses: Mean loss of each.
-        settings: What they were made with, where that differs: name -> (first, second).
+        settings: Their settings, as far as they differ: name -> (first, second).
         layers: Layer name -> quantity -> difference, in the model's order.
         total: Quantity -> difference, in all parameters together.
     """
@@ -39,9 +39,9 @@ class ComparisonValues:
     total: dict[str, Difference]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, strings, lists and dictionaries."""
+        """Return everything as plain numbers, strings, lists and dictionaries."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
-        """``to_dict`` as text; ``null`` stands for what was not computed, is infinite or NaN."""
+        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
         return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

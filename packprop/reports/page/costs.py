@@ -1,4 +1,4 @@
-"""The table of what each quantity takes in each layer."""
+"""The table of the cost of each quantity in each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packprop.reports.profile.memory_use import MemoryUse
 
 @dataclass(frozen=True)
 class CostCell:
-    """What a quantity takes in a layer.
+    """The cost of a quantity in a layer.
 
     Args:
         time: The time, in words.
@@ -29,7 +29,7 @@ class CostCell:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time to two digits.
+    """Return a time to two digits.
 
     >>> [seconds_text(s) for s in (0.0, 4.2e-5, 0.00123, 0.0468, 0.812, 3.21, 75.0)]
     ['0.0 ms', '0.042 ms', '1.2 ms', '47 ms', '810 ms', '3.2 s', '75 s']
@@ -40,7 +40,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
-    """Titles of quantities, rows of layers, the total; ``None`` where nothing was measured."""
+    """Return titles of quantities, rows of layers, the total; ``None`` if nothing was measured."""
     if use is None or not use.costs:
         return None
     quantities = [*dict.fromkeys(cost.quantity for cost in use.costs)]
@@ -60,7 +60,7 @@ def costs_table(use: MemoryUse | None) -> dict[str, Any] | None:
 
 
 def longest_of(costs: Sequence[Cost]) -> tuple[Cost, float] | None:
-    """The layer and quantity that take the longest, and their share of all; ``None`` where there is no time."""
+    """Return the slowest layer and quantity, and their share of all; ``None`` if there are no times."""
     single = [cost for cost in costs if cost.layer != TOTAL]
     total = sum(cost.seconds for cost in costs if cost.layer == TOTAL)
     if not single or not total:
@@ -70,7 +70,7 @@ def longest_of(costs: Sequence[Cost]) -> tuple[Cost, float] | None:
 
 
 def _in_order(costs: Sequence[Cost]) -> list[str]:
-    """The layers in the order in which the data pass them: the way back meets them in the other one."""
+    """Return the layers in the order of the forward pass; the backward pass meets them in reverse."""
     return [*dict.fromkeys(cost.layer for cost in costs)][::-1]
 
 

@@ -26,15 +26,15 @@ from packprop.reports.profile.layers import ROOT, Layer
 from packprop.reports.profile.table import number_text
 from packprop.reports.profile.values import ProfileValues
 
-SIDES = {"A": "A, of inputs", "B": "B, of what comes back"}
+SIDES = {"A": "A, of inputs", "B": "B, of output gradients"}
 """The two Kronecker factors."""
 
 MOST_EIGENVALUES = 48
-"""How many eigenvalues of a factor are drawn: the largest, the smallest, and evenly between."""
+"""The number of eigenvalues of a factor in the figure: the largest, the smallest, and evenly between."""
 
 
 def traces(values: ProfileValues) -> Figure | None:
-    """Traces of the GGN along depth; ``None`` where there is no curvature."""
+    """Draw traces of the GGN along depth; return ``None`` if there is no curvature."""
     found = {layer.name: trace_of(layer) for layer in values.layers}
     sizes = {name: trace for name, trace in found.items() if trace is not None and math.isfinite(trace)}
     layers = largest_layers(values.layers, sizes)
@@ -95,7 +95,7 @@ def traces(values: ProfileValues) -> Figure | None:
 
 
 def spectra(values: ProfileValues) -> Figure | None:
-    """Eigenvalues of the Kronecker factors of each layer; ``None`` where there are none."""
+    """Draw eigenvalues of the Kronecker factors of each layer; return ``None`` if there are none."""
     layers = largest_layers(
         values.layers,
         {
@@ -158,9 +158,9 @@ def spectra(values: ProfileValues) -> Figure | None:
     return Figure(
         "spectra",
         "Spectra of the Kronecker factors",
-        "Each mark is an eigenvalue of a factor, relative to the largest one; those below rounding error are "
-        "left out, and hardly a factor has none of these: inverses need damping. The wider a row is spread, "
-        "the more a step that suits one direction is wrong for another.",
+        "Each mark is an eigenvalue of a factor, relative to the largest one, down to rounding error. Factors "
+        "seldom have full rank: inverses need damping. The wider a row is spread, the less one step size suits "
+        "all its directions.",
         f"Eigenvalues of {len(cells)} Kronecker factors in {len(layers)} layers; {full} of the factors have "
         "full rank.",
         specification(chart),
@@ -170,7 +170,7 @@ def spectra(values: ProfileValues) -> Figure | None:
 
 
 def _factors_of(values: ProfileValues, layer: Layer) -> list[tuple[str, str, list[float]]]:
-    """Side, name and relative eigenvalues of the layer's first factor of each side."""
+    """Return side, name and relative eigenvalues of the layer's first factor of each side."""
     found: dict[str, tuple[str, str, list[float]]] = {}
     for name, spectrum in layer.factors.items():
         parameter, _, side = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What every figure has: a drawing, words in its place, and the table behind it."""
+"""A figure: a drawing, words in its place, and the table behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INK, MUTED, LINE, FIRST, SECOND = (f"var(--{name})" for name in ("ink", "muted",
 """Colours, which the style sheet of the page defines, once for light and once for dark."""
 
 MOST_LAYERS = 60
-"""How many layers a figure has room for."""
+"""The number of layers that a figure has room for."""
 
 STEP = 22
 """Height of a layer in a figure, in pixels."""
@@ -27,9 +27,9 @@ class Figure:
 
     Args:
         key: Its name in the page.
-        title: What it shows, as a heading.
-        text: How to read it.
-        alternative: What it shows, in words, for those who do not see it.
+        title: Its heading.
+        text: An explanation of how to read it.
+        alternative: Its contents, in words, for those who do not see it.
         drawing: Its Vega-Lite specification.
         columns: Titles of the table behind it.
         rows: Cells of that table.
@@ -45,12 +45,12 @@ class Figure:
 
 
 def data_of(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
-    """Rows as the data of a chart."""
+    """Return rows as the data of a chart."""
     return alt.InlineData(values=[dict(row) for row in rows])
 
 
 def specification(chart: Any) -> dict[str, Any]:
-    """A chart of Altair that takes the width that it is given, in the colours of the page."""
+    """Make a chart of Altair that takes the given width, in the colours of the page."""
     plain = chart.configure(
         background="transparent",
         font="system-ui, sans-serif",
@@ -88,14 +88,14 @@ def specification(chart: Any) -> dict[str, Any]:
 
 
 def layer_axis(names: Sequence[str]) -> alt.Y:
-    """The vertical axis of layers, in the order in which the data pass them."""
+    """Return the vertical axis of layers, in the order in which the data pass them."""
     return alt.Y(
         "label:N", sort=list(names), title=None, axis=alt.Axis(grid=False, labelColor=INK, minExtent=60)
     )
 
 
 def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
-    """A logarithmic scale from ``low`` to ``high``, and its axis: powers of ten, and what lies between."""
+    """Return a logarithmic scale from ``low`` to ``high``, and its axis: powers of ten, with ticks between."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     decades = math.log10(high / low)
     steps = (1, 1.5, 2, 3, 4, 5, 7) if decades < 1 else (1, 2, 5) if decades < 2.2 else (1,)
@@ -108,18 +108,18 @@ def log_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
 
 
 def largest(names: Sequence[str], sizes: Mapping[str, float]) -> list[str]:
-    """The layers for which there is a number, in their order; where there are too many, the largest of them."""
+    """Return the layers that have a number, in their order; if there are too many, the largest of them."""
     known = [name for name in names if name in sizes]
     kept = set(sorted(known, key=lambda name: -sizes[name])[:MOST_LAYERS])
     return [name for name in known if name in kept]
 
 
 def largest_layers(layers: Sequence[Layer], sizes: Mapping[str, float]) -> list[Layer]:
-    """``largest``, of rows of a profile."""
+    """Return ``largest``, of rows of a profile."""
     names = {*largest([layer.name for layer in layers], sizes)}
     return [layer for layer in layers if layer.name in names]
 
 
 def of_how_many(shown: int, known: int) -> str:
-    """What a figure says of the layers that it has no room for; nothing where there are none."""
+    """Name the layers that a figure has no room for; nothing if there are none."""
     return "" if shown == known else f" Of {known} layers, the {shown} with the largest values are shown."

@@ -1,4 +1,4 @@
-"""What a profile says, in sentences: the ones that a reader should see before any figure."""
+"""The findings of a profile, in sentences: a reader should see them before any figure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from packprop.reports.profile.uncertainty import interval_text, rounded_text, si
 from packprop.reports.profile.values import ProfileValues
 
 TAIL = 0.05
-"""The part of the samples whose share of the gradients is told."""
+"""The part of the samples in the finding on their share of the gradients."""
 
 FAR = 1.1
-"""A measured peak of so many times the planned one is told as a surprise."""
+"""A peak of so many times the planned one is a surprise worth a finding."""
 
 
 LONG = 0.1
-"""A layer and a quantity that take this part of the time of all are told."""
+"""The page reports a layer and a quantity that take this share of the time."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence, and what it rests on.
+    """A sentence, and its grounds.
 
     Args:
         says: The sentence.
-        because: Where it comes from, and how far it goes.
+        because: Its source, and its limits.
         figure: The key of the figure that shows it.
     """
 
@@ -43,7 +43,7 @@ class Finding:
 
 
 def findings_of(values: ProfileValues) -> list[Finding]:
-    """What is worth saying, the most general first."""
+    """Return the findings, the most general first."""
     said = [
         _not_finite(values),
         _noise(values),
@@ -57,13 +57,13 @@ def findings_of(values: ProfileValues) -> list[Finding]:
 
 
 def noise_scale(values: ProfileValues) -> float | None:
-    """The batch size at which noise is as large as signal; ``None`` where it is not known."""
+    """Return the batch size at which noise is as large as signal; ``None`` if it is not known."""
     ratio = values.total.signal_to_noise
     return None if not ratio or not math.isfinite(ratio) else 1 / ratio
 
 
 def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
-    """Where the noise scale lies; bounds are those of ``reports/profile/uncertainty.py``."""
+    """Return the range of the noise scale; bounds are those of ``reports/profile/uncertainty.py``."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
     interval = signal_to_noise_interval(values.total, norms)
     if interval is None:
@@ -73,7 +73,7 @@ def scale_interval(values: ProfileValues) -> tuple[float, float] | None:
 
 
 def scale_text(values: ProfileValues) -> str:
-    """The noise scale, with the digits that its interval leaves."""
+    """Return the noise scale, with the digits that its interval supports."""
     scale, interval = noise_scale(values), scale_interval(values)
     if scale is None:
         return "-"
@@ -81,7 +81,7 @@ def scale_text(values: ProfileValues) -> str:
 
 
 def trace_of(layer: Layer) -> float | None:
-    """The layer's trace of the GGN: the exact one, if it was computed."""
+    """Return the layer's trace of the GGN: the exact one, if it was computed."""
     return layer.ggn_trace_monte_carlo if layer.ggn_trace_exact is None else layer.ggn_trace_exact
 
 
@@ -100,7 +100,7 @@ def _noise(values: ProfileValues) -> Finding | None:
         return None
     if scale >= values.samples:
         return Finding(
-            "The gradient cannot be told from noise.",
+            "The gradient may be nothing but noise.",
             f"Noise equals signal at a batch of {scale_text(values)}, and there were only "
             f"{counted(values.samples, 'sample')}.",
             "signal",
@@ -110,7 +110,7 @@ def _noise(values: ProfileValues) -> Finding | None:
         f"At a batch of {scale_text(values)}, noise is as large as signal.",
         "Much smaller batches take steps that are mostly noise; much larger ones bring little more for each "
         "sample (the simple noise scale of McCandlish et al., 2018)."
-        + (f" From these samples it is known to be {interval_text(*between)}." if between else ""),
+        + (f" These samples place it {interval_text(*between)}." if between else ""),
         "signal",
     )
 
@@ -147,7 +147,7 @@ def _curvature(values: ProfileValues) -> Finding | None:
     return Finding(
         f"{top} has {traces[top] / total:.0%} of the curvature.",
         f"Its share of the trace of the GGN, with {layer.parameters / values.total.parameters:.0%} of the "
-        "parameters: where steps of one length for all are first too long.",
+        "parameters. With one learning rate for all layers, this layer becomes unstable first.",
         "traces",
     )
 
@@ -240,13 +240,13 @@ def _memory(values: ProfileValues) -> Finding | None:
 
 
 def highest_phase(use: MemoryUse) -> str | None:
-    """The part of the pass in which the most is alive; ``None`` where parts cannot be told apart."""
+    """Return the part of the pass with the most memory alive; ``None`` if the parts are unknown."""
     peak = max((size for _, size in use.timeline), default=0)
     at = next((at for at, size in use.timeline if size == peak), 0)
     return next((name for name, first, after in use.phases if first <= at < after), None)
 
 
 def sample_share(norms: torch.Tensor, norm: float) -> str:
-    """How many times the median a norm is."""
+    """Format a norm as a multiple of the median."""
     median = float(norms.median())
     return f"{number_text(norm / median)} times median" if median else ""

@@ -9,7 +9,7 @@ from packprop.reports.profile.values import ProfileValues
 
 
 def fragment_of(values: ProfileValues) -> str:
-    """A piece of HTML that a notebook shows.
+    """Return a piece of HTML that a notebook shows.
 
     Raises:
         PackpropError: If the template engine is not installed.

@@ -28,14 +28,14 @@ from packprop.reports.profile.uncertainty import interval_text, rounded_text, si
 from packprop.reports.profile.values import ProfileValues
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Quantiles of the norms that are drawn."""
+"""The drawn quantiles of the norms."""
 
 BINS = 40
 """Bins of the histogram of norms."""
 
 
 def signal_to_noise(values: ProfileValues) -> Figure | None:
-    """Signal to noise by layer; ``None`` where no layer has it."""
+    """Draw signal to noise by layer; return ``None`` if no layer has it."""
     sizes = {
         layer.name: layer.signal_to_noise
         for layer in values.layers
@@ -76,7 +76,7 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
     tooltip = [
         alt.Tooltip("layer:N"),
         alt.Tooltip("said:N", title="signal to noise"),
-        alt.Tooltip("between:N", title="known to be"),
+        alt.Tooltip("between:N", title="range"),
         alt.Tooltip("batch:N", title="noise equals signal at a batch of"),
     ]
     chart = alt.layer(
@@ -89,14 +89,14 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
         "signal",
         "Signal and noise, layer by layer",
         "Squared norm of the mean gradient over the summed variance of the samples' gradients. Further right, "
-        "the samples agree more. A bar is what these samples leave open, two standard errors to either side at "
-        f"most; left of the dashed line, 1/{values.samples:,}, a value cannot be told from zero."
+        "the samples agree more. A bar shows the uncertainty, at most two standard errors to either side. Left "
+        f"of the dashed line, 1/{values.samples:,}, a value may be zero."
         f"{of_how_many(len(layers), len(sizes))}",
         f"Signal to noise of {len(layers)} layers: {said(weakest.name)} in {weakest.name} to "
         f"{said(strongest.name)} in {strongest.name}; one over the number of samples is "
         f"{number_text(floor)}.",
         specification(chart),
-        ["layer", "signal to noise", "known to be", "noise equals signal at a batch of"],
+        ["layer", "signal to noise", "range", "noise equals signal at a batch of"],
         [
             [name, said(name), interval_text(*bounds[name]), said(name, inverse=True)]
             for name in (layer.name for layer in layers)
@@ -105,7 +105,7 @@ def signal_to_noise(values: ProfileValues) -> Figure | None:
 
 
 def norm_histogram(values: ProfileValues) -> Figure | None:
-    """How the norms of single samples are distributed, in all parameters together; ``None`` without any."""
+    """Draw the distribution of per-sample norms, in all parameters together; return ``None`` without any."""
     norms = _finite(values.tensors.get(f"sample_gradient_norm/{values.total.name}"))
     positive = norms[norms > 0]
     if len(positive) < 2 or positive[0] == positive[-1]:
@@ -142,12 +142,12 @@ def norm_histogram(values: ProfileValues) -> Figure | None:
         layers.append(rug.encode(x="from:Q", y=alt.YDatum(0), tooltip=tooltip))
     median, high = np.quantile(norms, [0.5, 0.95])
     zeros = int((norms <= 0).sum())
-    without = f" {zeros} samples with a gradient of zero are left out." if zeros else ""
+    without = f" The figure leaves out {zeros} samples with a gradient of zero." if zeros else ""
     return Figure(
         "norms",
-        "Norms of single samples' gradients",
-        "How many samples have a gradient of which norm, all parameters together; the samples shown below are "
-        f"marked at the foot.{without}",
+        "Norms of per-sample gradients",
+        "The number of samples by the norm of their gradient, all parameters together. Marks at the foot show "
+        f"the samples below.{without}",
         f"Histogram of {len(positive):,} norms from {number_text(float(positive[0]))} to "
         f"{number_text(float(positive[-1]))}, with a median of {number_text(float(median))} and a 95th "
         f"percentile of {number_text(float(high))}.",
@@ -158,7 +158,7 @@ def norm_histogram(values: ProfileValues) -> Figure | None:
 
 
 def norms_by_layer(values: ProfileValues) -> Figure | None:
-    """Quantiles of the norms in each layer; ``None`` where no layer has norms."""
+    """Draw quantiles of the norms in each layer; return ``None`` if no layer has norms."""
     norms = {
         layer.name: found
         for layer in values.layers
@@ -231,7 +231,7 @@ def norms_by_layer(values: ProfileValues) -> Figure | None:
 
 
 def _finite(norms: Tensor | None) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Finite norms in ascending order."""
+    """Return finite norms in ascending order."""
     if norms is None:
         return np.zeros(0)
     found = norms.double().numpy()

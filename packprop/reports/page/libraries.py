@@ -1,4 +1,4 @@
-"""The libraries that pages are made with: whether they are here, and what to do where they are not."""
+"""The libraries behind pages: checks for them, and advice if they are missing."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import importlib.util
 from packprop.errors import PackpropError, install
 
 ENGINE = ("jinja2",)
-"""What fills templates."""
+"""The library that fills templates."""
 
 LIBRARIES = (*ENGINE, "altair", "vl_convert", "PIL")
-"""What a page is made with: templates, figures, the script that draws them, pictures."""
+"""The libraries of a page: templates, figures, the script that draws them, pictures."""
 
 INSTALL = install("report")
 
 
 def can_fill_templates() -> bool:
-    """Whether the template engine is here."""
+    """Tell whether the template engine is here."""
     return not missing(ENGINE)
 
 
 def missing(libraries: tuple[str, ...] = LIBRARIES) -> list[str]:
-    """Those of the libraries that are not here."""
+    """Return the missing libraries."""
     return [name for name in libraries if importlib.util.find_spec(name) is None]
 
 
 def require_libraries(libraries: tuple[str, ...] = LIBRARIES) -> None:
-    """Refuse to make a page without what it is made with.
+    """Refuse to make a page without its libraries.
 
     Raises:
-        PackpropError: With the libraries that are not here.
+        PackpropError: With the missing libraries.
     """
     if lacking := missing(libraries):
         raise PackpropError(

@@ -1,4 +1,4 @@
-"""The figure of memory: how much was alive in the pass over a batch, beside plan and budget."""
+"""The figure of memory: the live bytes in the pass over a batch, beside plan and budget."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from packprop.reports.profile.costs import Phase
 from packprop.reports.profile.memory_use import MemoryUse
 
 ROOM = 1.6
-"""A budget that is more than so many times as high as everything else is named, and not drawn."""
+"""A budget of more than so many times everything else is named, and not drawn."""
 
 LETTER = 0.021
 """The width of a letter of a label, as a part of the width of the figure on a phone."""
 
 
 def timeline(use: MemoryUse | None) -> Figure | None:
-    """Memory while the pass over the first batch goes on; ``None`` where it was not asked for."""
+    """Draw memory during the pass over the first batch; return ``None`` if it was not measured."""
     if use is None or not use.timeline:
         return None
     unit, size = _unit(max(use.peak, use.planned or 0))
@@ -62,8 +62,8 @@ def timeline(use: MemoryUse | None) -> Figure | None:
     return Figure(
         "memory",
         "Memory of the pass over one batch",
-        "Bytes of tensors that are alive after each operation: parameters, the batch, activations, what is "
-        "swept back, results. What a kernel takes inside of itself is not seen. "
+        "Bytes of tensors that are alive after each operation: parameters, the batch, activations, cotangents, "
+        "results. The figure does not see memory inside a kernel. "
         f"{phase_words(use)} "
         + ("" if use.budget is None or drawn_budget else f"The budget, {byte_text(use.budget)}, is far above. ")
         + (f"There is no plan: {use.why_not}." if use.planned is None else ""),
@@ -82,7 +82,7 @@ def timeline(use: MemoryUse | None) -> Figure | None:
 
 
 def _phases(use: MemoryUse) -> list[alt.Chart]:
-    """A band behind every second part of the pass, and their names above, in lines where they have room."""
+    """Draw a band behind every second part of the pass, and the names above, in lines with room for them."""
     known = use.phases or ([] if use.forward is None else _halves(use, use.forward))
     rows: list[dict[str, Any]] = [
         {"first": first, "after": min(after, use.operations), "name": name}
@@ -114,7 +114,7 @@ def _halves(use: MemoryUse, forward: int) -> list[Phase]:
 
 
 def phase_words(use: MemoryUse) -> str:
-    """The most that is alive in each part of the pass, in a sentence."""
+    """Return the peak of each part of the pass, in a sentence."""
     highest = [
         (name, max((size for at, size in use.timeline if first <= at < after), default=0))
         for name, first, after in use.phases
@@ -129,19 +129,19 @@ REASONS = {
     "multiplications than to compare all pairs of positions.",
     "gradients by groups": "formed by one grouped convolution, which does not unfold the inputs.",
     "gradients in turn": "formed one after the other: all at once would take more memory than there is.",
-    "cotangents and inputs alone": "not formed: what is asked for follows from inner products alone.",
+    "cotangents and inputs alone": "not formed: inner products give the quantity directly.",
 }
-"""What the algorithms of a plan do with the gradients of single samples, and why."""
+"""The treatment of per-sample gradients by each algorithm of a plan, and its reason."""
 
 
 def reasons_of(use: MemoryUse | None) -> dict[str, str]:
-    """The algorithms that the plan chose, and why."""
+    """Return the algorithms that the plan chose, and why."""
     chosen = {} if use is None else dict.fromkeys(choice["algorithm"] for choice in use.choices)
     return {algorithm: REASONS[algorithm] for algorithm in chosen}
 
 
 def memory_words(use: MemoryUse) -> str:
-    """Peak, plan and budget in a sentence."""
+    """Return peak, plan and budget in a sentence."""
     words = f"A batch of {use.samples:,} samples took {byte_text(use.peak)} at its peak"
     if use.planned is not None:
         words += f"; {byte_text(use.planned)} were planned"

@@ -1,4 +1,4 @@
-"""Short names of layers: what many of them have in common is folded away."""
+"""Short names of layers: the common part of many names is folded away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST_LABEL = 28
 
 
 def folded_names(names: Sequence[str]) -> dict[str, str]:
-    """Each name without the beginning that at least half of them share; whole where all are short.
+    """Return each name without the beginning that at least half of them share; whole if all are short.
 
     >>> [*folded_names(["bert.encoder.layer.0.query.proj", "bert.encoder.layer.1.query.proj", "head"]).values()]
     ['…0.query.proj', '…1.query.proj', 'head']
@@ -27,7 +27,7 @@ def folded_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """A short label for each layer by its name: folded, and the end of what is long, which tells it apart."""
+    """Return a short label for each layer by its name: folded, and only the end of a long name."""
     labels: dict[str, str] = {}
     for name, folded in folded_names(names).items():
         label = f"…{folded[1 - LONGEST_LABEL :]}" if len(folded) > LONGEST_LABEL else folded

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from packprop.reports.page.figure import Figure
 
 MADE = ("date", "command", "factory", "commit")
-"""What a page says of where it comes from, as far as it is known."""
+"""The facts on a page about its origin, as far as they are known."""
 
 Cell = tuple[str, float | str | None]
-"""What a cell of the table of layers shows, and what it is sorted by."""
+"""The text of a cell in the table of layers, and its value for sorting."""
 
 COLUMNS = (
     ("layer", "name of the module, in the order in which the model has them"),
@@ -45,16 +45,16 @@ COLUMNS = (
         "of the Kronecker factor of the inputs: largest over smallest eigenvalue above rounding error; with "
         "rank/size where some are below it",
     ),
-    ("condition B", "of the Kronecker factor of what comes back"),
+    ("condition B", "of the Kronecker factor of output gradients"),
 )
-"""Titles of the table of layers, and what they mean."""
+"""Titles of the table of layers, and their meaning."""
 
 
 def page_of(values: ProfileValues) -> str:
-    """The page of a profile, as text.
+    """Return the page of a profile, as text.
 
     Raises:
-        PackpropError: If the libraries that make it are not installed.
+        PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
     from packprop.reports.page import curvature, gradients, memory
@@ -88,7 +88,7 @@ def page_of(values: ProfileValues) -> str:
 
 
 def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple[str, str]]:
-    """What stays in view: the parts of the page, by the places that they are at, in their order."""
+    """Return the navigation: the parts of the page, by their places, in their order."""
     names = {"signal": "Signal and noise", "norms": "Samples", "traces": "Curvature", "spectra": "Factors"}
     parts = [(f"title-{figure.key}", title) for key, title in names.items() if (figure := figures[key])]
     parts.append(("memory-of-the-pass", "Memory"))
@@ -98,7 +98,7 @@ def contents_of(figures: Mapping[str, Figure | None], costs: bool) -> list[tuple
 
 
 def shared_parts(values: ProfileValues) -> dict[str, Any]:
-    """What the page and its short form in a notebook both show."""
+    """Return what the page and its short form in a notebook share."""
     between = scale_interval(values)
     key_numbers = [
         ("loss", number_text(values.loss)),
@@ -123,7 +123,7 @@ def shared_parts(values: ProfileValues) -> dict[str, Any]:
 
 
 def table_of(values: ProfileValues) -> dict[str, Any]:
-    """The table of layers."""
+    """Return the table of layers."""
     folded = folded_names([layer.name for layer in values.layers])
     rows = [_cells(layer, folded, _norms(values, layer)) for layer in values.layers]
     total = _cells(values.total, {values.total.name: values.total.name}, _norms(values, values.total))
@@ -131,7 +131,7 @@ def table_of(values: ProfileValues) -> dict[str, Any]:
 
 
 def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
-    """The outlying samples, with their pictures as data."""
+    """Return the outlying samples, with their pictures as data."""
     norms = values.tensors.get(f"sample_gradient_norm/{values.total.name}")
     most = max((loss or 0.0 for each in values.outlying for loss in each.token_losses or []), default=0.0)
     found = []
@@ -158,12 +158,12 @@ def samples_of(values: ProfileValues) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of one token, and how far it is shaded.
+    """The text of one token, and its shade.
 
     Args:
-        text: The text; ends of lines are to be seen.
+        text: The text; ends of lines are visible.
         shade: Percentage of the largest loss of a token on the page.
-        loss: The loss of this token; ``None`` where it has none.
+        loss: The loss of this token; ``None`` if it has none.
     """
 
     text: str
@@ -172,7 +172,7 @@ class Piece:
 
 
 def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
-    """The tokens of a text with the loss of each; none where one or the other is not known."""
+    """Return the tokens of a text with the loss of each; none if one or the other is not known."""
     if sample.pieces is None or sample.token_losses is None or not most > 0:
         return []
     return [
@@ -182,7 +182,7 @@ def _shaded(sample: OutlyingSample, most: float) -> list[Piece]:
 
 
 def picture_url(picture: Tensor) -> str:
-    """An image as a URL that holds it; bytes ``[height, width]`` or ``[height, width, 3]``."""
+    """Return an image as a URL that holds it; bytes ``[height, width]`` or ``[height, width, 3]``."""
     from PIL import Image
 
     out = io.BytesIO()
@@ -192,7 +192,7 @@ def picture_url(picture: Tensor) -> str:
 
 @functools.cache
 def drawing_script() -> str:
-    """The library that draws figures in a browser, as one script: about 0.9 MB."""
+    """Return the library that draws figures in a browser, as one script: about 0.9 MB."""
     import altair
     import vl_convert
 
@@ -223,7 +223,7 @@ def _cells(layer: Layer, folded: Mapping[str, str], norms: Tensor | None) -> lis
 
 
 def _condition(layer: Layer, side: str) -> Cell:
-    """Condition of the layer's first factor of this side, with its rank if that is not full."""
+    """Return the condition of the layer's first factor of this side, with its rank if that is not full."""
     spectrum = next((found for name, found in layer.factors.items() if name.endswith(f".{side}")), None)
     if spectrum is None or spectrum.rank is None:
         wide = "-" if spectrum is None or spectrum.built else f"{spectrum.size} wide"

@@ -11,11 +11,11 @@ from packprop.reports.page.figure import FIRST, Figure, data_of, log_axis, speci
 from packprop.reports.profile.table import number_text
 
 LOGARITHMIC = 20
-"""Values of which the largest is so many times the smallest are drawn on a logarithmic axis."""
+"""The ratio of the largest to the smallest value from which on an axis is logarithmic."""
 
 
 def over_steps(lines: Sequence[Mapping[str, Any]], key: str, title: str, unit: str, text: str) -> Figure | None:
-    """One quantity over steps, with its interval where it has one; ``None`` where it is never a number."""
+    """Draw one quantity over steps, with its interval; return ``None`` if it is never a number."""
     rows = [
         {
             "step": line["step"],

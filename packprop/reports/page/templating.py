@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def template(name: str) -> Template:
-    """A template by its file's name. What is put into it is text, unless it says otherwise."""
+    """Return a template by its file's name. It treats values as text, unless it says otherwise."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""The page of a training run: the lines that a monitor has written, over steps."""
+"""The page of a training run: the lines of a monitor, over steps."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ QUANTITIES = {
     "ggn_trace": ("Trace of the GGN", "", "Curvature of the step's loss, in all parameters together."),
     "sharpness": ("Sharpness", "", "Curvature of the loss along its gradient."),
 }
-"""What is drawn: title, unit, and how to read it."""
+"""The drawn quantities: title, unit, and how to read it."""
 
 SHOWN = 20
-"""How many outlying samples are listed."""
+"""The number of outlying samples in the list."""
 
 SPIKE = 5
-"""A gradient of so many times the median is told of."""
+"""A gradient of so many times the median is a finding."""
 
 Line = Mapping[str, Any]
 Outlying = tuple[str, int, int, float]
@@ -51,7 +51,7 @@ Outlying = tuple[str, int, int, float]
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a monitor, by steps; of a step that was written twice the last one.
+    """Return the lines of a monitor, by steps; of a step that was written twice the last one.
 
     Raises:
         BadInput: If there is no such file, or a line of it is none of a monitor's.
@@ -70,10 +70,10 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def training_page(lines: Sequence[Line], name: str) -> str:
-    """The page, as text.
+    """Return the page, as text.
 
     Raises:
-        PackpropError: If the libraries that make it are not installed.
+        PackpropError: If the libraries behind it are not installed.
     """
     require_libraries()
     from packprop.reports.page.render import drawing_script
@@ -98,7 +98,7 @@ def training_page(lines: Sequence[Line], name: str) -> str:
 
 
 def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
-    """Samples that stood out, the most often first."""
+    """Return samples that stood out, the most often first."""
     times, last, largest = Counter[str](), dict[str, int](), dict[str, float]()
     for line in lines:
         for each in line.get("outliers") or []:
@@ -111,7 +111,7 @@ def outlying_samples(lines: Sequence[Line]) -> list[Outlying]:
 
 
 def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Finding]:
-    """What is worth saying before any figure."""
+    """Return the findings to read before any figure."""
     found = []
     scales = [line for line in lines if _is_number(line.get("critical_batch_size"))]
     if len(scales) > 1:
@@ -140,7 +140,7 @@ def findings_of(lines: Sequence[Line], outlying: Sequence[Outlying]) -> list[Fin
 
 
 def _of_scale(first: Line, last: Line) -> Finding:
-    """How the noise scale went, as far as its intervals tell."""
+    """Return the change of the noise scale, as far as its intervals show it."""
     key = "critical_batch_size"
     (below, least), (above, most) = (_interval(line) for line in (first, last))
     grew = last[key] > first[key]
@@ -148,7 +148,8 @@ def _of_scale(first: Line, last: Line) -> Finding:
     if max(below, above) < min(least, most):
         return Finding(
             f"The noise scale went {between}, which may be chance.",
-            f"At first it is known to be {interval_text(below, least)}, at last {interval_text(above, most)}.",
+            f"The samples place it {interval_text(below, least)} at first, "
+            f"and {interval_text(above, most)} at last.",
             key,
         )
     return Finding(
@@ -159,7 +160,7 @@ def _of_scale(first: Line, last: Line) -> Finding:
 
 
 def _interval(line: Line) -> tuple[float, float]:
-    """The confidence interval of the noise scale; the number itself where there is none."""
+    """Return the confidence interval of the noise scale; the number itself if there is none."""
     key = "critical_batch_size"
     scale, low, high = line[key], line.get(f"{key}_low"), line.get(f"{key}_high")
     if low is None or not math.isfinite(low):

@@ -1,4 +1,4 @@
-"""From values of parameters to the rows of a profile."""
+"""The rows of a profile, from the values of parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assemble(
     settings: dict[str, Any],
     started: float,
 ) -> Profile:
-    """The profile: each row takes the values of its parameters together."""
+    """Make the profile: each row takes the values of its parameters together."""
     mean = result.reduction == "mean"
     measurements = Measurements(
         tables,
@@ -75,13 +75,13 @@ def assemble(
 
 @dataclass(frozen=True)
 class ParameterValues:
-    """What one parameter adds to the row of its layer.
+    """The contribution of one parameter to the row of its layer.
 
     Args:
         signal: Squared norm of the mean loss's gradient.
         noise: Trace of the covariance of the samples' gradients.
         factors: Spectra of its Kronecker factors by side, ``"A"`` and ``"B"``.
-        tensors: What is saved of it, by the names of ``Profile.tensors``.
+        tensors: Its saved tensors, by the names of ``Profile.tensors``.
     """
 
     signal: float
@@ -92,13 +92,13 @@ class ParameterValues:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Values over a data set, and what scales them to the losses of a profile.
+    """Values over a data set, and the scales to the losses of a profile.
 
     Args:
         tables: The values, of the loss as it reduces.
-        samples: How many samples they were computed from.
-        sample_scale: From a sample's share of the reduced loss to its own loss.
-        mean_scale: From the reduced loss to the mean loss.
+        samples: The number of samples.
+        sample_scale: The factor from a sample's share of the reduced loss to its own loss.
+        mean_scale: The factor from the reduced loss to the mean loss.
     """
 
     tables: Tables
@@ -107,7 +107,7 @@ class Measurements:
     mean_scale: float
 
     def of_parameter(self, name: str, draws: int | None) -> ParameterValues:
-        """Gradient, variance and Kronecker factors of one parameter."""
+        """Return gradient, variance and Kronecker factors of one parameter."""
         gradient, deviation = self.tables["gradient"][name]
         variance_scale = self.sample_scale**2 / self.samples
         tensors = {
@@ -130,7 +130,7 @@ class Measurements:
         )
 
     def of_samples(self, names: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gradient norm and GGN traces of each sample, in some parameters together ``[n]``."""
+        """Return gradient norm and GGN traces of each sample, in some parameters together ``[n]``."""
 
         def summed(key: str) -> Tensor:
             return sum((self.tables[key][name].double().cpu() for name in names), torch.zeros(()))
@@ -143,7 +143,7 @@ class Measurements:
 def _measured(
     layer: Layer, parameters: dict[str, ParameterValues], norms: Tensor, traces: dict[str, Tensor]
 ) -> Layer:
-    """A row with the values of the parameters that the loss depends on."""
+    """Make a row with the values of the parameters that the loss depends on."""
     noise = sum(values.noise for values in parameters.values())
     signal = sum(values.signal for values in parameters.values())
     means = {key: float(trace.mean()) for key, trace in traces.items()}

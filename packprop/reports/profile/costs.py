@@ -1,4 +1,4 @@
-"""The time and the memory that each quantity takes in each layer, in the pass over one batch.
+"""The time and the memory of each quantity in each layer, in the pass over one batch.
 
 # NOTE [Costs of layers]
 Each quantity is asked for alone, once to count bytes and once more to take the time, which is wall time. What
@@ -44,13 +44,13 @@ TITLES = {
     "kfac": "Kronecker factors",
     "sample_ggn_trace_exact": "GGN trace, exact",
 }
-"""What quantities are called on the page, by the attribute of the extension."""
+"""Names of quantities on the page, by the attribute of the extension."""
 
 PHASES = {"none": "inputs", "gradient": "gradients", "drawn": "drawn columns", "ggn": "exact columns"}
-"""What the parts of a pass are called, by what is swept back in them."""
+"""Names of the parts of a pass, by the cotangents of each."""
 
 PATIENCE = 60.0
-"""A batch that takes so many seconds is not run again for each quantity."""
+"""The report does not run a batch again for each quantity if a pass takes this many seconds."""
 
 Extensions = Callable[[], Sequence[Extension]]
 Phase = tuple[str, int, int]
@@ -59,13 +59,13 @@ Phase = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a quantity takes in a layer; see NOTE [Costs of layers].
+    """The cost of a quantity in a layer; see NOTE [Costs of layers].
 
     Args:
         layer: The name of the layer; ``"(total)"`` for the whole way back through the model.
         quantity: The name of the quantity.
         seconds: Wall time.
-        bytes: The most bytes that were alive beside those that were when the work on the layer began.
+        bytes: The peak of bytes beside those alive before the work on the layer.
     """
 
     layer: str
@@ -76,15 +76,15 @@ class Cost:
 
 @dataclass
 class Noted:
-    """What was noted in a pass: places in time, and in the history of operations.
+    """The record of a pass: places in time, and in the history of operations.
 
     Args:
-        start: When the pass began.
-        forward: When the forward pass was done, if that is known.
-        visits: The layer that was worked on, the parameter, and when the work was done.
-        end: When the pass was done.
+        start: The beginning of the pass.
+        forward: The end of the forward pass, if it is known.
+        visits: Each layer, the parameter, and the end of the work on it.
+        end: The end of the pass.
         history: Bytes alive after each operation, if they were counted.
-        peak: The most of them.
+        peak: The maximum of these bytes.
     """
 
     start: tuple[float, int] = (0.0, 0)
@@ -97,14 +97,14 @@ class Noted:
 
 @dataclass(frozen=True)
 class OneBatch:
-    """A batch that is passed through the model and back as often as one likes.
+    """A batch that you can pass through the model and back repeatedly.
 
     Args:
         model: The model, in the mode of the pass.
         loss: As for ``compute``.
-        batch: Inputs and targets, where the model is.
-        chunk_sizes: How much of the batch is taken at once.
-        device: Where the pass runs.
+        batch: Inputs and targets, on the device of the model.
+        chunk_sizes: The chunk sizes of the batch.
+        device: The device of the pass.
     """
 
     model: nn.Module
@@ -114,7 +114,7 @@ class OneBatch:
     device: torch.device
 
     def run(self, extensions: Sequence[Extension], counted: bool) -> Noted:
-        """Run the pass, with the bytes of tensors ``counted`` or in its own time."""
+        """Run the pass; count the bytes of tensors if ``counted``, otherwise measure the time."""
         noted, live, loss = Noted(), LiveBytes() if counted else None, self.loss
 
         def now() -> tuple[float, int]:
@@ -148,7 +148,7 @@ class OneBatch:
 
     @contextlib.contextmanager
     def _around(self, live: LiveBytes | None, called: Callable[..., None]) -> Iterator[None]:
-        """Inside, passes are watched; ``called`` when the model has returned."""
+        """Watch passes inside the context; run ``called`` after the model returns."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", PackpropWarning)  # the pass over all data has said it
@@ -166,7 +166,7 @@ class OneBatch:
 
 
 def costs_of(batch: OneBatch, extensions: Extensions) -> tuple[list[Cost], list[Noted]]:
-    """What each quantity takes in each layer, asked for alone; and what was noted as bytes were counted."""
+    """Return the cost of each quantity alone in each layer, and the records of the counted passes."""
     found: list[Cost] = []
     seen = []
     for index, extension in enumerate(extensions()):
@@ -177,7 +177,7 @@ def costs_of(batch: OneBatch, extensions: Extensions) -> tuple[list[Cost], list[
 
 
 def _costs(quantity: str, counted: Noted, timed: Noted) -> list[Cost]:
-    """The costs of one quantity, layer by layer, from two passes; none if these differ in what they visit."""
+    """Return the costs of one quantity, layer by layer, from two passes; none if their visits differ."""
     layers = [visit[0] for visit in counted.visits]
     if counted.forward is None or timed.forward is None or layers != [visit[0] for visit in timed.visits]:
         return []
@@ -193,13 +193,13 @@ def _costs(quantity: str, counted: Noted, timed: Noted) -> list[Cost]:
 
 
 def _added(history: Sequence[int], first: int, after: int) -> int:
-    """The most bytes in some operations, beside those that were alive before."""
+    """Return the peak of bytes in some operations, beside those alive before."""
     before = history[first - 1] if first else 0
     return max([*history[first:after], before]) - before
 
 
 def phases_of(noted: Noted, extensions: Sequence[Extension], alone: Sequence[Noted]) -> list[Phase]:
-    """The parts of a pass of all extensions, told apart by the number of sweeps that each takes ``alone``.
+    """Return the parts of a pass of all extensions, distinguished by the sweeps that each takes ``alone``.
 
     None where these do not add up, so that a part might get the name of another.
     """
@@ -230,12 +230,12 @@ def phases_of(noted: Noted, extensions: Sequence[Extension], alone: Sequence[Not
 
 
 def phase_name(seed: Seed) -> str:
-    """What the part of a pass is called in which a seed is swept back."""
+    """Return the name of the part of a pass that sends a seed back."""
     return PHASES.get("drawn" if seed.mc_samples is not None else seed.kind, seed.kind)
 
 
 def sweeps_of(noted: Noted) -> list[int]:
-    """Where each sweep has ended, in operations: the next begins where a parameter is met again."""
+    """Return the end of each sweep, in operations: the next begins when a parameter comes again."""
     ends: list[int] = []
     met: set[int] = set()
     before = None

@@ -1,4 +1,4 @@
-"""The files of a profile: where they can be written, how, and how they are read back."""
+"""The files of a profile: their folder, writing them, and reading them back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packprop.errors import BadInput
 from packprop.reports.profile.layers import Layer, Spectrum
 
 FORMAT = "profile of a network, format 2"
-"""What a file says that it is."""
+"""The description in a file."""
 
 NAMES = ("profile.json", "profile.safetensors")
 """The files of a profile."""
@@ -27,7 +27,7 @@ PAGE = "profile.html"
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that files cannot be written into; it need not exist yet, and nothing is written.
+    """Refuse a folder that files cannot be written into; it need not exist yet, and this writes nothing.
 
     Raises:
         BadInput: With the reason that the operating system gives.
@@ -63,7 +63,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def json_ready(value: Any) -> Any:
-    """The same nesting with ``None`` in place of infinite numbers and NaN, which JSON cannot express."""
+    """Return the same nesting with ``None`` in place of infinite numbers and NaN, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -72,13 +72,13 @@ def json_ready(value: Any) -> Any:
 
 
 def layer_from(saved: dict[str, Any]) -> Layer:
-    """A row of the table, from its entry in the JSON file."""
+    """Return a row of the table, from its entry in the JSON file."""
     factors = {name: Spectrum(**spectrum) for name, spectrum in saved["factors"].items()}
     return Layer(**{**saved, "factors": factors})
 
 
 def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is in the files of a profile: the entries of the JSON file, and the tensors.
+    """Read the files of a profile: the entries of the JSON file, and the tensors.
 
     Raises:
         BadInput: If they are not there, are no files of a profile, or were written in another format.
@@ -111,7 +111,7 @@ def read_files(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def write_page(path: str | Path, text: str) -> Path:
-    """Write a page to a file, over an older one; returns its path.
+    """Write a page to a file, over an older one; return its path.
 
     Raises:
         BadInput: If the file cannot be written.

@@ -1,4 +1,4 @@
-"""One row of a profile: what is known about one layer."""
+"""One row of a profile: the facts about one layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from packprop.algebra.decompositions import eigvalsh
 
 ROOT = "(model)"
-"""What the layer of the parameters that the model itself owns is called."""
+"""The name for the layer of the parameters that the model itself owns."""
 
 TOTAL = "(total)"
 """The name of the row of all parameters."""
@@ -23,7 +23,7 @@ class Spectrum:
 
     Args:
         size: Side of the matrix.
-        built: Whether the factor was built; if not, it is too large.
+        built: Says that the factor was built; if not, it is too large.
         rank: Number of eigenvalues above rounding error; ``None`` if the matrix is not finite.
         largest: Largest eigenvalue.
         smallest: Smallest eigenvalue above rounding error.
@@ -51,7 +51,7 @@ class Layer:
         sample_gradient_norm_median: Median of the norms of single samples' gradients.
         sample_gradient_norm_95: 95th percentile of these norms.
         signal_to_noise: Squared gradient norm over the trace of the samples' covariance; ``None``
-            where that is zero, as for one sample.
+            if that is zero, as for one sample.
         ggn_trace_exact: Trace of the GGN block; ``None`` if it was not computed.
         ggn_trace_monte_carlo: Monte Carlo estimate of it; ``None`` if it was not computed.
         factors: Kronecker factors by name, ``"weight.A"`` and so on.
@@ -70,7 +70,7 @@ class Layer:
 
 
 def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
-    """Rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
+    """Return rank and condition of a sum of outer products, and its eigenvalues in ascending order."""
     size = factor.shape[1]
     if len(factor) < size:
         return Spectrum(size, built=False), None
@@ -87,5 +87,5 @@ def spectrum_of(factor: Tensor, terms: int) -> tuple[Spectrum, Tensor | None]:
 
 
 def owner_of(parameter: str) -> str:
-    """The name of the module that owns a parameter; empty for the model itself."""
+    """Return the name of the module that owns a parameter; empty for the model itself."""
     return parameter.rpartition(".")[0]

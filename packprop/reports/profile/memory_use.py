@@ -1,4 +1,4 @@
-"""The memory that the pass over one batch takes, operation by operation, beside its plan."""
+"""The memory of the pass over one batch, operation by operation, beside its plan."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from packprop.tensors.nesting import map_tensors, tensors_in
 from packprop.types import Extension
 
 POINTS = 400
-"""Points of the timeline that are kept; each is the most of the operations that it stands for."""
+"""The number of points of the timeline; each is the maximum of its operations."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of tensor storage in the pass over the first batch, and what was planned for it.
+    """Bytes of tensor storage in the pass over the first batch, and the plan for it.
 
     Args:
         samples: Samples in the batch, by its leading axis.
         timeline: Bytes alive after each operation, at most ``POINTS`` of them: (operation, bytes).
-        operations: How many operations the pass has.
-        forward: The operation with which the forward pass ends.
+        operations: The number of operations of the pass.
+        forward: The last operation of the forward pass; ``None`` if it is not known.
         peak: The most bytes that were alive at once.
-        budget: What it was to be kept within; ``None`` without a budget.
+        budget: The budget; ``None`` without one.
         planned: The peak by the plan, with the results of the batches before; ``None`` if there is no plan.
-        why_not: Why there is no plan.
-        parts: What the planned peak is made of: kind -> bytes.
-        choices: What the plan chose for each parameter; the fields of ``Line``, and ``chunks``.
-        phases: The parts of the pass, in their order: name, first operation, the one after the last; none where
-            they cannot be told apart.
-        costs: What each quantity takes in each layer; see NOTE [Costs of layers].
-        why_no_costs: Why there are none.
+        why_not: The reason why there is no plan.
+        parts: The bytes of each kind of tensor at the planned peak.
+        choices: The plan's choices for each parameter; the fields of ``Line``, and ``chunks``.
+        phases: The parts of the pass, in their order: name, first operation, the one after the last; empty if
+            the report cannot tell them apart.
+        costs: The cost of each quantity in each layer; see NOTE [Costs of layers].
+        why_no_costs: The reason why there are no costs.
     """
 
     samples: int
@@ -59,7 +59,7 @@ class MemoryUse:
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> MemoryUse:
-        """From what JSON made of it."""
+        """Restore the value from JSON."""
         read: dict[str, Any] = {
             "timeline": [(at, size) for at, size in saved["timeline"]],
             "phases": [(name, first, after) for name, first, after in saved.get("phases", [])],
@@ -79,16 +79,16 @@ def memory_use(
 ) -> MemoryUse:
     """Run the pass over one batch again, of all quantities and of each alone, and count.
 
-    Random states are as before afterwards.
+    Random states are restored afterwards.
 
     Args:
         model: The model, in the mode of the pass.
         loss: As for ``compute``.
         batch: Inputs and targets.
         extensions: Makes the extensions of the pass, with draws of their own.
-        chunk_sizes: How much of the batch is taken at once.
+        chunk_sizes: The chunk sizes of the batch.
         memory: The budget.
-        device: Where the pass runs.
+        device: The device of the pass.
     """
     batch = map_tensors(lambda tensor: tensor.to(device), batch)
     planned, why_not = _planned(model, loss, batch, extensions(), chunk_sizes, memory, device)
@@ -122,7 +122,7 @@ def memory_use(
 
 
 def thinned(history: Sequence[int], points: int = POINTS) -> list[tuple[int, int]]:
-    """At most so many points of a timeline, each the highest of those that it stands for, at its own place.
+    """Return at most so many points of a timeline, each the highest of its stretch, at its own place.
 
     >>> thinned([1, 5, 2, 3, 9, 4], points=2)
     [(1, 5), (4, 9)]
@@ -142,7 +142,7 @@ def _planned(
     memory: int | str | None,
     device: torch.device,
 ) -> tuple[Plan | None, str | None]:
-    """The plan of the pass; or why there is none."""
+    """Return the plan of the pass; or the reason why there is none."""
     try:
         return plan_over_data(model, loss, batch, extensions, chunk_sizes, memory, device), None
     except PackpropError as error:

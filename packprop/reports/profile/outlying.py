@@ -1,4 +1,4 @@
-"""The samples whose gradients are largest: which they are, and what can be shown of them."""
+"""The samples with the largest gradients, and the ways to show them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from packprop.tensors.nesting import map_tensors, tensors_in
 ASKED = "The samples with the largest gradients were to be shown."
 
 SHOWN = 12
-"""How many samples are kept by default."""
+"""The default number of samples."""
 
 TOKENS = 64
-"""How many entries of a sample without a picture are written down."""
+"""The number of entries in the text of a sample without a picture."""
 
 SIDE = 96
-"""Side of the largest picture that is kept, in pixels; larger ones are averaged down."""
+"""Side of the largest picture, in pixels; larger ones are averaged down."""
 
 Decode = Callable[[Any, Any], "str | list[str] | Tensor"]
-"""From the inputs and targets of one sample, without their leading axis, to text, to one piece of text for each
-token of the targets, or to an image."""
+"""A function of the inputs and targets of one sample, without their leading axis. It returns a text, one piece
+of text for each token of the targets, or an image."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class OutlyingSample:
         place: Its place in the data, in the order in which they were read.
         norm: Norm of the gradient of its own loss, in all parameters together.
         loss: Its own loss; ``None`` if the model could not be run on it alone.
-        target: What it should be, in words; ``None`` if that is more than one number.
-        output: What the model says, in words; ``None`` where outputs are no classes.
-        text: What it is, where there is no picture of it.
+        target: Its target, in words; ``None`` if that is more than one number.
+        output: The model's answer, in words; ``None`` if outputs are no classes.
+        text: Its text, if there is no picture of it.
         picture: Name of its picture among ``Profile.tensors``: bytes ``[height, width]`` or
             ``[height, width, 3]``.
         pieces: The same text token by token, if ``decode`` gave it so.
@@ -67,11 +67,11 @@ class OutlyingSample:
 
 
 class NotFoundAgain(BadInput):
-    """The data were read, but single samples of them cannot be found again."""
+    """Raised if the data were read, but single samples of them cannot be found again."""
 
 
 class ReadableBatches(Batches):
-    """Batches that are noted as they are read, so that single samples can be found again."""
+    """Batches that notice what they give, so that single samples can be found again."""
 
     def __init__(self, asked: str, data: Any, batch_size: int | None = None, whole: bool = False) -> None:
         super().__init__(asked, data, batch_size, whole)
@@ -88,16 +88,16 @@ class ReadableBatches(Batches):
 
     @property
     def stamp(self) -> str | None:
-        """A text that data with other samples, or another order of them, do not have; ``None`` if not known."""
+        """Return a text that no data with other samples, or another order, share; ``None`` if not known."""
         if isinstance(self.source, Samples):
             known: str | None = self.source.facts()["some values"]
             return known
         return hashlib.blake2b("".join(self._spots).encode(), digest_size=8).hexdigest()
 
     def samples_at(self, places: list[int], samples: int) -> dict[int, tuple[Any, Any]]:
-        """Inputs and targets of some samples, each with a leading axis of one sample.
+        """Return inputs and targets of some samples, each with a leading axis of one sample.
 
-        A data set is asked by index; other data are read a second time, up to the last of the samples.
+        It reads a data set by index; other data a second time, up to the last of the samples.
 
         Raises:
             NotFoundAgain: If the data do not give them again.
@@ -134,16 +134,16 @@ def outlying_samples(
     decode: Decode | None,
     device: torch.device,
 ) -> tuple[list[OutlyingSample], dict[str, Tensor]]:
-    """The samples with the largest gradients, largest first, and their pictures by name.
+    """Return the samples with the largest gradients, largest first, and their pictures by name.
 
     Args:
         model: The model, in the mode that the norms are from.
         loss: As for ``profile``.
-        batches: The data, which were read to their end.
+        batches: The data, after a complete reading.
         norms: Norm of each sample's gradient ``[n]``.
-        count: How many samples.
-        decode: From inputs and targets of one sample to text or an image, in place of packprop's guess.
-        device: Where the model is.
+        count: The number of samples.
+        decode: Maps inputs and targets of one sample to text or an image, in place of packprop's guess.
+        device: The device of the model.
 
     Raises:
         NotFoundAgain: If the data do not give them again.
@@ -186,10 +186,10 @@ def outlying_samples(
 
 
 def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
-    """Refuse a function that fails on the first sample, before any work is done.
+    """Refuse a function that fails on the first sample, before any work.
 
     Raises:
-        BadInput: With what it raised or returned.
+        BadInput: With its exception or its result.
     """
     size = _size_of(batch)
     if decode is not None and size:
@@ -200,7 +200,7 @@ def check_decode(decode: Decode | None, batch: tuple[Any, Any]) -> None:
 def _shown(
     place: int, inputs: Any, targets: Any, decode: Decode | None
 ) -> tuple[str | list[str] | None, Tensor | None]:
-    """Text of one sample, whole or in pieces, or its picture."""
+    """Return the text of one sample, whole or in pieces, or its picture."""
     if decode is None:
         # of what Hugging Face's tokenizers give, the tokens
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
@@ -228,9 +228,9 @@ def _shown(
 
 
 def picture_of(sample: Tensor) -> Tensor | None:
-    """An image as bytes ``[height, width]`` or ``[height, width, 3]``; ``None`` for what is no image.
+    """Return an image as bytes ``[height, width]`` or ``[height, width, 3]``; ``None`` for anything else.
 
-    Floating-point values outside of 0 to 1 are stretched so that the smallest is black and the largest white.
+    It stretches floating-point values outside of 0 to 1 so that the smallest is black and the largest white.
     """
     image = sample[0] if sample.dim() == 3 and len(sample) == 1 else sample
     coloured = image.dim() == 3 and len(image) == 3
@@ -254,7 +254,7 @@ def picture_of(sample: Tensor) -> Tensor | None:
 
 
 def text_of(sample: Tensor) -> str:
-    """The first entries of a sample: of whole numbers, such as tokens, or others."""
+    """Return the first entries of a sample: of whole numbers, such as tokens, or others."""
     entries = sample.detach().flatten()
     first = entries[:TOKENS].tolist()
     words = " ".join(f"{entry:.3g}" if entries.is_floating_point() else str(entry) for entry in first)
@@ -262,14 +262,14 @@ def text_of(sample: Tensor) -> str:
 
 
 def _words(targets: Any) -> str | None:
-    """The target of one sample, if it is one number."""
+    """Return the target of one sample, if it is one number."""
     if not isinstance(targets, Tensor) or targets.numel() != 1:
         return None
     return f"{targets.item():.4g}" if targets.is_floating_point() else str(int(targets))
 
 
 def _size_of(batch: Any) -> int:
-    """Samples in a batch, by the leading axis of its first tensor."""
+    """Return the number of samples in a batch, by the leading axis of its first tensor."""
     first = next(tensors_in(batch), None)
     return 0 if first is None or not first.dim() else len(first)
 

@@ -1,4 +1,4 @@
-"""The extensions that a profile asks for, and what its columns mean.
+"""The extensions of a profile, and the meaning of its columns.
 
 # NOTE [Profile quantities]
 Let ``L = 1/N sum_n l_n`` be the mean loss over N samples; a loss that sums is divided by N first.
@@ -41,10 +41,10 @@ from packprop.extensions import KFAC
 from packprop.types import EXACT, GRADIENT, INPUTS, Extension, Row, Seed
 
 EXACT_OUTPUTS = 32
-"""Up to this many outputs of a sample the exact GGN trace is cheap: it takes one backward pass for each."""
+"""The number of a sample's outputs up to which the exact GGN trace is cheap: one backward pass for each."""
 
 LARGEST_FACTOR = 2048
-"""Side of the largest Kronecker factor that is built; the time for eigenvalues grows with its third power."""
+"""Side of the largest Kronecker factor; the time for eigenvalues grows with its third power."""
 
 
 class GradientMoments(Extension):
@@ -54,14 +54,14 @@ class GradientMoments(Extension):
     rows = (Row(GRADIENT, moments, over_n=MOMENTS),)
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
-        """Sum and summed squared deviation."""
+        """The sum and summed squared deviation."""
         total: Moments = values[0]
         return [total.mean * total.samples, total.deviation]
 
 
 @dataclass(frozen=True, eq=False)
 class SampleGGNTrace(Extension):
-    """Trace of each sample's GGN block ``[n]``: the summed squared norms of the columns that are swept back.
+    """Trace of each sample's GGN block ``[n]``: the summed squared norms of the swept columns.
 
     The sum of the GGN's diagonal is the same number, but needs the entries of every column.
     """
@@ -75,7 +75,7 @@ class SampleGGNTrace(Extension):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Squared norms, one for each sample."""
+        """The squared norms, one for each sample."""
         return (Row(self.seed, sq_norm, over_n=CAT[0]),)
 
     @property
@@ -117,6 +117,6 @@ class BoundedKFAC(KFAC):
         return (Row(seed, cotangent_factor), Row(INPUTS, input_factor, degree=0))
 
     def finish(self, values: list[Any], samples: int) -> list[Tensor]:
-        """``[B, A]`` or ``[B]``, with empty tensors for what was left out."""
+        """Return ``[B, A]`` or ``[B]``, with empty tensors for missing factors."""
         cotangents, inputs = values
         return [cotangents] if inputs is None else [cotangents, inputs / samples]

@@ -1,4 +1,4 @@
-"""What the rank of a Kronecker factor means.
+"""The meaning of the rank of a Kronecker factor.
 
 # NOTE [Ranks that say something]
 A factor is a sum of outer products, one for each sample, position and draw. Hardly one has full rank: there are
@@ -17,7 +17,7 @@ from packprop.reports.profile.layers import ROOT, Layer, Spectrum
 from packprop.reports.profile.values import ProfileValues
 
 NARROW = 0.5
-"""A rank below this part of what the samples could fill is told."""
+"""The page reports a rank below this share of the rank that the samples could fill."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Narrow:
         side: ``"A"``, of its inputs, or ``"B"``, of what comes back.
         rank: The number of eigenvalues above rounding error.
         size: The side of the matrix.
-        idle: How many of its rows are zero throughout.
+        idle: The number of its rows that are zero throughout.
     """
 
     layer: str
@@ -40,7 +40,7 @@ class Narrow:
 
 
 def narrow_factors(values: ProfileValues) -> list[Narrow]:
-    """The factors whose rank says something, one for each layer and side; see the note above."""
+    """Return the factors with a telling rank, one for each layer and side; see the note above."""
     found: dict[tuple[str, str], Narrow] = {}
     for layer in values.layers:
         if layer.kind.startswith("Embedding"):

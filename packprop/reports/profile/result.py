@@ -29,9 +29,9 @@ from packprop.reports.profile.values import ProfileValues
 
 @dataclass(frozen=True)
 class Profile(Shown, ProfileValues):
-    """What ``profile`` returns: prints as a table, shows itself in a notebook, draws a page, saves and loads.
+    """The result of ``profile``: prints as a table, shows itself in a notebook, draws a page, saves and loads.
 
-    Its values are those of ``ProfileValues``; what they are is in NOTE [Profile quantities].
+    Its values are those of ``ProfileValues``; NOTE [Profile quantities] explains them.
     """
 
     def save(self, folder: str | Path) -> tuple[Path, Path]:
@@ -51,7 +51,7 @@ class Profile(Shown, ProfileValues):
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Read what ``save`` wrote.
+        """Read a profile that ``save`` wrote.
 
         Raises:
             BadInput: If there is no profile, or one that another version of packprop wrote.
@@ -65,14 +65,14 @@ class Profile(Shown, ProfileValues):
 
     @property
     def headline(self) -> str | None:
-        """What has to be read before any number; ``None`` where the loss and its gradient are finite."""
+        """Return the warning before any number; ``None`` if the loss and its gradient are finite."""
         return headline(self.loss, self.total.gradient_norm)
 
     def _page(self) -> str:
         return page_of(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows; where the template engine is missing, the table in plain text."""
+        """Return the form for a notebook; without the template engine, the table in plain text."""
         plain = {"text/plain": str(self)}
         return {**plain, "text/html": fragment_of(self)} if can_fill_templates() else plain
 

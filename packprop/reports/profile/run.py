@@ -1,4 +1,4 @@
-"""``profile``: one pass over the data with the extensions that a profile is made of."""
+"""``profile``: one pass over the data with the extensions of a profile."""
 
 from __future__ import annotations
 
@@ -69,42 +69,41 @@ def profile(
     decode: Decode | None = None,
     timeline: bool = False,
 ) -> Profile:
-    """Gradients and curvature of a model on its data, layer by layer, in one pass over the data.
+    """Compute gradients and curvature of a model on its data, layer by layer, in one pass over the data.
 
-    NOTE [Profile quantities] says what exactly is computed. The model is left as it was, ``.grad``
-    included.
+    NOTE [Profile quantities] defines the values. ``profile`` leaves the model as it was, ``.grad`` included.
 
     Args:
-        model: Any module; it need not be extended. Batches are moved to where its parameters are.
+        model: Any module; you need not extend it. Batches go to the device of its parameters.
         loss: ``loss(model(inputs), targets)``: one loss of torch with reduction "mean" or "sum", as
-            a module or a function; ``None`` where the model computes it, as for ``compute``.
+            a module or a function; ``None`` if the model computes it, as for ``compute``.
         data: A ``Dataset`` of pairs, a tuple of tensors ``(inputs [n, ...], targets [n, ...])``, or
             batches, such as a ``DataLoader``, in any form that ``compute`` takes.
         batch_size: Samples in a batch, 128 by default; not for data that come in batches. It
             changes memory and time, and which Monte Carlo draws are made, but no other number.
         mc_samples: Draws for each sample, for the Monte Carlo trace and the Kronecker factors.
-        exact: Whether to compute the exact GGN trace, which takes a backward pass for each output
-            of a sample; by default if these are at most 32.
-        curvature: Whether to compute the GGN trace and Kronecker factors at all.
-        largest_factor: Kronecker factors with a longer side than this are left out.
-        evaluation: Whether to switch the model to evaluation mode meanwhile, so that dropout is off
-            and batch normalisation does not mix samples.
-        seed: Of the Monte Carlo draws.
-        progress: Whether to show a progress bar on standard error, if that is a terminal.
+        exact: Compute the exact GGN trace, which takes a backward pass for each output of a sample; by default
+            if these are at most 32.
+        curvature: Compute the GGN trace and Kronecker factors.
+        largest_factor: Leave out Kronecker factors with a longer side than this.
+        evaluation: Switch the model to evaluation mode meanwhile, so that dropout is off and batch
+            normalisation does not mix samples.
+        seed: Seed of the Monte Carlo draws.
+        progress: Show a progress bar on standard error, if that is a terminal.
         memory: The most bytes of tensor storage that may be alive at once, ``"600MiB"`` or a number.
-        checkpoint: A folder that the run is kept in, as for ``compute``: the same call goes on from there.
-        every: How often it is written, as for ``compute``.
-        compiled: Whether graphs may take the place of passes where that pays, as for ``compute``; what they
-            brought is in the settings then.
-        outliers: How many of the samples with the largest gradients are kept, to be looked at. A data set is
-            asked for them by index; batches that come as they are, from a loader, are read again up to the
-            last of them. With 0 neither is done.
-        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis: its text; a list
-            of one text for each token of the targets, which the page shades by the loss of each; or an image
-            ``[height, width]`` or ``[3, height, width]``. Without it images show themselves, and of anything
-            else the first numbers are shown.
-        timeline: Whether to plan the pass over the first batch, run it once more, and note the memory that
-            each operation leaves alive; and the time and the memory that each quantity takes in each layer.
+        checkpoint: A folder that keeps the run, as for ``compute``: the same call continues it.
+        every: How often to write it, as for ``compute``.
+        compiled: Let graphs replace passes if that pays, as for ``compute``; the settings then describe the
+            effect.
+        outliers: How many of the samples with the largest gradients to keep. ``profile`` reads a data set by
+            index; it reads batches that come as they are, from a loader, again up to the last of them. With 0
+            it does neither.
+        decode: ``decode(inputs, targets)`` of one of these samples, without a leading axis, returns its text; a
+            list of one text for each token of the targets, which the page shades by the loss of each; or an
+            image ``[height, width]`` or ``[3, height, width]``. Without it the page shows images, and the
+            first numbers of anything else.
+        timeline: Plan the pass over the first batch, run it once more, and note the memory that each operation
+            leaves alive, and the time and memory of each quantity in each layer.
 
     Raises:
         BadInput: For anything else than the above, for no data, or for a batch on which the model or
@@ -172,14 +171,14 @@ def profile(
                 used = memory_use(model, loss, first, lambda: [*extensions().values()], sizes, memory, device)
                 found = dataclasses.replace(found, memory=used)
         else:
-            found.missing["memory"] = "not asked for: packprop.profile(..., timeline=True)"
+            found.missing["memory"] = "packprop.profile(..., timeline=True) measures it"
         return _with_outliers(found, model, loss, batches, outliers, decode, device)
 
 
 def _extensions(
     curvature: bool, exact: bool, draws: int, largest_factor: int, generator: torch.Generator
 ) -> dict[str, Extension]:
-    """What is asked for, by short names."""
+    """Return the extensions of the profile, by short names."""
     extensions: dict[str, Extension] = {"gradient": GradientMoments(), "norms": BatchL2Grad()}
     if curvature:
         kfac = BoundedKFAC(draws, generator=generator, largest=largest_factor)
@@ -198,10 +197,10 @@ def _with_outliers(
     decode: Decode | None,
     device: torch.device,
 ) -> Profile:
-    """The profile with its outlying samples, or why they are missing."""
+    """Return the profile with its outlying samples, or the reason why they are missing."""
     norms = found.tensors.get(f"sample_gradient_norm/{TOTAL}")
     if not count:
-        found.missing["outlying"] = "not asked for: packprop.profile(..., outliers=0)"
+        found.missing["outlying"] = "packprop.profile(..., outliers=0) kept none"
     elif norms is None:
         found.missing["outlying"] = "the loss depends on no parameter"
     else:
@@ -213,7 +212,7 @@ def _with_outliers(
 
 @contextlib.contextmanager
 def _kept_without(found: Profile, what: str) -> Iterator[None]:
-    """Note why something is missing, whatever goes wrong inside: what was computed is not lost for it."""
+    """Note why something is missing, whatever goes wrong inside: the computed part is not lost for it."""
     try:
         yield
     except NotFoundAgain as error:
@@ -226,7 +225,7 @@ def _kept_without(found: Profile, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Add to refusals of the curvature how a profile is made without it."""
+    """Add to refusals of the curvature how to make a profile without it."""
     try:
         yield
     except PackpropError as error:
@@ -266,7 +265,7 @@ def _check_outliers(outliers: Any, decode: Any) -> None:
 def _outputs_of_a_sample(
     model: nn.Module, loss: LossFunction | None, batch: Any, device: torch.device
 ) -> int | None:
-    """How many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
+    """Return how many entries of the model's output belong to one sample; ``None`` if it is no tensor."""
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad(), disable():
         outputs, value = outputs_and_loss(ASKED, model, loss, inputs, targets)
@@ -294,7 +293,7 @@ def _mode_of(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module, evaluation: bool) -> Iterator[None]:
-    """Evaluation mode inside, if asked for; afterwards every module is in its own mode again."""
+    """Switch to evaluation mode inside, if you asked for it; afterwards restore every module's own mode."""
     before = {module: module.training for module in model.modules()}
     try:
         if evaluation:

@@ -1,4 +1,4 @@
-"""What a model says of one sample: its loss, its class or, for a text, the loss of each token."""
+"""The model's answer on one sample: its loss, its class or, for a text, the loss of each token."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from packprop.tensors.nesting import map_tensors
 from packprop.tensors.random import random_numbers_from, random_states
 
 IGNORED = -100
-"""The target that torch's cross entropy leaves out, if it is not told otherwise."""
+"""The target that torch's cross entropy leaves out by default."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a model says of one sample.
+    """The model's answer on one sample.
 
     Args:
         loss: The loss of this sample alone; ``None`` if the model could not be run on it alone.
-        output: The outputs in words; ``None`` where they are no classes.
-        token_losses: The loss of each token of the targets, where the sample is a text; ``None`` in it for a
-            token that the loss leaves out.
+        output: The outputs in words; ``None`` if they are no classes.
+        token_losses: The loss of each token of the targets, if the sample is a text; ``None`` in it for a token
+            that the loss leaves out.
     """
 
     loss: float | None = None
@@ -39,21 +39,21 @@ class Said:
 def said_of(
     asked: str, model: nn.Module, loss: LossFunction | None, inputs: Any, targets: Any, device: torch.device
 ) -> Said:
-    """What a model says of one sample, whose leading axis is there.
+    """Run a model on one sample, whose leading axis is there.
 
     Args:
-        asked: What was asked for, for errors.
+        asked: The call of the user, for errors.
         model: The model.
         loss: As for ``profile``.
         inputs: The sample's inputs.
         targets: Its targets.
-        device: Where the model is.
+        device: The device of the model.
     """
     inputs, targets = map_tensors(lambda tensor: tensor.to(device), (inputs, targets))
     try:
         with torch.no_grad(), disable(), random_numbers_from(random_states([device])):
             outputs, value = outputs_and_loss(asked, model, loss, inputs, targets)
-    except Exception:  # a model may want more than one sample; then nothing is said of its outputs
+    except Exception:  # a model may want more than one sample; then its outputs are unknown
         return Said()
     logits, labels = _logits_of(outputs), _labels_of(inputs, targets)
     if logits is None or labels is None:
@@ -67,7 +67,7 @@ def said_of(
 
 
 def _logits_of(outputs: Any) -> Tensor | None:
-    """The tensor that the model returns, or what Hugging Face's models call ``logits``."""
+    """Return the tensor in a model's output: itself, or ``logits`` of Hugging Face's models."""
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     return found if isinstance(found, Tensor) and found.is_floating_point() else None
 
@@ -78,7 +78,7 @@ def _labels_of(inputs: Any, targets: Any) -> Tensor | None:
 
 
 def _of_tokens(logits: Tensor, labels: Tensor, value: float) -> Said:
-    """Loss and success token by token, by the reading of the outputs that gives the loss of the sample."""
+    """Return loss and success token by token, by the reading of outputs that gives the sample's loss."""
     readings = [
         (abs(total - value), losses, right)
         for losses, right in _readings(logits.float(), labels)
@@ -93,7 +93,7 @@ def _of_tokens(logits: Tensor, labels: Tensor, value: float) -> Said:
 
 
 def _readings(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | None], int]]:
-    """Losses of tokens and how many are right, in each way in which outputs may belong to targets."""
+    """Yield losses of tokens and how many are right, for each way in which outputs may belong to targets."""
     if labels.dim() != 2 or logits.dim() != 3 or len(logits) != 1:
         return
     if logits.shape[:2] == labels.shape:
@@ -106,7 +106,7 @@ def _readings(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | Non
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Iterator[tuple[list[float | None], int]]:
-    """For logits ``[t, c]`` and labels ``[t]``, if these are classes and not all left out."""
+    """Return them for logits ``[t, c]`` and labels ``[t]``, if these are classes and not all left out."""
     counted = labels != IGNORED
     known = labels[counted]
     if not len(known) or int(known.min()) < 0 or int(known.max()) >= logits.shape[1]:

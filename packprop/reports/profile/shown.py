@@ -1,4 +1,4 @@
-"""What the results of ``profile`` and ``compare`` have in common: they print as a table, and draw a page."""
+"""The common part of the results of ``profile`` and ``compare``: they print as a table, and draw a page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Shown(ABC):
 
     @abstractmethod
     def _page(self) -> str:
-        """The page, as text."""
+        """Return the page, as text."""
 
     @abstractmethod
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, piece by piece."""
+        """Yield the table, piece by piece."""
 
     def to_html(self) -> str:
-        """The page: one HTML file with figures, which needs no network.
+        """Return the page: one HTML file with figures, which needs no network.
 
         Raises:
             PackpropError: If the libraries that draw it are not installed.
@@ -32,7 +32,7 @@ class Shown(ABC):
         return self._page()
 
     def save_page(self, path: str | Path) -> Path:
-        """Write the page to a file, over an older one; returns its path.
+        """Write the page to a file, over an older one; return its path.
 
         Raises:
             BadInput: If the file cannot be written.

@@ -16,11 +16,11 @@ WIDTH = 100
 """Columns of a terminal that a printed profile needs."""
 
 NAME_WIDTH = 12
-"""Columns that names of layers get at least; longer names are folded where there is no more room."""
+"""The minimum width of names of layers, in columns; longer names are folded if there is no more room."""
 
 
 def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
-    """The layers and their total, one row each, in at most ``room`` columns of a terminal."""
+    """Return the layers and their total, one row each, in at most ``room`` columns of a terminal."""
     titles = [
         "\nlayer",
         "para-\nmeters",
@@ -60,17 +60,17 @@ def profile_table(layers: Sequence[Layer], total: Layer, room: int) -> Table:
 
 
 def headline(loss: float, gradient_norm: float | None) -> str | None:
-    """What has to be read before any number: that the loss, or its gradient, is none."""
+    """Return the warning before any number: that the loss, or its gradient, is not finite."""
     for name, value in (("loss", loss), ("gradient", gradient_norm)):
         if value is not None and not math.isfinite(value):
             return (
-                f"The {name} is not finite ({number_text(value)}): what is below says little about the model."
+                f"The {name} is not finite ({number_text(value)}): the values below say little about the model."
             )
     return None
 
 
 def footer(settings: dict[str, Any], loss: float, samples: int, batches: int) -> list[Text]:
-    """What the numbers were computed from, and what the titles stand for."""
+    """Describe the computation behind the numbers, and the titles."""
     draws = settings["monte_carlo_samples"]
     facts = [
         f"{settings['model']}: {settings['loss']} {number_text(loss)}",
@@ -106,7 +106,7 @@ def _cells(layer: Layer, name: str) -> list[str]:
 
 
 def _condition(layer: Layer, side: str) -> str:
-    """Condition of the layer's first factor of this side, with its rank if it is singular."""
+    """Return the condition of the layer's first factor of this side, with its rank if it is singular."""
     spectra = [spectrum for name, spectrum in layer.factors.items() if name.endswith(f".{side}")]
     if not spectra:
         return "-"
@@ -123,7 +123,7 @@ def _condition(layer: Layer, side: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Three digits in at most six characters."""
+    """Format a number with three digits in at most six characters."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -135,6 +135,6 @@ def number_text(value: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, with the plural of their noun."""
+    """Format a number of things, with the plural of their noun."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"

@@ -1,9 +1,9 @@
-"""How far values of a profile are known: bounds from the spread between samples.
+"""Uncertainty of a profile's values: bounds from the spread between samples.
 
-The norm of the mean gradient is no mean over samples. By the triangle inequality it is off by at most the
-norm of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the
-covariance of the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative
-error is at most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
+The norm of the mean gradient is no mean over samples. By the triangle inequality its error is at most the norm
+of the mean gradient's own error, which is ``sqrt(tr S / N)`` in root mean square, with ``S`` the covariance of
+the samples' gradients. Signal to noise is its square over ``tr S``; to first order its relative error is at
+most ``2 / sqrt(N signal_to_noise)`` plus that of ``tr S``, which is that of the mean squared norm.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ WIDE = 2.0
 
 
 def standard_error(values: Tensor) -> float | None:
-    """Of the mean of ``[n]``; ``None`` for one sample."""
+    """Return the standard error of the mean of ``[n]``; ``None`` for one sample."""
     return float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, float | None]:
-    """Bounds on the standard errors of gradient norm and signal to noise, as said above."""
+    """Return bounds on the standard errors of gradient norm and signal to noise, as said above."""
     if norms is None or len(norms) < 2 or layer.gradient_norm is None:
         return None, None
     squares = norms.double().square()
@@ -39,7 +39,7 @@ def error_bounds(layer: Layer, norms: Tensor | None) -> tuple[float | None, floa
 
 
 def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float, float] | None:
-    """Twice the bound to either side of signal to noise, from 0 on; ``None`` where it is not known."""
+    """Return twice the bound to either side of signal to noise, from 0 on; ``None`` if it is not known."""
     ratio, error = layer.signal_to_noise, error_bounds(layer, norms)[1]
     if ratio is None or error is None or not math.isfinite(ratio + error):
         return None
@@ -47,7 +47,7 @@ def signal_to_noise_interval(layer: Layer, norms: Tensor | None) -> tuple[float,
 
 
 def rounded_text(value: float, error: float | None) -> str:
-    """A number with the digits that its error leaves: none behind the first one of the error, at most three.
+    """Return a number with the digits that its error supports: none behind the error's first, at most three.
 
     >>> [rounded_text(0.00612, 0.0055), rounded_text(1593.0, 1259.0), rounded_text(41.27, 0.3)]
     ['6e-3', '2,000', '41.3']
@@ -61,7 +61,7 @@ def rounded_text(value: float, error: float | None) -> str:
 
 
 def interval_text(low: float, high: float) -> str:
-    """An interval to two digits, in words.
+    """Return an interval to two digits, in words.
 
     >>> interval_text(334.2, 1712.0), interval_text(0.0, 0.0117), interval_text(39.7, math.inf)
     ('between 330 and 1,700', 'below 0.012', 'above 40')
@@ -74,7 +74,7 @@ def interval_text(low: float, high: float) -> str:
 
 
 def range_text(low: float, high: float) -> str:
-    """As ``interval_text``, in signs.
+    """Return an interval as ``interval_text`` does, in signs.
 
     >>> range_text(334.2, 1712.0), range_text(0.0, 0.0117), range_text(39.7, math.inf)
     ('330 to 1,700', '< 0.012', '> 40')
@@ -84,7 +84,7 @@ def range_text(low: float, high: float) -> str:
 
 
 def _digits_text(value: float, digits: int) -> str:
-    """A number of so many significant digits; small ones with an exponent."""
+    """Return a number with this many significant digits; small ones with an exponent."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     rounded, power = float(f"{mantissa}e{exponent}"), int(exponent)
     if power < -2:

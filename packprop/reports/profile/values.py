@@ -1,4 +1,4 @@
-"""What a profile holds, apart from how it is printed, drawn and kept."""
+"""The contents of a profile, apart from printing, drawing and files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ProfileValues:
             factor ``kfac/<parameter>/A`` (or ``B``) ``[i, i]``, and ``kfac_eigenvalues/...`` of the
             same name ``[i]``, ascending; ``outlying_sample/<place>``, the pictures of ``outlying``.
         outlying: The samples with the largest gradients, largest first.
-        memory: What the pass over the first batch took, if that was asked for.
-        missing: Why there is no ``"outlying"`` or no ``"memory"``, where there is none.
+        memory: The memory of the pass over the first batch, if it was measured.
+        missing: The reasons why there is no ``"outlying"`` or no ``"memory"``, if there is none.
     """
 
     layers: list[Layer]
@@ -51,10 +51,10 @@ class ProfileValues:
     missing: dict[str, str] = field(default_factory=dict)
 
     def suspects(self, count: int = 20) -> list[int]:
-        """Places of the samples with the largest gradients, largest first: wrong labels are among them.
+        """Return places of the samples with the largest gradients, largest first: wrong labels are among them.
 
-        A sample's gradient is large where the model says something else than its label: because the label is
-        wrong, or the sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of them are wrong.
+        A sample's gradient is large if the model disagrees with its label: because the label is wrong, or the
+        sample is rare or hard. ``docs/gallery/mislabelled.md`` shows how many of them are wrong.
 
         Raises:
             BadInput: If ``count`` is no number of samples.
@@ -67,11 +67,11 @@ class ProfileValues:
         return [int(place) for place in norms.argsort(descending=True, stable=True)[:count]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the tensors, as plain numbers, strings, lists and dictionaries."""
+        """Return everything but the tensors, as plain numbers, strings, lists and dictionaries."""
         plain = dataclasses.asdict(dataclasses.replace(self, tensors={}))
         del plain["tensors"]
         return {"format": FORMAT, **plain}
 
     def to_json(self) -> str:
-        """``to_dict`` as text; ``null`` stands for what was not computed, is infinite or NaN."""
+        """Return ``to_dict`` as text; ``null`` stands for values that are missing, infinite or NaN."""
         return json.dumps(json_ready(self.to_dict()), indent=2, allow_nan=False) + "\n"

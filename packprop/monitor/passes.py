@@ -122,6 +122,8 @@ class MonitoredPass(Backpack):
         self.brought: list[PassValues] = []
         self.gradients: dict[str, Tensor] = {}
         self.seen = False
+        self.gives_up = self.given_up = False
+        """Leave passes after a failed one unwatched; and a flag that one has failed."""
 
     def __exit__(self, *error: Any) -> None:
         self.seen = self.seen or self._seen
@@ -145,6 +147,9 @@ class MonitoredPass(Backpack):
 
     def _backward(self, call: BackwardCall, backward: Callable[[], None]) -> None:
         """Run a pass, and take off its results."""
+        if self.given_up:
+            return backward()
+        self.given_up = self.gives_up
         bend = None
         if self._sharpness and not call.is_refused_by_torch:
             has_entries = samples_of_nothing(walk(call.roots, call.gradients, call.leaves)) is None
@@ -154,6 +159,7 @@ class MonitoredPass(Backpack):
             super()._backward(call, backward)
         finally:
             values = self._take_off()
+        self.given_up = False
         if values is not None:
             values.bend = bend
             self.brought.append(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,9 @@ def test_steps_in_which_nothing_can_be_seen() -> None:
     with pytest.warns(PackpropWarning, match="no parameter changed"), asked.step():
         F.cross_entropy(model(x), y).backward()
     assert "update_ratio" not in (asked.last or {"update_ratio": 0})
+    with warnings.catch_warnings(), asked.step():
+        warnings.simplefilter("error")  # it was said
+        F.cross_entropy(model(x), y).backward()
 
 
 def test_samples_that_are_mixed_are_refused() -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from packprop.algebra.structures import Structure
 from packprop.errors import FreedGraph, PackpropError
-from packprop.functions.entry import Cotangents, Entry, Samples, Scratch, StructureOf
-from packprop.functions.nodes import is_change_of_view
-from packprop.graph.graph import EAGER, Graph, ReachedUse
+from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
-from packprop.graph.site import Site
-from packprop.graph.traversal import made_by
 from packprop.recording.compiled import UNCOMPILED, is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
-from packprop.recording.marks import EXTENDED, ForwardCall
+from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
 from packprop.recording.transforms import refused as refused_transformed
 from packprop.tensors.hooks import Hooks
-from packprop.tensors.layout import Layout
 from packprop.tensors.precision import is_for_storage
 from packprop.tensors.sharding import (
     is_distributed,

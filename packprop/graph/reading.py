@@ -31,7 +31,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.node_rules import entries_of_node
 from packprop.functions.nodes import ENTRYWISE, PRODUCTS, RESHAPES, name_of_node, names_of_nodes
-from packprop.functions.operands import BY_DATA, ENTRY_BY_ENTRY, EXPANDING, HIDING, WHOLE, WITH_SUMMAND, saved_constants
+from packprop.functions.operands import (
+    BY_DATA,
+    ENTRY_BY_ENTRY,
+    EXPANDING,
+    HIDING,
+    WHOLE,
+    WITH_SUMMAND,
+    saved_constants,
+)
 from packprop.functions.saved import keeps_elsewhere
 from packprop.graph.completeness import nested
 from packprop.graph.graph import EAGER, Graph, ReachedUse

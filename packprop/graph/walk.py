@@ -221,9 +221,7 @@ def _drop_inner_outputs(graph: Graph) -> None:
         graph.outputs = [each for each in graph.outputs if id(each[1].module()) not in parts]
 
 
-def _read_uses(
-    graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None
-) -> None:
+def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, ends: list[Node] | None) -> None:
     """Read the uses off the graph; see NOTE [Uses in the graph].
 
     ``ends``: Nodes that samples reach, if these are not those of losses and outputs of models.
@@ -282,7 +280,9 @@ def _takes_statistics(node: Any) -> bool:
 
 def _layer_of(graph: Graph, node: Node) -> str:
     """What messages call a layer, by the parameters that enter its node."""
-    leaves = {id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)}
+    leaves = {
+        id(leaf) for above, _ in node.next_functions[1:] if above is not None for leaf in leaves_of(above)
+    }
     for module in [*graph.modules, *EXTENDED]:
         for path, child in module.named_modules():
             if any(id(parameter) in leaves for parameter in child.parameters(recurse=False)):
@@ -329,7 +329,9 @@ def _find_sites(graph: Graph, use: ReachedUse, chosen: set[int] | None, trail: _
     """Trace the parameters of a use to the leaves that they are computed from."""
     for entry in use.recorded.entries:
         parameter = entry.parameter
-        own = [parameter] if isinstance(parameter, Tensor) and parameter.is_leaf else leaves_of(parameter.grad_fn)
+        own = (
+            [parameter] if isinstance(parameter, Tensor) and parameter.is_leaf else leaves_of(parameter.grad_fn)
+        )
         use.sites += [Site(entry, leaf) for leaf in own if chosen is None or id(leaf) in chosen]
     for site in use.sites:
         if site.entry.refusal is not None:

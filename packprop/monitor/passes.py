@@ -26,7 +26,6 @@ from packprop.reports.profile.quantities import SampleGGNTrace
 from packprop.tensors.names import named_parameters
 from packprop.types import GRADIENT, Extension, Row
 
-
 MONITORED = "packprop.monitored"
 """Key in the metadata of a node: the step that has counted its samples."""
 

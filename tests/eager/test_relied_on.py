@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from packprop.eager import eager_backward, pieces, reach
-from packprop.eager import pieces
 from packprop.tensors import hooks
 from tests.eager.branches import WEIGHT, needs_question, network, scalar
 

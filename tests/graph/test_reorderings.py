@@ -16,7 +16,7 @@ from packprop.errors import PackpropError
 from packprop.samples import locating as samples
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double
-from tests.references.running import assert_near, assert_rows_of_terms, right_or_refused
+from tests.references.running import assert_rows_of_terms, right_or_refused
 
 BESIDE_THE_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one position of each sample": lambda h, x: h[torch.arange(len(h)), x[..., 0].argmax(1)],

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError
 from packprop.tensors.layout import possible_layouts
 from tests.cases.models.wrapping import Apply
 from tests.graph.one_by_one import check, double, rows_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import packprop
 from packprop import extensions
-from packprop.errors import PackpropError, PackpropWarning
+from packprop.errors import PackpropError
 from packprop.types import Extension
 from tests.references.refusals import batch, check, network
 

@@ -280,7 +280,7 @@ class Graph:
 
     @property
     def calls_nodes(self) -> bool:
-        """Whether structures are built by calling nodes, or pulled back through some: the graph must be there."""
+        """Whether nodes are called, or pulled back through, to build structures: the graph must be there."""
         return any(
             not site.direct or site.entry.calls_node(use.layouts) is not None
             for use in self.uses

@@ -1,19 +1,19 @@
 """Read off the autograd graph where parameters meet the samples.
 
 # NOTE [Uses in the graph]
-Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and something that
-depends on the samples; everything on the way from the parameters to it is made of parameters alone. The graph does not
-show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A constant is no data if it is a
-buffer or a frozen parameter of an extended module, or counts positions; it is data if it
-shares memory with an input of the model. Every other node that takes parameters and constants is *undecided*: it
-counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If samples are apart in what
-arrives at it, it is a use. If they meet there, it is made of parameters alone, and the node that takes its output is
-looked at in its place, unless that would hide layers that mix samples:
+Autograd has recorded which node made each tensor of what. A *use* is a node that takes parameters and
+something that depends on the samples; everything on the way from the parameters to it is made of parameters
+alone. The graph does not show where constants come from: ``mask * weight`` and ``x * weight`` look alike. A
+constant is no data if it is a buffer or a frozen parameter of an extended module, or counts positions; it is
+data if it shares memory with an input of the model. Every other node that takes parameters and constants is
+*undecided*: it counts as a use first, and the sweeps that locate the samples tell (NOTE [Separation]). If
+samples are apart in what arrives at it, it is a use. If they meet there, it is made of parameters alone, and
+the node that takes its output is looked at in its place, unless that would hide layers that mix samples:
 
 * A product of a weight and an unknown constant whose output has room for the samples is a layer, and they meet
   behind it.
-* A function of parameters alone that makes of a tensor in which samples meet one in which they are apart, and does
-  not only repeat it, has mixed them.
+* A function of parameters alone that makes of a tensor in which samples meet one in which they are apart, and
+  does not only repeat it, has mixed them.
 
 What was found so is kept for graphs of the same structure.
 """
@@ -256,7 +256,7 @@ def function_of(node: Any) -> str:
     if name == "Convolution":
         kind = "conv_transpose" if node._saved_transposed else "conv"
         return f"{kind}{len(made_by(node)[0].shape) - 2}d"
-    return FUNCTIONS.get(name, node.name())
+    return FUNCTIONS.get(name) or str(node.name())
 
 
 FUNCTIONS: dict[str, str] = {
@@ -274,5 +274,13 @@ FUNCTIONS: dict[str, str] = {
     "Div": "div",
     "Expand": "expand",
     "PreluKernel": "prelu",
+    "Baddbmm": "baddbmm",
+    "Rsub": "rsub",
+    "FusedRmsNorm": "rms_norm",
+    "GroupedMm": "grouped_mm",
+    "EmbeddingBag": "embedding_bag",
+    "MkldnnRnnLayer": "lstm",
+    "Trilinear": "bilinear",
+    "Mv": "mv",
 }
 """Names of functions that users know, of nodes of their own."""

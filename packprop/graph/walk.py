@@ -132,7 +132,7 @@ def walk(
 
 
 def _follow(graph: Graph, starts: list[Node], wanted: Sequence[Tensor] | None) -> _Trail:
-    """Go through all nodes once; the graph gets marked losses and outputs, checkpoints, layers that mix samples."""
+    """Go through all nodes once; note marked losses and outputs, checkpoints, layers that mix samples."""
     trail = _Trail()
     for node, done in depth_first(starts, upstream_of, trail.neighbours):
         if done:

@@ -22,7 +22,7 @@ _register_hook = Tensor.register_hook
 
 @functools.wraps(_register_hook)
 def _noted(tensor: Tensor, hook: Any) -> Any:
-    handle = _register_hook(tensor, hook)
+    handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch's own
     note_hooks(tensor)
     return handle
 
@@ -40,4 +40,4 @@ def watch_hooks() -> None:
     """Note hooks on tensors from now on."""
     if Tensor.register_hook is not _noted:
         Tensor.register_hook = _noted  # type: ignore[method-assign]  # there is no other way to see it
-        Tensor.retain_grad = _retained  # type: ignore[method-assign]  # nor this
+        Tensor.retain_grad = _retained  # type: ignore[assignment,method-assign]  # nor this

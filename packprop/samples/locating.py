@@ -268,7 +268,8 @@ def _find_locations(graph: Graph, memory: _Memory) -> _SampleLocations:
 
 def _are_reclassified(uses: Sequence[ReachedUse], samples: int) -> bool:
     """Whether some undecided uses, behind which samples meet, are made of parameters alone."""
-    return any([use.undecided(use, samples) for use in uses if use.undecided is not None])
+    found = [use.undecided(use, samples) for use in uses if use.undecided is not None]
+    return any(found)
 
 
 def _first_of(fitting: Fitting) -> list[list[Layout]]:

@@ -21,7 +21,7 @@ class ReadLoss(NamedTuple):
 
     Args:
         function: The loss function.
-        args: Its arguments, the input first: for ``cross_entropy`` the log-probabilities in place of the logits,
+        args: Its arguments, the input first: for ``cross_entropy`` log-probabilities in place of the logits,
             which are the logits of the same loss.
         kwargs: Its options.
         edge: Where its input came from.
@@ -72,7 +72,7 @@ def loss_of_node(node: Any) -> ReadLoss | None:
 
 
 def _logits_of(edge: GradientEdge, given: Tensor) -> tuple[GradientEdge, torch.Size] | None:
-    """Where the logits came from that ``log_softmax`` over the classes has made the input of, and their shape."""
+    """Find the logits that ``log_softmax`` over the classes has made the input of, and their shape."""
     node: Node = edge.node
     if name_of_node(node) in ("View", "UnsafeView", "ReshapeAlias"):  # to an image, of which one axis is 1
         node, number = node.next_functions[0]  # type: ignore[assignment]  # looked at below

@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What went into the affine maps of all steps.
+    """The inputs of the affine maps of all steps.
 
     Args:
         input: ``[t, b, f]``.
@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """What arrives at the sum of the affine maps, and at what the first step was given.
+    """The cotangents at the sum of the affine maps, and at the inputs of the first step.
 
     Args:
         maps: ``[t, v, b, 4*h]``.

@@ -96,5 +96,5 @@ def require_sharded(
 
 
 def _is_sharded_inside(use: ReachedUse) -> bool:
-    """Whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
+    """Tell whether a use is in a checkpoint with a module inside that ``fully_shard`` was called on."""
     return False

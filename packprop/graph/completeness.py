@@ -152,7 +152,6 @@ def find_missing(graph: Graph, consumed: list[tuple[Tensor, Node]], wanted: Sequ
         return
     modules = {id(module): module for module in [*graph.modules, *EXTENDED]}
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
-    owned |= {id(leaf) for leaf, _ in consumed if isinstance(leaf, nn.Parameter)}
     owned |= {id(leaf) for leaf in graph.leaves()} | shards_by_whole(modules.values()).keys()
     data = {id(ref()) for forward in graph.forwards for ref in forward.leaves}
     chosen = owned if wanted is None else {id(leaf) for leaf in wanted}

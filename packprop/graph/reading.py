@@ -30,7 +30,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from packprop.functions.node_rules import entries_of_node
-from packprop.functions.nodes import ENTRYWISE, PRODUCTS, RESHAPES, name_of_node, names_of_nodes
+from packprop.functions.nodes import (
+    ENTRYWISE,
+    PRODUCTS,
+    RESHAPES,
+    name_of_node,
+    names_of_nodes,
+    saved_option,
+)
 from packprop.functions.operands import (
     BY_DATA,
     ENTRY_BY_ENTRY,
@@ -254,7 +261,7 @@ def function_of(node: Any) -> str:
     """The function that made a node, as users know it, or the node's own name."""
     name = name_of_node(node)
     if name == "Convolution":
-        kind = "conv_transpose" if node._saved_transposed else "conv"
+        kind = "conv_transpose" if saved_option(node, "transposed") else "conv"
         return f"{kind}{len(made_by(node)[0].shape) - 2}d"
     return FUNCTIONS.get(name) or str(node.name())
 

@@ -53,7 +53,7 @@ def _storages_count() -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
+    """Return where the memory begins that a tensor shares with its views; 0 for tensors that do not say."""
     if type(tensor) not in (Tensor, nn.Parameter):  # others stand for tensors, or hold several
         return 0
     try:

@@ -338,18 +338,6 @@ ADVICE |= {
         "compute the loss outside",
         lambda: passing(Returning(False), X, mean),
     ),
-    "an input that was changed": (
-        lambda: passing(Changing(True), X, mean),
-        "changed in place",
-        "out-of-place version",
-        lambda: passing(Changing(False), X, mean),
-    ),
-    "a parameter that was not seen": (
-        lambda: passing(Unseen(False), X, mean),
-        "was not seen|outside of every recorded function|no use of it",
-        "outside of disable()",
-        lambda: passing(Unseen(True), X, mean),
-    ),
     "samples that are not in the batch": (
         lambda: passing(nn.Linear(3, 2), X, mean, extensions.BatchGrad(subsampling=[7])),
         "5 samples",

@@ -19,7 +19,7 @@ PRIVATE = {
     "_get_current_graph_task_keep_graph": {"recording/marks.py"},
     "_input_metadata": {
         "functions/losses/read.py",
-        "functions/node_calls.py",
+        "functions/nodes.py",
         "graph/reorderings.py",
         "graph/traversal.py",
     },
@@ -38,17 +38,12 @@ PRIVATE = {
 SAVED = "notes/autograd.html#saved-tensors"
 DOCUMENTED = {
     "_saved_dim": ({"graph/reorderings.py"}, SAVED),
-    "_saved_dims": ({"functions/node_calls.py"}, SAVED),
-    "_saved_eps": ({"functions/node_rules.py"}, SAVED),
     "_saved_indices": ({"graph/reorderings.py"}, SAVED),
     "_saved_reduction": ({"functions/losses/read.py"}, SAVED),
-    "_saved_repeats": ({"functions/node_calls.py"}, SAVED),
-    "_saved_scale_grad_by_freq": ({"functions/node_rules.py"}, SAVED),
     "_saved_self": ({"functions/losses/read.py"}, SAVED),
-    "_saved_sparse": ({"functions/node_rules.py"}, SAVED),
     "_saved_target": ({"functions/losses/read.py"}, SAVED),
-    "_saved_training": ({"functions/node_rules.py", "functions/nodes.py", "graph/walk.py"}, SAVED),
-    "_saved_transposed": ({"functions/node_rules.py"}, SAVED),
+    "_raw_saved_tensors": ({"functions/saved.py"}, SAVED),
+    "_saved_training": ({"functions/nodes.py", "graph/walk.py"}, SAVED),
     "_saved_weight": ({"functions/nodes.py"}, SAVED),
     "_version": ({"tensors/state.py"}, "generated/torch.autograd.grad_mode.inference_mode.html"),
     "_subclasses": ({"memory/dry_run.py"}, "library.html#torch.library.register_fake"),

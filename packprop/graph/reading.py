@@ -200,6 +200,9 @@ class Reading:
             return "parameters"
         if whole:
             return "suspect"
+        shapes = [torch.Size(each.shape) for each in made_by(node)]
+        if not any(shape.numel() != 1 for shape in shapes) or (is_dry_run() and self._keeps_shape(node, given)):
+            return "parameters"  # no room for samples; or, without data, the most likely
         if is_own or name == "Expand":
             return "undecided"
         if name == "Repeat":
@@ -208,6 +211,19 @@ class Reading:
         if known is False:
             return "use"
         return "parameters" if known and name not in HIDING else "undecided"
+
+    def _keeps_shape(self, node: Node, given: Sequence[int]) -> bool:
+        """Whether a node does something entry by entry to a parameter, and returns its shape."""
+        if name_of_node(node) not in ENTRY_BY_ENTRY:
+            return False
+        shape = torch.Size(made_by(node)[0].shape)
+        edges = [node.next_functions[place] for place in given]
+        leaves = [getattr(above, "variable", None) for above, _ in edges]
+        return any(
+            shape == (made_by(above)[number].shape if leaf is None else leaf.shape)
+            for (above, number), leaf in zip(edges, leaves, strict=True)
+            if above is not None
+        )
 
     def _outputs_reached(self) -> dict[Node, dict[int, None]]:
         reached: dict[Node, dict[int, None]] = {node: {} for node in self._order}

@@ -77,6 +77,17 @@ class _Trail:
         )
 
 
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of first outputs; empty for tensors without one."""
+        found = []
+        for node in self.places:
+            try:
+                found.append(tuple(made_by(node)[0].shape) if node.next_functions else ())
+            except RuntimeError:  # of nested tensors
+                found.append(())
+        return tuple(found)
+
+
 def walk(
     roots: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -238,7 +249,7 @@ def _read_uses(graph: Graph, trail: _Trail, wanted: Sequence[Tensor] | None, end
     for node in trail.order:
         if any(above in losses or above in after for above in trail.neighbours[node]):
             after.add(node)
-    structure = hash((tuple(trail.names), trail.edges()))
+    structure = hash((tuple(trail.names), trail.edges(), trail.shapes()))
     graph.reading = reading = Reading(graph, trail.order, trail.places, leaves, structure)
     reading.sort(set(nodes_above(ends)), after | losses)
     if inside and any(start in reading.made_of_parameters for start in ends):

@@ -38,6 +38,7 @@ def joined(x: Tensor, weight: Tensor) -> Tensor:
 
 
 EXAMPLES: list[tuple[Callable[..., Any], Make]] = [
+    (torch.einsum, lambda n: ("io,ni->no", p(1, 4), R(n, 3))),
     (F.linear, lambda n: (R(n, 3), p(4, 3), p(4))),
     (F.linear, lambda n: {"input": R(2, n, 3), "weight": p(4, 3)}),
     (F.linear, lambda n: (R(n, 3), p(3))),
@@ -116,7 +117,6 @@ RECURRENT: list[tuple[Callable[..., Any], Make]] = [
 
 FALLBACKS: list[tuple[Callable[..., Any], Make]] = [
     (torch.cdist, lambda n: (R(n, 2, 3), p(4, 3))),
-    (torch.einsum, lambda n: ("io,ni->no", p(1, 4), R(n, 3))),
     (torch.addmm, lambda n: {"input": R(4, n), "mat1": p(4, 3), "mat2": R(3, n), "alpha": 0.5}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "sum"}),
     (F.embedding_bag, lambda n: {"input": torch.randint(5, (n, 3)), "weight": p(5, 2), "mode": "max"}),

@@ -24,7 +24,12 @@ from packprop.engine.probes import ASKED, by_groups, nothing_recorded, require_a
 from packprop.engine.request import Request, settle_loss_inputs
 from packprop.engine.saving import Hook, ResultSaver, factor_of
 from packprop.errors import BadInput, PackpropWarning
-from packprop.graph.completeness import EXTEND_FIRST, UNSEEN, require_complete, require_differentiable
+from packprop.graph.completeness import (
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
+    require_complete,
+    require_differentiable,
+)
 from packprop.graph.graph import Graph
 from packprop.graph.terms import meets_samples_unseen
 from packprop.graph.walk import walk
@@ -43,8 +48,8 @@ from packprop.tensors.traced import decided, is_traced
 from packprop.types import Extensions, Seed, check_extensions
 
 NOT_RECORDED = (
-    "A backward pass inside `with backpack(...)` met no recorded use of a parameter: nothing but gradients was "
-    f"computed. The forward pass ran on a module that is not extended, {UNSEEN}. Instead: {EXTEND_FIRST}."
+    "A backward pass inside `with backpack(...)` met no use of a parameter: nothing but gradients was "
+    f"computed, because {UNKNOWN_LOSS}. Instead: {MARK_THE_LOSS}."
 )
 
 SIZES_OF_CHUNKS = "sizes of chunks"
@@ -219,7 +224,7 @@ class Backpack(OwnMode):
         if not graph.uses:
             require_complete(graph)
             if self._probes is not None or self._clipping is not None:
-                raise nothing_recorded(EXTEND_FIRST, ASKED if self._clipping is None else self._clipping.asked)
+                raise nothing_recorded(MARK_THE_LOSS, ASKED if self._clipping is None else self._clipping.asked)
             if meets_samples_unseen(graph):
                 warnings.warn(NOT_RECORDED, PackpropWarning, stacklevel=6)
         saver = ResultSaver(graph, self._hook, self._loss_scale)

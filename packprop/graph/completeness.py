@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from packprop.errors import FreedGraph, PackpropError
 from packprop.graph.graph import EAGER, Graph
 from packprop.graph.search import nodes_above
-from packprop.recording.compiled import UNCOMPILED, is_compiled_region
+from packprop.recording.compiled import is_compiled_region
 from packprop.recording.compiled import refused as refused_compiled
 from packprop.recording.marks import EXTENDED
 from packprop.recording.reentrant import is_reentrant, refused
@@ -26,22 +26,16 @@ from packprop.tensors.sharding import (
     shards_by_whole,
 )
 
-UNSEEN = (
-    "before extend() was called, under packprop.disable(), inside a transform of torch.func (vmap), or in what "
-    "torch.compile or torch.jit compiled, where functions are not recorded"
+UNKNOWN_LOSS = (
+    "nothing says where the loss begins: neither a loss function of torch whose node tells it, nor an extended "
+    "loss, nor the output of an extended model lies between it and the parameters"
 )
-"""Where a forward pass ran that left no use on its graph, in messages."""
+"""Why packprop finds no use of a parameter, in messages."""
 
 
-WITHOUT_COMPILER = (
-    f"if torch.compile compiled it, {UNCOMPILED}; if torch.jit did, call the module as it was before it was "
-    "traced or scripted"
-)
-
-
-EXTEND_FIRST = (
-    "call packprop.extend(model) first, then run the forward pass again, outside of disable(); "
-    f"{WITHOUT_COMPILER}"
+MARK_THE_LOSS = (
+    "call a loss function of torch; or extend the model (`packprop.extend(model)` before its forward pass); or "
+    "call your own loss as an extended module, or inside `with packprop.record():`"
 )
 """What to do then."""
 
@@ -231,7 +225,7 @@ def require_differentiable(graph: Graph) -> None:
 
 
 def require_complete(graph: Graph) -> None:
-    """Raise unless every use of every wanted parameter was recorded."""
+    """Raise unless every use of every wanted parameter is known."""
     if graph.transformed:
         module = graph.transformed[0].module()
         raise refused_transformed("the model" if module is None else f"a {type(module).__name__}")
@@ -250,21 +244,16 @@ def require_complete(graph: Graph) -> None:
     elif node == "AccumulateGrad":
         why, instead = "the loss is the parameter itself", "leave it out of this loss"
     elif not graph.uses:
-        why = (
-            f"its module is extended, but no use of it was recorded: the forward pass ran {UNSEEN}; or this is "
-            "a penalty whose constants may hold samples"
-        )
-        instead = f"{EXTEND_FIRST}. Call backward() of a penalty outside of `with backpack(...)`"
+        why = f"no use of it is known: {UNKNOWN_LOSS}; or this is a penalty whose constants may hold samples"
+        instead = f"{MARK_THE_LOSS}. Call backward() of a penalty outside of `with backpack(...)`"
     else:
         why = (
-            f"{node} consumes it outside of every recorded function (outside an extended module's forward "
-            "pass, under disable(), in what torch.compile or torch.jit compiled, in an assignment, in "
-            "derivatives that torch.autograd.grad made with create_graph=True), where it may meet samples, or "
-            "in a term that is not simply added to the loss"
+            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply added "
+            "to the loss, or whose constants may hold samples"
         )
         instead = (
-            "run that function inside the extended module or inside `with packprop.record():`; add penalties "
-            "to the loss, with their constants in buffers of an extended module; or set requires_grad=False "
-            f"on the parameter; {WITHOUT_COMPILER}"
+            "add penalties to the loss, with their constants in buffers of an extended module; let a loss "
+            "function of torch, or an extended loss, make each other term; or set requires_grad=False on the "
+            "parameter"
         )
     raise PackpropError("A quantity beyond the gradient was asked for.", f"parameter {name!r}", why, instead)

@@ -76,7 +76,6 @@ class _Trail:
             for above, output in node.next_functions
         )
 
-
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of first outputs; empty for tensors without one."""
         found = []

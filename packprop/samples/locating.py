@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from packprop.errors import PackpropError
 from packprop.graph.completeness import (
-    EXTEND_FIRST,
-    UNSEEN,
+    MARK_THE_LOSS,
+    UNKNOWN_LOSS,
     require_complete,
     require_data,
     require_separable,
@@ -103,9 +103,8 @@ def check_graph(graph: Graph, of_samples: bool = True) -> None:
         raise PackpropError(
             "A backward pass with extensions was started.",
             "the tensor that backward() was called on",
-            "its graph holds no recorded use of a parameter: the forward pass ran on a module that is not "
-            f"extended, {UNSEEN}",
-            EXTEND_FIRST,
+            f"no use of a parameter is known: {UNKNOWN_LOSS}",
+            MARK_THE_LOSS,
         )
     if of_samples:
         require_separable(graph)

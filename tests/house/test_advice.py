@@ -161,20 +161,6 @@ class Centred(nn.Linear):
         return h - h.mean(self.axis, keepdim=True)
 
 
-class Changing(nn.Linear):
-    """Changes what a layer has used, in place or not."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__(3, 2)
-        self.in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = x.clone()
-        h = super().forward(kept)
-        kept.mul_(2) if self.in_place else kept.mul(2)
-        return h
-
-
 class Returning(nn.Linear):
     """Returns the loss, or what the loss is made of."""
 
@@ -185,20 +171,6 @@ class Returning(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         return h.square().mean() if self.whole else h
-
-
-class Unseen(nn.Module):
-    """A parameter outside of every recorded function, or not."""
-
-    def __init__(self, seen: bool) -> None:
-        super().__init__()
-        self.layer, self.shift, self.seen = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.seen:
-            return self.layer(x) * self.shift
-        with packprop.disable():
-            return self.layer(x) * self.shift
 
 
 def on_device(model: nn.Module, x: Tensor) -> None:

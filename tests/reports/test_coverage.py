@@ -22,7 +22,7 @@ def test_functions_structures_and_factors() -> None:
     assert of(found, "0.weight") == [("embedding", "Lookup")]
     assert of(found, "1.weight") == [("layer_norm", "Scale")]
     assert of(found, "2.weight") == [("linear", "Outer")]
-    assert of(found, "3.weight_hh_l0") == [("MkldnnRnnLayerBackward0", "Outer")]
+    assert of(found, "3.weight_hh_l0") == [("lstm", "Outer")]
     factors = {name: p.factors for name, p in found.parameters.items()}
     assert factors["0.weight"] == factors["2.weight"] == factors["3.weight_hh_l0"] == "B, A"
     assert factors["1.weight"] == factors["2.bias"] == factors["3.bias_hh_l0"] == "B"

@@ -248,8 +248,8 @@ def require_complete(graph: Graph) -> None:
         instead = f"{MARK_THE_LOSS}. Call backward() of a penalty outside of `with backpack(...)`"
     else:
         why = (
-            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply added "
-            "to the loss, or whose constants may hold samples"
+            f"{node} consumes it where no loss tells whose samples it meets, in a term that is not simply "
+            "added to the loss, or whose constants may hold samples"
         )
         instead = (
             "add penalties to the loss, with their constants in buffers of an extended module; let a loss "
